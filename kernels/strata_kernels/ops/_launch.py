@@ -1,0 +1,69 @@
+"""The one way a kernel is started.
+
+Every operator launches through `launch`, so that one place sets the device, and a plan of what a run will compile can be
+taken by running the real code on meta tensors: inside `recording()` nothing runs, the calls are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+_calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch that would have happened: the kernel, its positional arguments (meta tensors) and its keywords."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """Run `kernel[grid](*args, **kwargs)` on the device of the first tensor argument, or note it when recording.
+
+    An empty grid launches nothing.
+    """
+    calls = _calls.get()
+    if calls is not None:
+        calls.append(Call(kernel, args, kwargs))
+        return
+    if 0 in grid:
+        return
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](*args, **kwargs)
+    else:
+        assert isinstance(kernel, InterpretedFunction), f"{device} tensors need TRITON_INTERPRET=1"
+        kernel[grid](*args, **kwargs)
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether an operator on `x` runs the kernel: on a GPU, and on the CPU under TRITON_INTERPRET=1."""
+    return x.is_cuda or (x.device.type == "cpu" and bool(triton.knobs.runtime.interpret))
+
+
+def is_recording() -> bool:
+    """Whether launches are noted instead of run: then operators take the kernel path on meta tensors."""
+    return _calls.get() is not None
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Note launches instead of running them; yields the list that fills."""
+    calls: list[Call] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
