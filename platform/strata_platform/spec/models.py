@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,6 +24,11 @@ class Section(BaseModel):
     """Base of every part of the spec: frozen, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the values, defaults included."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 class Model(Section):
@@ -263,12 +268,3 @@ class RunSpec(Section):
                 "the peak learning rate would never be reached",
             ),
         ]
-
-    def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the whole spec, defaults included."""
-        return _digest(self.model_dump(mode="json"))
-
-
-def _digest(value: Any) -> str:
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

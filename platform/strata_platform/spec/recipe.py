@@ -1,0 +1,43 @@
+"""The part of a spec that decides the prepared data: the cache key of the data step."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from strata_platform.spec.models import Data, Objective, RunSpec, Section
+
+
+class DataRecipe(Section):
+    """All that the data step reads. Two runs with equal recipes share their prepared data.
+
+    A run that differs only in its learning rate, batch or checkpoints has the same recipe, so a task that takes the
+    recipe as its input is cached across them.
+    """
+
+    data: Data = Field(description="The spec's data section.")
+    objective: Objective = Field(description="The spec's objective section: which tokens carry loss.")
+    model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
+    revision: str | None = Field(description="`model.revision`.")
+    tokenizer: str | None = Field(description="`model.tokenizer`.")
+    seed: int = Field(description="`seed`: decides the validation split.")
+    fingerprint: str = Field(
+        "", description="Digest of the contents of local files named by the recipe; empty when it names none."
+    )
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, fingerprint: str = "") -> DataRecipe:
+        """Project `spec` on what decides its data.
+
+        >>> from strata_platform.spec.models import Optimizer, RunSpec
+        >>> DataRecipe.from_spec(RunSpec()) == DataRecipe.from_spec(RunSpec(optimizer=Optimizer(lr=1e-4)))
+        True
+        """
+        return cls(
+            data=spec.data,
+            objective=spec.objective,
+            model=spec.model.name,
+            revision=spec.model.revision,
+            tokenizer=spec.model.tokenizer,
+            seed=spec.seed,
+            fingerprint=fingerprint,
+        )
