@@ -1,0 +1,79 @@
+"""Metrics of a run: one schema, one JSON object per line per optimizer step.
+
+The file is append-only. A resumed attempt writes the steps after its checkpoint again, with a higher `attempt`; readers
+take the last line of each step, so a torn last line or a repeated step never changes a curve.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One optimizer step, over all processes."""
+
+    step: int
+    """Optimizer steps done, from 1."""
+    attempt: int
+    """0 for the first start of the run, one more for every restart."""
+    time: float
+    """Seconds since the epoch."""
+    loss: float
+    """Mean loss of the step's target tokens, nats."""
+    learning_rate: float
+    grad_norm: float | None
+    """Global gradient norm before clipping; none when clipping is off."""
+    tokens: int
+    """Tokens processed since the run's first step, padding included."""
+    target_tokens: int
+    """Tokens that carried a loss since the run's first step."""
+    tokens_per_second: float
+    """Over the steps since the last flush."""
+    step_seconds: float
+    memory_bytes: int
+    """Peak so far of the busiest process: allocated on the GPU, resident on the CPU."""
+
+
+_NAMES = frozenset(field.name for field in fields(Point))
+
+
+class MetricsFile:
+    """Appends points to a JSON-lines file; every `write` reaches the operating system."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A line torn by a kill would swallow the next one.
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def write(self, points: list[Point]) -> None:
+        self._file.write("".join(json.dumps(asdict(point)) + "\n" for point in points))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_points(path: Path) -> list[Point]:
+    """The points of a metrics file by step, the newest attempt's for each; [] when there is no file yet."""
+    by_step = {point.step: point for point in _lines(path)} if path.exists() else {}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _lines(path: Path) -> Iterator[Point]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            yield Point(**{name: value for name, value in json.loads(line).items() if name in _NAMES})
+        except (json.JSONDecodeError, TypeError):
+            log.warning("%s:%d is not a metrics line (torn by a kill?); skipped", path, number)

@@ -1,0 +1,92 @@
+"""The completion record: the one proof that a run did what was asked.
+
+A process that exits 0, a job that turns green and a checkpoint that exists all happen to runs that did not finish. What
+follows a training task asks the record, and the record alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Sample(BaseModel):
+    """What the model writes for one prompt of the validation split."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str
+    reference: str
+    before: str
+    after: str
+
+
+class CompletionRecord(BaseModel):
+    """What a run did. `status` is `complete` only when every step asked for was done and its checkpoint is whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    status: Literal["complete", "incomplete"]
+    name: str
+    spec_hash: str
+    steps: int
+    steps_asked: int
+    tokens: int
+    """Tokens processed, padding included."""
+    target_tokens: int
+    train_loss: float
+    """Loss of the last step, nats per target token."""
+    eval_loss_before: float | None = None
+    eval_loss_after: float | None = None
+    checkpoint: str
+    """The last complete checkpoint."""
+    restarts: int
+    """Starts of the training processes after the first."""
+    seconds: float
+    """Wall time of training steps, over all attempts."""
+    tokens_per_second: float
+    """Median over the steps."""
+    peak_memory_bytes: int
+    parameters: int
+    device: str
+    world_size: int
+    data: dict[str, int]
+    """Counts of the prepared data: samples read, used and skipped by reason, rows, tokens."""
+    kernels: dict[str, int]
+    """Modules patched, by operator."""
+    warmup: dict[str, Any]
+    """What was compiled before training; see the kernel layer's WarmupReport."""
+    versions: dict[str, str]
+    samples: tuple[Sample, ...] = ()
+
+    def require_complete(self) -> CompletionRecord:
+        """This record. Raises ValueError when the run did not finish."""
+        if self.status != "complete":
+            raise ValueError(
+                f"run {self.name!r} is {self.status}: {self.steps} of {self.steps_asked} steps are done; "
+                "start it again with the same spec to continue from its last checkpoint"
+            )
+        return self
+
+    def save(self, path: Path) -> None:
+        """Write as JSON; a reader sees the old file or the new one, never a part."""
+        write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, path: Path) -> CompletionRecord:
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON, atomically and durably."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
