@@ -1,0 +1,57 @@
+"""`python -m tasks.runtime SPEC` and `torchrun --nproc-per-node N -m tasks.runtime SPEC`: a whole run without Flyte."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import DataRecipe, load_spec
+
+EXIT_BAD_INPUT = 2
+EXIT_PREEMPTED = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """Prepare, train, evaluate, export. 0: complete; 2: the spec or data must change; 143: preempted, start again."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
+    parser.add_argument("spec", help="a run spec, YAML or JSON")
+    arguments = parser.parse_args()
+    try:
+        spec = load_spec(arguments.spec)
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+    # Only a good spec is worth the seconds that torch takes to import.
+    from tasks.runtime.data import fingerprint, prepare
+    from tasks.runtime.evaluate import evaluate
+    from tasks.runtime.export import export
+    from tasks.runtime.log import configure_logging
+    from tasks.runtime.run import session, train
+    from tasks.runtime.signals import Preempted
+
+    configure_logging()
+    try:
+        with session(spec) as run:
+            recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+            if run.processes.is_main:
+                prepare(recipe, run.folder.data(recipe), report=logging.getLogger(__name__).info)
+            run.processes.barrier()
+            data = prepare(recipe, run.folder.data(recipe), report=logging.getLogger(__name__).debug)
+            record = train(run, data)
+        if run.processes.is_main:
+            export(spec, evaluate(spec, record, data), data)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except Preempted as signal_name:
+        print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
+        return EXIT_PREEMPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

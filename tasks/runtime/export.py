@@ -1,0 +1,87 @@
+"""Write the trained model as a plain Hugging Face folder, with its tokenizer and where it comes from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import PreparedData
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.metrics import read_points
+from tasks.runtime.model import adopt_tokenizer, build_model
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.report import render_report
+
+log = logging.getLogger(__name__)
+
+
+def export(spec: RunSpec, record: CompletionRecord, data: PreparedData) -> RunFolder:
+    """Write `model/`, `report.html` and `record.json` to the run's folder, and say where they are.
+
+    The model folder appears whole or not at all; an earlier one is replaced. Raises ValueError when the run did not finish.
+    """
+    record.require_complete()
+    folder = RunFolder.of(spec)
+    temporary = folder.root / f".model.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer = data.tokenizer()
+    model = build_model(spec, weights=record.checkpoint)
+    adopt_tokenizer(model, tokenizer)
+    model.config.use_cache = True
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
+    record.save(temporary / "strata_record.json")
+    _replace(temporary, folder.model)
+
+    record.save(folder.record)
+    html = render_report(record, read_points(folder.metrics), folder.spec.read_text(encoding="utf-8"))
+    folder.report.write_text(html, encoding="utf-8")
+    log.info("model:  %s", folder.model)
+    log.info("report: %s", folder.report)
+    log.info("record: %s (%s, %d of %d steps)", folder.record, record.status, record.steps, record.steps_asked)
+    return folder
+
+
+def model_card(spec: RunSpec, record: CompletionRecord) -> str:
+    """A model card: what it was trained from, on what, how far, and how to load it."""
+    base = "trained from scratch" if spec.model.name == "tiny-llama" else f"fine-tuned from `{spec.model.name}`"
+    source = spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source)
+    losses = (
+        f"Validation loss went from {record.eval_loss_before:.4f} to {record.eval_loss_after:.4f} nats per token."
+        if record.eval_loss_before is not None and record.eval_loss_after is not None
+        else "It was not validated."
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [strata, {spec.objective.type}]
+---
+
+# {spec.name}
+
+{record.parameters / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
+and {record.tokens:,} tokens. {losses}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` holds the completion record.
+"""
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Put the folder `new` in the place of `old`. Between the two renames there is none, never a mixture."""
+    retired = old.with_name(f".{old.name}.{os.getpid()}.old")
+    if old.exists():
+        old.rename(retired)
+    new.rename(old)
+    shutil.rmtree(retired, ignore_errors=True)

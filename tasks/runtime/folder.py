@@ -1,0 +1,108 @@
+"""Where a run keeps what it writes: one folder, the same for every attempt."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from strata_platform.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+# What may differ between two attempts of one run: none of it changes what the next step computes.
+_FREE = {
+    "tracking": True,
+    "evaluation": True,
+    "resources": True,
+    "checkpoint": True,
+    "output": True,
+    "kernels": {"warmup", "warmup_timeout"},
+    "topology": {"max_restarts"},
+}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run below `<output>/<name>`."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> RunFolder:
+        return cls(Path(spec.output).absolute() / spec.name)
+
+    @property
+    def spec(self) -> Path:
+        return self.root / "spec.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts.txt"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def record(self) -> Path:
+        return self.root / "record.json"
+
+    def claim(self, spec: RunSpec) -> None:
+        """Make the folder this spec's own.
+
+        Raises ValueError when it holds a run of another spec: continuing would train something nobody described.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        if self.spec.exists():
+            earlier = RunSpec.model_validate(yaml.safe_load(self.spec.read_text(encoding="utf-8")))
+            changed = _differences(_bound(earlier), _bound(spec))
+            if changed:
+                raise ValueError(
+                    f"{self.root} holds a run of another spec; different: {'; '.join(changed)}. "
+                    "Choose another name, restore these fields to continue that run, or remove the folder"
+                )
+        temporary = self.spec.with_suffix(".tmp")
+        temporary.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        temporary.replace(self.spec)
+
+    def begin_attempt(self) -> int:
+        """Note that the training processes start, and return how often they did before."""
+        before = len(self.attempts.read_text().splitlines()) if self.attempts.exists() else 0
+        with self.attempts.open("a") as file:
+            file.write(f"{before}\n")
+        return before
+
+
+def _bound(spec: RunSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", exclude=_FREE)  # type: ignore[arg-type]
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    found: list[str] = []
+    for key in old | new:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{path}{key}.")
+        elif before != after:
+            found.append(f"{path}{key} was {before!r}, is {after!r}")
+    return found

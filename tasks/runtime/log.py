@@ -1,0 +1,19 @@
+"""Console output of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+
+def configure_logging() -> None:
+    """Plain lines on standard output: everything of the main process, warnings and errors of the others with their rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    for name in ("tasks", "strata_kernels"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.handlers = [handler]
+        logger.propagate = False

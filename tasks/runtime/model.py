@@ -1,0 +1,109 @@
+"""Build the model a spec names: a preset from scratch, or a pretrained one from the Hub or a folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from strata_kernels import PatchReport, patch_model
+from strata_platform.spec import RunSpec
+
+# 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny-llama": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        # Those of the tokenizer that is trained on the data; see `adopt_tokenizer`.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+}
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def dtype_of(spec: RunSpec) -> torch.dtype:
+    """The dtype of weights and arithmetic; `auto` asks the GPU."""
+    if spec.model.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+    return _DTYPES[spec.model.dtype]
+
+
+def load_config(spec: RunSpec) -> PretrainedConfig:
+    """The architecture alone; no weights are read."""
+    if spec.model.name in PRESETS:
+        return LlamaConfig(**PRESETS[spec.model.name])
+    return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+
+
+def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel:
+    """The model on the CPU, in the spec's dtype.
+
+    `weights`, a folder in Hugging Face format, replaces the spec's own start: the same architecture, later weights.
+    A preset without weights is initialised from `seed`, the same on every machine.
+    """
+    dtype = dtype_of(spec)
+    source = weights or spec.model.name
+    if source in PRESETS:
+        torch.manual_seed(spec.seed)
+        # Initialised in fp32 and then rounded, so that every dtype starts from the same weights.
+        model = AutoModelForCausalLM.from_config(load_config(spec), attn_implementation=spec.model.attention)
+        model = model.to(dtype)
+        model.config.dtype = dtype
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=None if weights else spec.model.revision,
+            dtype=dtype,
+            attn_implementation=spec.model.attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    model.config.use_cache = False  # no cache in training; generation asks for its own
+    return model
+
+
+def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a model from scratch the special tokens of the tokenizer that was trained for it; a pretrained one has its own.
+
+    Raises ValueError when the tokenizer has tokens that the model has no embedding for.
+    """
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"model.tokenizer has {len(tokenizer)} tokens but model.name {model.config.name_or_path or 'preset'!r} "
+            f"embeds {model.config.vocab_size}; use the model's own tokenizer"
+        )
+    for config in (model.config, model.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(config, name) is None:
+                setattr(config, name, getattr(tokenizer, name))
+
+
+def build_meta_model(spec: RunSpec) -> PreTrainedModel:
+    """The same modules without memory: for planning what a run will compile."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            load_config(spec), attn_implementation=spec.model.attention, dtype=dtype_of(spec)
+        )
+    model.config.use_cache = False
+    return model
+
+
+def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
+    """Replace the model's operators by the kernel layer's, unless the spec turns them off."""
+    return patch_model(model, exclude=spec.kernels.exclude) if spec.kernels.enabled else None

@@ -1,0 +1,67 @@
+"""Which process of the job this is, as torch elastic says in the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from strata_platform.spec import RunSpec
+
+# Long enough for one rank to load and pack data while the others wait, short enough that a dead peer ends the attempt.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Rank and size of the job. One process, rank 0, when not started by torchrun or a Flyte elastic task."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Processes:
+        if "RANK" not in os.environ:
+            return cls()
+        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def require(self, spec: RunSpec) -> None:
+        """Raises ValueError when the job does not have the shape that the spec states."""
+        asked = spec.topology.world_size
+        if self.world_size != asked:
+            shape = f"topology.nnodes {spec.topology.nnodes} x topology.nproc_per_node {spec.topology.nproc_per_node}"
+            raise ValueError(
+                f"{shape} = {asked} processes, but {self.world_size} were started; start them with "
+                f"'torchrun --nnodes {spec.topology.nnodes} --nproc-per-node {spec.topology.nproc_per_node} "
+                f"-m tasks.runtime SPEC', or set topology and parallel to what was started"
+            )
+
+    def connect(self) -> None:
+        """Join the job's process group; nothing to do for a single process."""
+        if self.world_size == 1 or dist.is_initialized():
+            return
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.local_rank)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=self.device)
+        else:
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def disconnect(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

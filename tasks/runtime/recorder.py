@@ -1,0 +1,171 @@
+"""Metrics of every step, without a synchronisation at every step.
+
+Losses stay on the device until `log_every` steps are gathered, then travel to the host in one copy: after one reduction
+over the processes the main one writes them to the metrics file and TensorBoard and prints a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.metrics import MetricsFile, Point, read_points
+from tasks.runtime.processes import Processes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    step: int
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    learning_rate: float
+    targets: torch.Tensor
+    tokens: int
+
+
+class Recorder:
+    """Collects a run's steps. Every process calls every method; only the main one writes."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, processes: Processes, attempt: int) -> None:
+        self._spec, self._folder, self._processes, self._attempt = spec, folder, processes, attempt
+        self._pending: list[_Step] = []
+        self._loss: torch.Tensor | None = None
+        self._targets: torch.Tensor | None = None
+        self._tokens = 0
+        self._steps = 0
+        self._totals = (0, 0)
+        self._flushed_at, self._flushed_step = 0.0, 0
+        self._file: MetricsFile | None = None
+        self._board: Any = None
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training goes on after `step`, up to `steps`."""
+        self._steps = steps
+        self._flushed_at, self._flushed_step = time.monotonic(), step
+        if not self._processes.is_main:
+            return
+        done = [point for point in read_points(self._folder.metrics) if point.step <= step]
+        if done:
+            self._totals = (done[-1].tokens, done[-1].target_tokens)
+        self._file = MetricsFile(self._folder.metrics)
+        if self._spec.tracking.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=step + 1)
+
+    @property
+    def step_is_open(self) -> bool:
+        """Whether a backward pass was done since the last `end_step`."""
+        return self._loss is not None
+
+    def add_micro_batch(self, loss: torch.Tensor, *, tokens: int, targets: torch.Tensor | int) -> None:
+        """A backward pass is done. `loss` is this process's share, `targets` the count of the whole step."""
+        self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach().float()
+        self._targets = torch.as_tensor(targets)
+        self._tokens += tokens * self._processes.world_size
+
+    def end_step(self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float) -> None:
+        """An optimizer step is done."""
+        assert self._loss is not None and self._targets is not None
+        norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
+        self._pending.append(_Step(step, self._loss, norm, learning_rate, self._targets, self._tokens))
+        self._loss, self._targets, self._tokens = None, None, 0
+        if step % self._spec.tracking.log_every == 0 or step == self._steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending. A collective: every process calls it at the same step."""
+        steps, self._pending = self._pending, []
+        if not steps:
+            return
+        losses = torch.stack([step.loss for step in steps]).double()
+        peak = torch.tensor(float(_peak_memory(self._processes)), dtype=torch.float64, device=losses.device)
+        if self._processes.world_size > 1:
+            # Each process divided by the targets of all and multiplied by their number: the mean is the global mean.
+            dist.all_reduce(losses)
+            losses /= self._processes.world_size
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        values = losses.tolist()
+        now = time.monotonic()
+        seconds = (now - self._flushed_at) / (steps[-1].step - self._flushed_step)
+        rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
+        self._flushed_at, self._flushed_step = now, steps[-1].step
+        if self._file is None:
+            return
+        tokens, targets = self._totals
+        points = []
+        for step, loss in zip(steps, values, strict=True):
+            tokens, targets = tokens + step.tokens, targets + int(step.targets)
+            points.append(
+                Point(
+                    step=step.step,
+                    attempt=self._attempt,
+                    time=time.time(),
+                    loss=loss,
+                    learning_rate=step.learning_rate,
+                    grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+                    tokens=tokens,
+                    target_tokens=targets,
+                    tokens_per_second=rate,
+                    step_seconds=seconds,
+                    memory_bytes=int(peak),
+                )
+            )
+        self._totals = (tokens, targets)
+        self._file.write(points)
+        self._plot(points)
+        self._show(points[-1])
+
+    def close(self) -> None:
+        """Close the files. Pending steps of a broken attempt are dropped: they are after its last checkpoint."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _plot(self, points: list[Point]) -> None:
+        if self._board is None:
+            return
+        for point in points:
+            for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes"):
+                value = getattr(point, name)
+                if value is not None:
+                    self._board.add_scalar(f"train/{name}", value, point.step, walltime=point.time)
+        self._board.flush()
+
+    def _show(self, point: Point) -> None:
+        left = (self._steps - point.step) * point.step_seconds
+        width = len(str(self._steps))
+        log.info(
+            "step %*d/%d  loss %.4f  lr %.2e  %s tok/s  memory %.2f GiB  %s left",
+            width,
+            point.step,
+            self._steps,
+            point.loss,
+            point.learning_rate,
+            f"{point.tokens_per_second:,.0f}",
+            point.memory_bytes / 2**30,
+            f"{int(left) // 60}:{int(left) % 60:02d}",
+        )
+
+
+def _peak_memory(processes: Processes) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(processes.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def throughput(points: list[Point]) -> float:
+    """Median tokens per second over a run's steps; 0 when it has none."""
+    return statistics.median(point.tokens_per_second for point in points) if points else 0.0

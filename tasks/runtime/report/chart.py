@@ -1,0 +1,187 @@
+"""One curve as a figure: inline SVG that keeps its text at reading size at any width.
+
+The outer SVG has no view box, so its coordinates are CSS pixels and percentages and its labels never scale; the curves
+stand in an inner one that stretches with the figure. No scripts: a pointer's reading is a `<title>` on a band of the
+plot, of which there are few enough to keep the page small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tasks.runtime.report.markup import Html, element, join
+from tasks.runtime.report.numbers import count, drawable, number
+from tasks.runtime.report.series import Axis, smooth, smoothing_radius, step_axis, thin, value_axis
+
+WIDTH, HEIGHT = 4000, 1000
+"""Size of the curves' own coordinates; they are whole numbers, which keeps paths short."""
+MAX_BANDS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A single value beside the curve."""
+
+    step: int
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A value for each of the steps, which ascend, and what to say of it."""
+
+    title: str
+    unit: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    restarts: Sequence[int] = ()
+    """The first step of every attempt after the first."""
+    marks: Sequence[Mark] = ()
+    from_zero: bool = True
+    smoothed: bool = False
+    digits: int = 3
+
+
+def figure(chart: Chart) -> Html:
+    """The chart with its title, its last value, and a note on the steps that cannot be drawn."""
+    finite = [value for value in chart.values if drawable(value)]
+    missing = [step for step, value in zip(chart.steps, chart.values, strict=True) if not drawable(value)]
+    last = number(chart.values[-1], chart.digits)
+    caption = element(
+        "figcaption",
+        element("h3", chart.title, element("span", chart.unit, class_="unit") if chart.unit else None),
+        element("span", last, class_="last"),
+    )
+    radius = smoothing_radius(len(chart.values)) if chart.smoothed else 0
+    return element(
+        "figure",
+        caption,
+        _legend(chart, radius) if chart.smoothed else None,
+        _svg(chart, finite, radius) if finite else None,
+        element("p", _missing(missing), class_="note") if missing else None,
+        class_="chart wide" if chart.smoothed else "chart",
+    )
+
+
+def _missing(steps: list[int]) -> str:
+    shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", \u2026" if len(steps) > 5 else "")
+    return f"{count(len(steps), 'step')} without a finite value, left as a gap: {shown}"
+
+
+def _legend(chart: Chart, radius: int) -> Html:
+    entries = [("raw", "each step")]
+    if radius:
+        entries.append(("curve", f"mean of {2 * radius + 1} steps"))
+    if chart.marks:
+        entries.append(("mark", " and ".join(mark.label for mark in chart.marks)))
+    if chart.restarts:
+        entries.append(("restart", "restart"))
+    return element(
+        "ul",
+        *(element("li", element("span", class_=f"key {kind}"), label) for kind, label in entries),
+        class_="legend",
+    )
+
+
+def _svg(chart: Chart, finite: list[float], radius: int) -> Html:
+    marks = [mark for mark in chart.marks if drawable(mark.value)]
+    x = step_axis(max(1, chart.steps[-1], *(mark.step for mark in marks)))
+    y = value_axis([*finite, *(mark.value for mark in marks)], from_zero=chart.from_zero)
+    means = smooth(chart.values, radius) if radius else None
+    curves = [("raw" if chart.smoothed else "curve", chart.values)] + ([("curve", means)] if means else [])
+    return element(
+        "svg",
+        *_grid(x, y),
+        element(
+            "svg",
+            *(element("path", d=_path(chart.steps, values, x, y), class_=kind) for kind, values in curves),
+            viewBox=f"0 0 {WIDTH} {HEIGHT}",
+            preserveAspectRatio="none",
+            width="100%",
+            height="100%",
+        ),
+        *_bands(chart, means, x, y),
+        *(_restart(step, x) for step in chart.restarts),
+        *(_mark(chart, mark, x, y) for mark in marks),
+        role="img",
+        aria_label=_spoken(chart, finite),
+    )
+
+
+def _spoken(chart: Chart, finite: list[float]) -> str:
+    parts = [
+        f"{chart.title} over {count(len(chart.steps), 'step')}",
+        f"final value {number(chart.values[-1], chart.digits)} {chart.unit}".rstrip(),
+        f"lowest {number(min(finite), chart.digits)}, highest {number(max(finite), chart.digits)}",
+        *(f"{mark.label} {number(mark.value, chart.digits)}" for mark in chart.marks),
+        *([f"{count(len(chart.restarts), 'restart')}"] if chart.restarts else []),
+    ]
+    return "; ".join(parts)
+
+
+def _percent(share: float) -> str:
+    assert -1e-6 <= share <= 1 + 1e-6, share
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def _grid(x: Axis, y: Axis) -> list[Html]:
+    drawn = []
+    for tick, label in zip(y.ticks, y.labels, strict=True):
+        place = _percent(1 - y.at(tick))
+        drawn.append(element("line", x1="0", x2="100%", y1=place, y2=place, class_="grid"))
+        drawn.append(element("text", label, x="-8", y=place, dy="0.33em", class_="y"))
+    for tick, label in zip(x.ticks, x.labels, strict=True):
+        drawn.append(element("text", label, x=_percent(x.at(tick)), y="100%", dy="1.6em", class_="x"))
+    return drawn
+
+
+def _path(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis) -> str:
+    commands, pen = [], "M"
+    for index in thin(values):
+        if not drawable(values[index]):
+            pen = "M"
+            continue
+        place = f"{round(WIDTH * x.at(steps[index]))} {round(HEIGHT * (1 - y.at(values[index])))}"
+        # The line of no length shows a point that has no neighbor as a dot.
+        commands.append(f"M{place}h0" if pen == "M" else f"L{place}")
+        pen = "L"
+    return "".join(commands)
+
+
+def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Html]:
+    """Vertical strips that show the value under the pointer."""
+    indices = [index for index, value in enumerate(chart.values) if drawable(value)]
+    n = min(MAX_BANDS, len(indices))
+    chosen = [indices[(2 * band + 1) * len(indices) // (2 * n)] for band in range(n)]
+    places = [x.at(chart.steps[index]) for index in chosen]
+    edges = [0.0, *((left + right) / 2 for left, right in zip(places, places[1:], strict=False)), 1.0]
+    drawn = []
+    for index, place, left, right in zip(chosen, places, edges, edges[1:], strict=True):
+        value, at = chart.values[index], _percent(place)
+        mean = f" (mean {number(means[index], chart.digits)})" if means else ""
+        drawn.append(
+            element(
+                "g",
+                element("title", f"step {chart.steps[index]:,}: {number(value, chart.digits)} {chart.unit}{mean}"),
+                element("rect", x=_percent(left), width=_percent(right - left), height="100%"),
+                element("line", x1=at, x2=at, y2="100%"),
+                element("circle", cx=at, cy=_percent(1 - y.at(value)), r="3.5"),
+                class_="band",
+            )
+        )
+    return drawn
+
+
+def _restart(step: int, x: Axis) -> Html:
+    at = _percent(x.at(step))
+    title = element("title", f"restart: a new attempt begins with step {step:,}")
+    # The second line is the first one's target for a pointer: wide and unseen.
+    lines = join(element("line", x1=at, x2=at, y2="100%", class_=kind) for kind in ("restart", "target"))
+    return element("g", title, lines)
+
+
+def _mark(chart: Chart, mark: Mark, x: Axis, y: Axis) -> Html:
+    title = element("title", f"{mark.label}: {number(mark.value, chart.digits)} {chart.unit}")
+    return element("circle", title, cx=_percent(x.at(mark.step)), cy=_percent(1 - y.at(mark.value)), r="5", class_="mark")

@@ -1,0 +1,101 @@
+"""What a curve is before it is drawn: thinned, smoothed, and put on an axis with round ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, floor, log10, nan
+
+from tasks.runtime.report.numbers import drawable, scale
+
+MAX_POINTS = 1000
+
+
+def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+    """Indices to draw, ascending: at most `limit` values, the first, the last, the least and the greatest among them.
+
+    The series is cut into equal buckets, each of which keeps its least and its greatest value, so spikes survive. A
+    bucket that holds a value which cannot be drawn also keeps one such index: the gap.
+    """
+    n = len(values)
+    if n <= limit:
+        return list(range(n))
+    buckets = (limit - 2) // 2
+    kept = {0, n - 1}
+    for bucket in range(buckets):
+        indices = range(bucket * n // buckets, (bucket + 1) * n // buckets)
+        finite = [index for index in indices if drawable(values[index])]
+        if finite:
+            kept.update((min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)))
+        if len(finite) < len(indices):
+            kept.add(next(index for index in indices if not drawable(values[index])))
+    return sorted(kept)
+
+
+def smoothing_radius(n: int) -> int:
+    """Values on each side that `smooth` averages, for a series of `n`: 2 %, at most; 0 when it is too short."""
+    return n // 50
+
+
+def smooth(values: Sequence[float], radius: int) -> list[float]:
+    """Moving mean over `radius` values on each side; what cannot be drawn is left out of the mean and stays a gap.
+
+    At the start the window stays symmetric, or the steep first steps of a loss would be drawn too low.
+    """
+    good = [drawable(value) for value in values]
+    sums = [0.0, *accumulate(value if ok else 0.0 for value, ok in zip(values, good, strict=True))]
+    counts = [0, *accumulate(good)]
+    means = []
+    for index, ok in enumerate(good):
+        first, end = index - min(index, radius), min(index + min(index, radius) + 1, len(values))
+        means.append((sums[end] - sums[first]) / (counts[end] - counts[first]) if ok else nan)
+    return means
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A linear axis from `ticks[0]` to `ticks[-1]`, or to `end`, with a label for each tick."""
+
+    ticks: tuple[float, ...]
+    labels: tuple[str, ...]
+    end: float
+
+    def at(self, value: float) -> float:
+        """Place of `value`, 0 to 1."""
+        low = self.ticks[0]
+        return (value - low) / (self.end - low)
+
+
+def value_axis(values: Sequence[float], *, from_zero: bool, intervals: int = 4) -> Axis:
+    """Axis around `values` (drawable, at least one), its ends on round ticks."""
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        margin = 0.1 * abs(high) or 0.5
+        low, high = low - margin, high + margin
+    step = _round_step((high - low) / intervals)
+    return _axis(range(floor(low / step), ceil(high / step) + 1), step, end=None)
+
+
+def step_axis(last: int, intervals: int = 5) -> Axis:
+    """Axis from step 0 to exactly `last`, with ticks at round steps."""
+    step = max(1.0, _round_step(last / intervals))
+    return _axis(range(floor(last / step) + 1), step, end=float(last))
+
+
+def _axis(multiples: range, step: float, end: float | None) -> Axis:
+    ticks = tuple(multiple * step for multiple in multiples)
+    divisor, suffix = scale(max(abs(ticks[0]), abs(ticks[-1])))
+    decimals = max(0, ceil(-log10(step / divisor) - 1e-9))
+    # 2.5 has one decimal more than its power of ten says.
+    decimals += round(step / divisor, decimals) != round(step / divisor, decimals + 1)
+    labels = tuple(f"{tick / divisor:,.{decimals}f}{suffix}" if tick else "0" for tick in ticks)
+    return Axis(ticks, labels, ticks[-1] if end is None else end)
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is at least `least`."""
+    power = 10.0 ** floor(log10(least))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))

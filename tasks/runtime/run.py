@@ -1,0 +1,201 @@
+"""Train: load the spec, build, train, close."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from strata_kernels import PatchReport
+from strata_kernels.warmup import count_compiles
+from strata_platform.spec import RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.data import PreparedData
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.frameworks import hf
+from tasks.runtime.metrics import read_points
+from tasks.runtime.model import adopt_tokenizer, build_model, patch
+from tasks.runtime.processes import Processes
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.recorder import Recorder, throughput
+from tasks.runtime.signals import preemptible
+from tasks.runtime.warm import ensure_warm
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process's place in the job, for as long as the job runs."""
+
+    spec: RunSpec
+    folder: RunFolder
+    processes: Processes
+    warmup: dict[str, Any]
+
+
+@contextmanager
+def session(spec: RunSpec) -> Iterator[Session]:
+    """Check the job's shape, warm up, join the process group, and leave it at the end; SIGTERM raises `Preempted`."""
+    processes, folder = Processes.from_environment(), RunFolder.of(spec)
+    processes.require(spec)
+    with preemptible():
+        # Before the process group exists: a long compilation must not look like a hanging collective.
+        warmup = ensure_warm(spec, folder)
+        processes.connect()
+        try:
+            if processes.is_main:
+                folder.claim(spec)
+            processes.barrier()
+            yield Session(spec, folder, processes, warmup)
+        finally:
+            processes.disconnect()
+
+
+def train(run: Session, data: PreparedData) -> CompletionRecord:
+    """Train to the spec's last step, from the newest whole checkpoint if there is one, and return the record.
+
+    Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
+
+    Raises:
+        ValueError: the data has too few rows for one batch, or the run's folder may not be continued.
+    """
+    steps = total_steps(run.spec, len(data.train))
+    resume_from = _resume_point(run, steps)
+    done = checkpoint.step_of(resume_from) if resume_from else 0
+    if done == steps and run.folder.record.exists():
+        log.info("all %d steps are done already (%s)", steps, resume_from)
+        return CompletionRecord.load(run.folder.record)
+    attempt = run.folder.begin_attempt() if run.processes.is_main else 0
+    model = build_model(run.spec)
+    adopt_tokenizer(model, data.tokenizer())
+    patched = patch(model, run.spec)
+    _announce(run, model, patched, steps, resume_from)
+    recorder = Recorder(run.spec, run.folder, run.processes, attempt)
+    with count_compiles() as compiles, closing(recorder):
+        # Killed between the last checkpoint and the record: nothing is left to train.
+        if done < steps:
+            hf.train(run.spec, model, data, run.processes, run.folder, recorder, steps=steps, resume_from=resume_from)
+    if run.processes.is_main:
+        warmup = {**run.warmup, "later_compiles": compiles.count}
+        _record(run, data, model, patched, steps, attempt, warmup).save(run.folder.record)
+    run.processes.barrier()
+    return CompletionRecord.load(run.folder.record)
+
+
+def total_steps(spec: RunSpec, rows: int) -> int:
+    """Optimizer steps of the run; incomplete batches at the end of an epoch are left for the next shuffle."""
+    batches = rows // (spec.training.micro_batch_size * spec.topology.world_size)
+    if batches == 0:
+        raise ValueError(
+            f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
+            f"{spec.training.micro_batch_size} x {spec.topology.world_size} processes; "
+            "lower training.micro_batch_size or give more data"
+        )
+    if spec.training.steps is not None:
+        return spec.training.steps
+    return math.ceil((spec.training.epochs or 1.0) * math.ceil(batches / spec.training.gradient_accumulation_steps))
+
+
+def _resume_point(run: Session, steps: int) -> Path | None:
+    """The checkpoint to continue from, the same on every process; clears away what a killed save left."""
+    step = torch.zeros((), dtype=torch.int64)
+    if run.processes.is_main:
+        latest = checkpoint.latest(run.folder.checkpoints)
+        step += checkpoint.step_of(latest) if latest else 0
+        if latest and run.spec.checkpoint.resume == "never":
+            step.fill_(-1)
+        elif not (latest and int(step) == steps):
+            checkpoint.discard_after(run.folder.checkpoints, int(step))
+            run.folder.record.unlink(missing_ok=True)
+    if run.processes.world_size > 1:
+        dist.broadcast(step, src=0)
+    if int(step) < 0:
+        raise ValueError(
+            f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
+            "set it to 'auto' to continue, choose another name, or remove the folder"
+        )
+    return run.folder.checkpoints / f"{checkpoint.PREFIX}{int(step)}" if int(step) else None
+
+
+def _announce(
+    run: Session, model: PreTrainedModel, patched: PatchReport | None, steps: int, resume_from: Path | None
+) -> None:
+    if not run.processes.is_main:
+        return
+    batch = run.spec.training.micro_batch_size * run.spec.training.gradient_accumulation_steps
+    log.info(
+        "model %s, %.1f M parameters, %s, on %d x %s",
+        run.spec.model.name,
+        model.num_parameters() / 1e6,
+        str(model.dtype).removeprefix("torch."),
+        run.processes.world_size,
+        device_name(run.processes),
+    )
+    log.info("kernels: %s", patched.summary() if patched else "off")
+    log.info("training: %d steps of %d rows", steps, batch * run.processes.world_size)
+    if resume_from:
+        log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
+
+
+def _record(
+    run: Session,
+    data: PreparedData,
+    model: PreTrainedModel,
+    patched: PatchReport | None,
+    steps: int,
+    attempt: int,
+    warmup: dict[str, Any],
+) -> CompletionRecord:
+    points = read_points(run.folder.metrics)
+    latest = checkpoint.folders(run.folder.checkpoints)[-1]
+    done = checkpoint.step_of(latest)
+    return CompletionRecord(
+        status="complete" if done == steps == points[-1].step else "incomplete",
+        name=run.spec.name,
+        spec_hash=run.spec.hash(),
+        steps=done,
+        steps_asked=steps,
+        tokens=points[-1].tokens,
+        target_tokens=points[-1].target_tokens,
+        train_loss=points[-1].loss,
+        checkpoint=str(latest),
+        restarts=attempt,
+        seconds=sum(point.step_seconds for point in points),
+        tokens_per_second=throughput(points),
+        peak_memory_bytes=max(point.memory_bytes for point in points),
+        parameters=model.num_parameters(),
+        device=device_name(run.processes),
+        world_size=run.processes.world_size,
+        data=data.counts,
+        kernels=dict(patched.counts) if patched else {},
+        warmup=warmup,
+        versions=versions(),
+    )
+
+
+def device_name(processes: Processes) -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(processes.device)
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that decides the numbers."""
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in ("strata", "torch", "triton", "transformers", "accelerate", "tokenizers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source"
+    return found
