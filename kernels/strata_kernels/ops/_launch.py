@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
+
+_KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
 
@@ -56,6 +59,30 @@ def runs_triton(x: torch.Tensor) -> bool:
 def is_recording() -> bool:
     """Whether launches are noted instead of run: then operators take the kernel path on meta tensors."""
     return _calls.get() is not None
+
+
+def takes_kernel(x: torch.Tensor) -> bool:
+    """Whether an operator on `x` takes the kernel path: it runs the kernel, or its launches are being noted.
+
+    fp64 never does: it is for checking gradients, in plain PyTorch.
+    """
+    return x.dtype in _KERNEL_DTYPES and (runs_triton(x) or (x.is_meta and is_recording()))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once on `device`: its multiprocessors. Two elsewhere, so that loops over tiles run."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are computed and summed: fp32, or fp64 for itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def describe(x: torch.Tensor) -> str:
+    """A tensor as error messages name it: `float32 [2, 3]`."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 @contextmanager

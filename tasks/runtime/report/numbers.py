@@ -9,14 +9,14 @@ SPACE = "\u00a0"
 MINUS = "\u2212"
 INFINITY = "\u221e"
 
-# Larger values are finite in Python but overflow in the arithmetic of an axis; nothing measured is near.
-_LARGEST = 1e100
+# Beyond these, values are finite in Python but over- or underflow in the arithmetic of an axis; nothing measured is near.
+HUGE, TINY = 1e100, 1e-100
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def drawable(value: float) -> bool:
     """Whether a value has a place on an axis."""
-    return isfinite(value) and abs(value) < _LARGEST
+    return isfinite(value) and abs(value) < HUGE
 
 
 def scale(magnitude: float) -> tuple[float, str]:
@@ -25,7 +25,7 @@ def scale(magnitude: float) -> tuple[float, str]:
     >>> scale(25_000), scale(0.002), scale(9.5)
     ((1000.0, '\\xa0k'), (0.001, 'e-3'), (1.0, ''))
     """
-    if magnitude == 0 or 1e-2 <= magnitude < 1e4:
+    if magnitude < TINY or 1e-2 <= magnitude < 1e4:
         return 1.0, ""
     if 1e4 <= magnitude < 1e15:
         prefix = next(prefix for least, prefix in _PREFIXES if magnitude >= least)
@@ -40,9 +40,11 @@ def number(value: float, digits: int = 3) -> str:
         return "NaN"
     if not drawable(value):
         return INFINITY if value > 0 else MINUS + INFINITY
+    if abs(value) < TINY:
+        return "0"
     divisor, suffix = scale(abs(value))
     mantissa = value / divisor
-    decimals = digits - 1 - floor(log10(abs(mantissa))) if mantissa else 0
+    decimals = digits - 1 - floor(log10(abs(mantissa)))
     return f"{mantissa:,.{max(0, decimals)}f}{suffix}".replace("-", MINUS, 1 if value < 0 else 0)
 
 

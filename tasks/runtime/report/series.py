@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, floor, log10, nan
 
-from tasks.runtime.report.numbers import drawable, scale
+from tasks.runtime.report.numbers import TINY, drawable, scale
 
 MAX_POINTS = 1000
 
@@ -72,9 +72,9 @@ def value_axis(values: Sequence[float], *, from_zero: bool, intervals: int = 4) 
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        margin = 0.1 * abs(high) or 0.5
-        low, high = low - margin, high + margin
+    if high - low <= max(TINY, 1e-9 * max(abs(low), abs(high))):
+        margin = max(0.1 * abs(high), 0.1)
+        low, high = (low - margin, high + margin) if not from_zero else (0.0, 1.0)
     step = _round_step((high - low) / intervals)
     return _axis(range(floor(low / step), ceil(high / step) + 1), step, end=None)
 
