@@ -19,8 +19,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -31,11 +29,26 @@ PRESETS = ("tiny-llama",)
 BUILTIN_SOURCES = ("python-docs",)
 
 
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("not a number")
+    return value
+
+
+def _only_boolean(value: object) -> object:
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
 def _number_as_text(value: object) -> object:
     """`cpu: 2` means what `cpu: "2"` means."""
     return str(value) if type(value) in (int, float) else value
 
 
+Whole = Annotated[int, BeforeValidator(_no_boolean)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
+Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
     Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?$"),
@@ -57,9 +70,7 @@ class Section(BaseModel):
     `true` is not 1, `"yes"` is not true and 8.5 is not 8.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -78,50 +89,23 @@ class Section(BaseModel):
             raise spec_error(cls, error) from None
 
     @classmethod
-    def model_validate_json(
-        cls, json_data: str | bytes | bytearray, **options: Any
-    ) -> Self:
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
         try:
             return super().model_validate_json(json_data, **options)
         except ValidationError as error:
             raise spec_error(cls, error) from None
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_stay_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        wants_bool = (
-            info.field_name is not None
-            and cls.model_fields[info.field_name].annotation is bool
-        )
-        given = value if isinstance(value, list | tuple) else [value]
-        if any(
-            isinstance(item, bool) != wants_bool
-            for item in given
-            if wants_bool or isinstance(item, bool)
-        ):
-            raise ValueError("not a valid value")
-        return value
-
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the values, defaults included."""
-        canonical = json.dumps(
-            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")
-        )
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 class Model(Section):
     """The model to train and where it comes from."""
 
-    name: str = Field(
-        "tiny-llama",
-        min_length=1,
-        description="Preset (`tiny-llama`, from scratch), Hub id, or folder.",
-    )
-    revision: str | None = Field(
-        None,
-        description="Commit, tag or branch of a Hub model. Pin it for repeatable runs.",
-    )
+    name: str = Field("tiny-llama", min_length=1, description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
+    revision: str | None = Field(None, description="Commit, tag or branch of a Hub model. Pin it for repeatable runs.")
     tokenizer: str | None = Field(
         None,
         description="Hub id or folder of the tokenizer; by default the model's own. A preset trains one on the data.",
@@ -130,8 +114,8 @@ class Model(Section):
         "auto",
         description="Type of weights and arithmetic. `auto` is bfloat16 on a GPU that has it, float32 elsewhere.",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
-        Field("sdpa", description="Attention implementation, by its transformers name.")
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "sdpa", description="Attention implementation, by its transformers name."
     )
 
 
@@ -143,62 +127,33 @@ class Data(Section):
         description="`python-docs` (built in), a Hub data set id, or files: path, glob or URL of "
         ".jsonl, .json, .parquet, .csv or .txt; several as a list.",
     )
-    subset: str | None = Field(
-        None, description="Configuration name of a Hub data set."
-    )
-    split: str = Field(
-        "train", min_length=1, description="Split of a Hub data set to train on."
-    )
-    revision: str | None = Field(
-        None, description="Commit, tag or branch of a Hub data set."
-    )
+    subset: str | None = Field(None, description="Configuration name of a Hub data set.")
+    split: str = Field("train", min_length=1, description="Split of a Hub data set to train on.")
+    revision: str | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     format: Literal["auto", "text", "prompt_completion", "chat"] = Field(
-        "auto",
-        description="Shape of a row. `auto` decides by the columns that are there.",
+        "auto", description="Shape of a row. `auto` decides by the columns that are there."
     )
-    text_column: str = Field(
-        "text", min_length=1, description="Column of format `text`."
-    )
-    prompt_column: str = Field(
-        "prompt",
-        min_length=1,
-        description="Prompt column of format `prompt_completion`.",
-    )
-    completion_column: str = Field(
-        "completion",
-        min_length=1,
-        description="Completion column of `prompt_completion`.",
-    )
+    text_column: str = Field("text", min_length=1, description="Column of format `text`.")
+    prompt_column: str = Field("prompt", min_length=1, description="Prompt column of format `prompt_completion`.")
+    completion_column: str = Field("completion", min_length=1, description="Completion column of `prompt_completion`.")
     messages_column: str = Field(
-        "messages",
-        min_length=1,
-        description="Column of format `chat`: a list of {role, content}.",
+        "messages", min_length=1, description="Column of format `chat`: a list of {role, content}."
     )
     chat_template: str | None = Field(
-        None,
-        description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own.",
+        None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )
-    sequence_length: int = Field(
-        256, ge=8, le=1 << 20, description="Tokens in a row of a batch."
-    )
-    packing: bool = Field(
-        True, description="Put several samples into one row; none attends to another."
-    )
+    sequence_length: Whole = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
+    packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
         description="What to do with an sft sample longer than a row. Skips are counted and reported; "
         "under `pretrain` long documents are split instead.",
     )
     invalid: Literal["error", "skip"] = Field(
-        "error",
-        description="What to do with a row of the wrong type. Skips are counted and reported.",
+        "error", description="What to do with a row of the wrong type. Skips are counted and reported."
     )
-    validation_fraction: float = Field(
-        0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation."
-    )
-    max_samples: int | None = Field(
-        None, ge=1, description="Use only the first N samples of the source."
-    )
+    validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
+    max_samples: Whole | None = Field(None, ge=1, description="Use only the first N samples of the source.")
 
 
 class Pretrain(Section):
@@ -217,48 +172,30 @@ class Optimizer(Section):
     """AdamW and how its gradients are treated."""
 
     type: Literal["adamw"] = Field("adamw", description="Optimizer; AdamW runs fused.")
-    lr: float = Field(2e-3, gt=0, le=1.0, description="Peak learning rate.")
-    betas: tuple[
-        Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]
-    ] = Field((0.9, 0.95), description="Decay rates of the two moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Decoupled weight decay; biases and norms are left out."
+    lr: Number = Field(2e-3, gt=0, le=1.0, description="Peak learning rate.")
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Decay rates of the two moments."
     )
-    max_grad_norm: float = Field(
-        1.0,
-        ge=0,
-        description="Clip gradients to this global norm; 0 turns clipping off.",
-    )
+    eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
+    weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
+    max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
 
 
 class Schedule(Section):
     """Learning rate over the run: linear warm-up, then the shape."""
 
-    type: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="Shape after the warm-up."
-    )
-    warmup_steps: int = Field(
-        10, ge=0, description="Steps from 0 to the peak learning rate."
-    )
+    type: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    warmup_steps: Whole = Field(10, ge=0, description="Steps from 0 to the peak learning rate.")
 
 
 class Training(Section):
     """How long, and how much at a time."""
 
-    steps: int | None = Field(
-        None, ge=1, description="Optimizer steps. Give this or `epochs`."
-    )
-    epochs: float | None = Field(
-        None, gt=0, description="Passes over the data. Give this or `steps`."
-    )
-    micro_batch_size: int = Field(
-        8, ge=1, description="Rows per process and forward pass."
-    )
-    gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Forward passes per optimizer step."
-    )
-    gradient_checkpointing: bool = Field(
+    steps: Whole | None = Field(None, ge=1, description="Optimizer steps. Give this or `epochs`.")
+    epochs: Number | None = Field(None, gt=0, description="Passes over the data. Give this or `steps`.")
+    micro_batch_size: Whole = Field(8, ge=1, description="Rows per process and forward pass.")
+    gradient_accumulation_steps: Whole = Field(1, ge=1, description="Forward passes per optimizer step.")
+    gradient_checkpointing: Flag = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
 
@@ -273,44 +210,33 @@ class Ddp(Section):
     """DistributedDataParallel: a full replica per process, gradients averaged."""
 
     type: Literal["ddp"] = Field("ddp", description="One replica per process.")
-    bucket_cap_mb: int = Field(25, ge=1, description="Size of a gradient bucket, MiB.")
+    bucket_cap_mb: Whole = Field(25, ge=1, description="Size of a gradient bucket, MiB.")
 
 
 class Runtime(Section):
     """What drives the training loop."""
 
-    framework: Literal["hf"] = Field(
-        "hf", description="`hf`: the Hugging Face Trainer."
-    )
+    framework: Literal["hf"] = Field("hf", description="`hf`: the Hugging Face Trainer.")
 
 
 class Kernels(Section):
     """The fused operators, and compiling them before training starts."""
 
-    enabled: bool = Field(True, description="Patch the model with the fused operators.")
-    exclude: tuple[
-        Literal["rms_norm", "rope", "swiglu", "linear_cross_entropy"], ...
-    ] = Field((), description="Operators to leave as the model has them.")
-    warmup: bool = Field(
-        True,
-        description="Compile the run's kernels once per pod before its processes start.",
+    enabled: Flag = Field(True, description="Patch the model with the fused operators.")
+    exclude: tuple[Literal["rms_norm", "rope", "swiglu", "linear_cross_entropy"], ...] = Field(
+        (), description="Operators to leave as the model has them."
     )
-    warmup_timeout: int = Field(
-        600,
-        ge=1,
-        description="Seconds after which the warm-up is given up and training starts.",
+    warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
+    warmup_timeout: Whole = Field(
+        600, ge=1, description="Seconds after which the warm-up is given up and training starts."
     )
 
 
 class Checkpoint(Section):
     """When state is saved, and what a new attempt does with it."""
 
-    every: int = Field(
-        50,
-        ge=1,
-        description="Steps between checkpoints; the last step is always saved.",
-    )
-    keep_last: int = Field(2, ge=1, description="Complete checkpoints to keep.")
+    every: Whole = Field(50, ge=1, description="Steps between checkpoints; the last step is always saved.")
+    keep_last: Whole = Field(2, ge=1, description="Complete checkpoints to keep.")
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any.",
@@ -320,30 +246,17 @@ class Checkpoint(Section):
 class Evaluation(Section):
     """What is measured and shown before and after training."""
 
-    samples: int = Field(
-        3,
-        ge=0,
-        le=64,
-        description="Prompts from the validation split to generate from.",
-    )
-    max_new_tokens: int = Field(
-        48, ge=1, le=4096, description="Tokens to generate per prompt."
-    )
-    max_batches: int | None = Field(
-        None, ge=1, description="Evaluate on at most this many micro-batches."
-    )
+    samples: Whole = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
+    max_new_tokens: Whole = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
+    max_batches: Whole | None = Field(None, ge=1, description="Evaluate on at most this many micro-batches.")
 
 
 class Topology(Section):
     """Shape of the job, in torchrun's terms."""
 
-    nnodes: int = Field(1, ge=1, le=4096, description="Pods.")
-    nproc_per_node: int = Field(
-        1, ge=1, le=64, description="Processes per pod, one per GPU."
-    )
-    max_restarts: int = Field(
-        3, ge=0, le=100, description="Restarts of a pod's processes within one attempt."
-    )
+    nnodes: Whole = Field(1, ge=1, le=4096, description="Pods.")
+    nproc_per_node: Whole = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
+    max_restarts: Whole = Field(3, ge=0, le=100, description="Restarts of a pod's processes within one attempt.")
 
     @property
     def world_size(self) -> int:
@@ -355,23 +268,17 @@ class Resources(Section):
 
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
-    gpu: int = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
-    gpu_type: str | None = Field(
-        None, description="Value of the node label `nvidia.com/gpu.product`."
-    )
+    gpu: Whole = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
+    gpu_type: str | None = Field(None, description="Value of the node label `nvidia.com/gpu.product`.")
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
 
 
 class Tracking(Section):
     """Where metrics go, beside the JSON lines that are always written."""
 
-    tensorboard: bool = Field(
-        True, description="Write TensorBoard event files to the run's folder."
-    )
-    log_every: int = Field(
-        10,
-        ge=1,
-        description="Steps between progress lines on the console; metrics have every step.",
+    tensorboard: Flag = Field(True, description="Write TensorBoard event files to the run's folder.")
+    log_every: Whole = Field(
+        10, ge=1, description="Steps between progress lines on the console; metrics have every step."
     )
 
 
@@ -382,113 +289,83 @@ Parallel = Annotated[Single | Ddp, Field(discriminator="type")]
 class RunSpec(Section):
     """A training run, whole. Every field has a default."""
 
-    name: Name = Field(
-        "finetune",
-        description="Name of the run: lower-case letters, digits and dashes.",
-    )
+    name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
     output: str = Field(
-        "out",
-        min_length=1,
-        description="Folder, the same for every attempt; the run writes to <output>/<name>.",
+        "out", min_length=1, description="Folder, the same for every attempt; the run writes to <output>/<name>."
     )
-    seed: int = Field(
-        0, ge=0, lt=2**32, description="Seed of initialisation, data order and dropout."
-    )
+    seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
     model: Model = Field(default_factory=Model, description="What is trained.")
     data: Data = Field(default_factory=Data, description="What it is trained on.")
-    objective: Objective = Field(default_factory=Sft, description="What is minimised.")
-    training: Training = Field(
-        default_factory=Training, description="Length and batch."
-    )
+    objective: Objective = Field(default_factory=Sft, description="What is minimized.")
+    training: Training = Field(default_factory=Training, description="Length and batch.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer.")
-    schedule: Schedule = Field(
-        default_factory=Schedule, description="Learning-rate schedule."
-    )
-    parallel: Parallel = Field(
-        default_factory=Single, description="How the work is split over processes."
-    )
+    schedule: Schedule = Field(default_factory=Schedule, description="Learning-rate schedule.")
+    parallel: Parallel = Field(default_factory=Single, description="How the work is split over processes.")
     runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
-    checkpoint: Checkpoint = Field(
-        default_factory=Checkpoint, description="Checkpoints."
-    )
-    evaluation: Evaluation = Field(
-        default_factory=Evaluation, description="Evaluation before and after."
-    )
-    topology: Topology = Field(
-        default_factory=Topology, description="Pods and processes."
-    )
-    resources: Resources = Field(
-        default_factory=Resources, description="Requests of each pod."
-    )
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
+    topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
+    resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
     tracking: Tracking = Field(default_factory=Tracking, description="Metrics.")
 
     @model_validator(mode="wrap")
     @classmethod
-    def _all_problems(
-        cls, value: Any, handler: ModelWrapValidatorHandler[Self]
-    ) -> Self:
+    def _all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         return check(cls, value, handler, cls._contradictions)
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        world, training, topology = (
-            self.topology.world_size,
-            self.training,
-            self.topology,
-        )
+        training, topology = self.training, self.topology
         yield Contradiction(
             training.steps is not None and training.epochs is not None,
             ("training.steps", "training.epochs"),
-            "training.steps and training.epochs contradict each other; give one of them",
+            "contradicts training.epochs; give one of them",
         )
         yield Contradiction(
             training.steps is not None and self.schedule.warmup_steps > training.steps,
             ("schedule.warmup_steps", "training.steps"),
-            f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds training.steps {training.steps}: the peak "
-            "learning rate would never be reached; lower the one or raise the other",
+            f"{self.schedule.warmup_steps} exceeds training.steps {training.steps}: the peak learning rate would never "
+            "be reached; lower the one or raise the other",
         )
         yield Contradiction(
-            self.parallel.type == "single" and world > 1,
+            self.parallel.type == "single" and topology.world_size > 1,
             ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
-            f"parallel.type 'single' contradicts a topology of {world} processes; set parallel.type to 'ddp', "
+            f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp', "
             "or topology.nnodes and topology.nproc_per_node to 1",
         )
         yield Contradiction(
             0 < self.resources.gpu < topology.nproc_per_node,
             ("resources.gpu", "topology.nproc_per_node"),
-            f"resources.gpu {self.resources.gpu} is less than topology.nproc_per_node {topology.nproc_per_node}; "
+            f"{self.resources.gpu} is less than topology.nproc_per_node {topology.nproc_per_node}; "
             "each process needs a GPU of its own",
         )
         yield Contradiction(
             self.resources.gpu_type is not None and self.resources.gpu == 0,
             ("resources.gpu_type", "resources.gpu"),
-            "resources.gpu_type is set but resources.gpu is 0; set resources.gpu, or leave gpu_type out",
+            "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_type out",
         )
         yield Contradiction(
             self.objective.type == "sft" and self.data.format == "text",
             ("data.format", "objective.type"),
-            "data.format 'text' has no prompts and completions, which objective.type 'sft' needs; "
-            "set objective.type to 'pretrain', or data.format to 'prompt_completion' or 'chat'",
+            "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
+            "or data.format to 'prompt_completion' or 'chat'",
         )
         yield Contradiction(
             self.model.name in PRESETS and self.model.revision is not None,
             ("model.revision", "model.name"),
-            f"model.revision is set but model.name '{self.model.name}' is a preset and has none; leave revision out",
+            f"set, but model.name '{self.model.name}' is a preset and has none; leave model.revision out",
         )
         yield Contradiction(
             self.model.attention.startswith("flash") and self.model.dtype == "float32",
             ("model.dtype", "model.attention"),
-            f"model.dtype 'float32' contradicts model.attention '{self.model.attention}', which has no float32; "
+            f"'float32' contradicts model.attention '{self.model.attention}', which has no float32; "
             "set model.dtype to 'bfloat16', or model.attention to 'sdpa'",
         )
         yield from (
             Contradiction(
                 self.data.source in BUILTIN_SOURCES and value is not None,
                 (f"data.{field}", "data.source"),
-                f"data.{field} is set but data.source '{self.data.source}' is built in and has none; leave it out",
+                f"set, but data.source '{self.data.source}' is built in and has none; leave data.{field} out",
             )
-            for field, value in (
-                ("subset", self.data.subset),
-                ("revision", self.data.revision),
-            )
+            for field, value in (("subset", self.data.subset), ("revision", self.data.revision))
         )

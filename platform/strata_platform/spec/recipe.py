@@ -15,18 +15,13 @@ class DataRecipe(Section):
     """
 
     data: Data = Field(description="The spec's data section.")
-    objective: Objective = Field(
-        description="The spec's objective section: which tokens carry loss."
-    )
-    model: str = Field(
-        description="`model.name`: its tokenizer and chat template are the data's."
-    )
+    objective: Objective = Field(description="The spec's objective section: which tokens carry loss.")
+    model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
     tokenizer: str | None = Field(description="`model.tokenizer`.")
     seed: int = Field(description="`seed`: decides the validation split.")
     fingerprint: str = Field(
-        "",
-        description="Digest of the contents of local files named by the recipe; empty when it names none.",
+        "", description="Digest of the contents of local files named by the recipe; empty when it names none."
     )
 
     @classmethod

@@ -1,0 +1,222 @@
+"""All problems of a spec at once, in the words of the person who wrote it.
+
+pydantic stops at the first stage that fails: while a field is wrong it does not look for contradictions, and inside a
+section of an unknown `type` it looks at nothing. `check` therefore notes the problems it is told of, takes the broken
+values out, and asks again until what is left is valid; contradictions are then looked for among the fields that were
+valid as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from strata_platform.errors import Problem, SpecError
+from strata_platform.spec.describe import closest, describe, describe_field, either, element, literals, sections, shown
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Fields that are valid one by one but not together. `fields` are paths; the first is where to look."""
+
+    broken: bool
+    fields: tuple[str, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an error is: `keys` lead to the field in the raw mapping, `path` is how a person writes it.
+
+    `owner` is the section that has, or lacks, the field; `rivals` are the sections it could have been by its `type`.
+    `wanted` says what the field takes, empty if there is no such field; `options` are its values if they are a list.
+    """
+
+    keys: tuple[str, ...]
+    path: str
+    owner: type[BaseModel]
+    rivals: Mapping[str, type[BaseModel]]
+    field: FieldInfo | None
+    wanted: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A problem, and the repair that lets the rest be checked: the value at `keys` goes, or is now `instead`."""
+
+    problem: Problem
+    keys: tuple[str, ...]
+    instead: str | None = None
+
+
+def check(
+    model: type[Spec],
+    value: Any,
+    validate: Callable[[Any], Spec],
+    contradictions: Callable[[Spec], Iterable[Contradiction]],
+) -> Spec:
+    """`validate(value)` when there is nothing to say against it, else raise SpecError with every problem."""
+    problems: list[Problem] = []
+    repaired: list[str] = []
+    while True:
+        try:
+            spec = validate(value)
+            break
+        except ValidationError as error:
+            if not isinstance(value, Mapping):
+                raise
+            findings = _findings(model, error)
+            problems += [finding.problem for finding in findings]
+            for keys, instead in {finding.keys: finding.instead for finding in findings}.items():
+                value = _repair(value, keys, instead)
+                repaired.append(".".join(keys))
+    problems += [
+        Problem(found.fields[0], found.message)
+        for found in contradictions(spec)
+        if found.broken and not any(_overlap(field, path) for field in found.fields for path in repaired)
+    ]
+    if problems:
+        raise SpecError(problems, model.__name__)
+    return spec
+
+
+def spec_error(model: type[BaseModel], error: ValidationError) -> SpecError:
+    """What pydantic says of a value for `model`, in our words."""
+    problems: list[Problem] = []
+    for item in error.errors(include_url=False):
+        if isinstance(cause := item.get("ctx", {}).get("error"), SpecError):
+            problems += cause.problems
+    return SpecError(problems or [finding.problem for finding in _findings(model, error)], model.__name__)
+
+
+def _repair(value: Any, keys: tuple[str, ...], instead: str | None) -> Any:
+    head, *rest = keys
+    if rest:
+        return {**value, head: _repair(value[head], tuple(rest), instead)}
+    kept = {key: item for key, item in value.items() if str(key) != head}
+    assert len(kept) < len(value), f"{head} is not in {list(value)}: the next pass would find the same error"
+    return kept if instead is None else {**kept, head: instead}
+
+
+def _overlap(a: str, b: str) -> bool:
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+
+
+def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
+    """One finding per path: a plain union (`text or a list of text`) reports each of its branches."""
+    found: dict[str, _Finding] = {}
+    for item in error.errors(include_url=False):
+        place = _locate(model, item)
+        finding = _FINDERS.get(item["type"], _wrong_value)(model, item, place)
+        found.setdefault(finding.problem.path, finding)
+    return list(found.values())
+
+
+def _locate(model: type[BaseModel], item: ErrorDetails) -> _Place:
+    """Follow an error's location through the sections; the tags that pydantic puts in for unions are left out."""
+    owner, section, rivals = model, model, dict[str, type[BaseModel]]()
+    keys: tuple[str, ...] = ()
+    field, wanted, options, index = None, describe(model), tuple[str, ...](), ""
+    rest = iter(item["loc"])
+    for key in rest:
+        owner, keys = section, (*keys, str(key))
+        field = owner.model_fields.get(str(key))
+        if field is None:
+            wanted = ""
+            break
+        wanted, options = (describe_field(field), literals(field.annotation))
+        choices = sections(field)
+        if not choices:
+            position = next(rest, None)
+            if isinstance(position, int) and item["type"] != "missing":
+                item_type = element(field.annotation, position)
+                index, wanted, options = (f"[{position}]", describe(item_type), literals(item_type))
+            break
+        tag = "" if field.discriminator is None else next(rest, None)
+        if tag not in choices:
+            break
+        section, rivals = choices[str(tag)], choices
+    return _Place(keys, ".".join(keys) + index, owner, rivals, field, wanted, options)
+
+
+def _wrong_value(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    given, message = item["input"], "not a valid value"
+    if item["type"] == "string_type" and not isinstance(given, list | tuple | dict | None):
+        message = "not text, put it in quotes"
+    suggestion = closest(given, place.options)
+    return _Finding(Problem(place.path, message, shown(given), place.wanted, suggestion), place.keys)
+
+
+def _unknown_field(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    name, fields = place.keys[-1], place.owner.model_fields
+    message, suggestion = "no such field", closest(name, fields)
+    having = [repr(tag) for tag, rival in place.rivals.items() if name in rival.model_fields]
+    if having:
+        message = f"a field of type {either(having)} alone"
+    elif suggestion is None:
+        suggestion = _elsewhere(model, name)
+    return _Finding(Problem(place.path, message, allowed=", ".join(fields), suggestion=suggestion), place.keys)
+
+
+def _elsewhere(model: type[BaseModel], name: str) -> str | None:
+    """Path of a field called `name` in another section."""
+    for key, field in model.model_fields.items():
+        for section in sections(field).values():
+            if name in section.model_fields:
+                return f"{key}.{name}"
+    return None
+
+
+def _missing(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    if isinstance(item["loc"][-1], int):
+        return _wrong_value(model, item, place)
+    return _Finding(Problem(place.path, "required", allowed=place.wanted), place.keys)
+
+
+def _not_a_section(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    message = "not a section; leave it out for its defaults" if item["input"] is None else "not a section"
+    return _Finding(Problem(place.path, message, shown(item["input"]), place.wanted), place.keys)
+
+
+def _wrong_type(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    """The `type` that picks the section is unknown, or not there."""
+    assert place.field is not None
+    allowed, path, keys = (either(map(repr, sections(place.field))), f"{place.path}.type", (*place.keys, "type"))
+    if item["type"] == "union_tag_not_found":
+        return _Finding(Problem(path, "required", allowed=allowed), place.keys)
+    given = item["input"]["type"]
+    suggestion = closest(given, sections(place.field))
+    problem = Problem(path, "not a valid value", shown(given), allowed, suggestion)
+    # With the type that was meant, the section's other fields are checked too.
+    return _Finding(problem, keys if suggestion else place.keys, suggestion)
+
+
+def _own_words(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    """A validator of ours raised ValueError."""
+    message = str(item["ctx"]["error"])
+    return _Finding(Problem(place.path, message, shown(item["input"]), place.wanted), place.keys)
+
+
+def _not_json(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+    return _Finding(Problem("", f"not JSON: {item['ctx']['error']}"), ())
+
+
+_FINDERS = {
+    "extra_forbidden": _unknown_field,
+    "invalid_key": _unknown_field,
+    "missing": _missing,
+    "union_tag_invalid": _wrong_type,
+    "union_tag_not_found": _wrong_type,
+    "model_type": _not_a_section,
+    "model_attributes_type": _not_a_section,
+    "value_error": _own_words,
+    "json_invalid": _not_json,
+}

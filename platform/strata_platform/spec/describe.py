@@ -1,0 +1,129 @@
+"""What a field takes, in words: said by error messages and by the reference, from the same type annotations."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Words:
+    """Metadata of a type whose constraint is a pattern: what it takes, for people."""
+
+    text: str
+
+
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def describe_field(field: FieldInfo) -> str:
+    """What may be given for `field`."""
+    if field.discriminator is not None:
+        return f"a section with type {either(map(repr, sections(field)))}"
+    return describe(field.annotation, field.metadata)
+
+
+def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """What a value of type `annotation`, under the constraints in `metadata`, may be.
+
+    >>> describe(int, [annotated_types.Ge(1), annotated_types.Le(64)])
+    'a whole number from 1 to 64'
+    >>> describe(Literal["linear", "cosine"] | None)
+    "'linear' or 'cosine', or null"
+    """
+    metadata = list(metadata)
+    for item in metadata:
+        if isinstance(item, Words):
+            return item.text
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a section with {', '.join(annotation.model_fields)}"
+    if annotation in _SCALARS:
+        return f"{_SCALARS[annotation]}{_bounds(metadata)}"
+    return _describe_generic(annotation, metadata)
+
+
+def _describe_generic(annotation: Any, metadata: list[Any]) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        own = [part for item in args[1:] for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return describe(args[0], [*own, *metadata])
+    if origin is Literal:
+        return either(repr(value) for value in args)
+    if origin in (Union, UnionType):
+        choices = [describe(arg, metadata) for arg in args if arg is not NoneType]
+        return f"{either(choices)}, or null" if NoneType in args else either(choices)
+    assert origin is tuple, f"no words for {annotation}"
+    if args[-1] is Ellipsis:
+        return f"a list of {describe(args[0]).removeprefix('a ')}"
+    return f"a list of {len(args)}: {'; '.join(describe(arg) for arg in args)}"
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """` from 1 to 64`, ` above 0 and at most 1`, `, not empty`, or nothing."""
+    limits = {
+        name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le", "lt") if hasattr(item, name)
+    }
+    if limits.keys() == {"ge", "le"}:
+        return f" from {limits['ge']} to {limits['le']}"
+    words = [f"{phrase} {limits[name]}" for name, phrase in _BOUNDS.items() if name in limits]
+    if words:
+        return f" {' and '.join(words)}"
+    return ", not empty" if any(isinstance(item, annotated_types.MinLen) for item in metadata) else ""
+
+
+def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """The sections `field` may hold, by the value of their `type`; one under the empty tag when there is no choice."""
+    classes = [
+        choice
+        for choice in (get_args(field.annotation) or (field.annotation,))
+        if isinstance(choice, type) and issubclass(choice, BaseModel)
+    ]
+    if field.discriminator is None:
+        return {"": classes[0]} if classes else {}
+    return {choice.model_fields["type"].default: choice for choice in classes}
+
+
+def element(annotation: Any, index: int) -> Any:
+    """Type of the item `index` of a list of type `annotation`."""
+    args = get_args(annotation)
+    return args[0] if args[-1] is Ellipsis else args[index]
+
+
+def literals(annotation: Any) -> tuple[str, ...]:
+    """The values of a Literal of texts; empty for any other type."""
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def either(words: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """`value` as a person would have written it, on one line of at most `width` characters."""
+    if isinstance(value, str):
+        text = repr(value)
+    elif value is None or isinstance(value, bool | int | float):
+        text = json.dumps(value)
+    elif isinstance(value, list | tuple):
+        text = f"[{', '.join(shown(item, width) for item in value[:width])}]"
+    else:
+        text = str(value).replace("\n", " ")
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def closest(word: object, options: Iterable[str]) -> str | None:
+    """The option that a person who wrote `word` most likely meant, or None."""
+    by_key = {option.lower().replace("-", "_"): option for option in options}
+    match = difflib.get_close_matches(str(word).lower().replace("-", "_"), by_key, n=1)
+    return by_key[match[0]] if match else None
