@@ -1,0 +1,503 @@
+"""Cross entropy of a linear layer, without ever holding all of its logits.
+
+    z    = softcap · tanh((x Wᵀ + b) / softcap)        lse = log Σ_v exp z_v        p = exp(z - lse)
+    loss = lse - (1 - ε) z_target - (ε / V) Σ_v z_v + z_loss · lse²
+    dz   = ((1 + 2 · z_loss · lse) p - (1 - ε) onehot(target) - ε / V) · s · (1 - (z / softcap)²)
+    dx   = dz W          dW = dzᵀ x          db = Σ_rows dz
+
+with ε the label smoothing and s what the reduction multiplies a row's loss by. Source: the order of work follows the
+gradient-in-forward scheme of Liger-Kernel (arXiv:2410.10989, section 3.2), the formulas Szegedy et al. (smoothing,
+arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemma 2 (softcap, arXiv:2408.00118).
+
+Axes: N rows, H features, V vocabulary entries. Rows are taken in chunks. A chunk is one matrix product into a reused
+buffer, one kernel that reads the logits, gives the losses and overwrites the logits by dz, and the products for dx and
+dW: 6·N·H·V FLOPs and no recomputation, since a scalar loss is linear in its incoming gradient, which backward multiplies
+in. Nothing is accumulated with atomics: results repeat bit for bit.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import accumulator, describe, launch, takes_kernel
+from ._register import register
+
+Reduction = Literal["mean", "sum", "none"]
+
+# Logits held at a time, in bytes. On an H200 at 8192x4096x128256 half of it costs 3 % of speed, twice of it gains none.
+_CHUNK_BYTES = 512 * 2**20
+# On a CPU a chunk that stays in the last-level cache is faster than one that does not.
+_CPU_CHUNK_BYTES = 16 * 2**20
+# dW is rounded to its dtype once per chunk. Up to this many roundings its error stays within twice that of one.
+_MAX_ROUNDINGS = 4
+# Rows of the buffer start at multiples of this many elements: the matrix products and the kernel then move 16 bytes.
+_ALIGNMENT = 64
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tanh(b_u):
+    """tanh to 2e-7 relative: an odd polynomial near zero, where the exponential form would cancel."""
+    b_w = b_u * b_u
+    b_small = -0.0083017 * b_w + 0.0217557
+    b_small = b_small * b_w - 0.0539576
+    b_small = b_small * b_w + 0.13333296
+    b_small = b_small * b_w - 0.33333333
+    b_small = b_u + b_u * b_w * b_small
+    b_e = tl.exp(-2.0 * tl.abs(b_u))
+    b_large = (1.0 - b_e) / (1.0 + b_e)
+    return tl.where(b_w < 0.4, b_small, tl.where(b_u < 0.0, -b_large, b_large))
+
+
+@triton.jit
+def _cap(b_z, SOFTCAP: tl.constexpr):
+    b_z = b_z.to(tl.float32)
+    if SOFTCAP > 0.0:
+        b_z = SOFTCAP * _tanh(b_z / SOFTCAP)
+    return b_z
+
+
+@triton.jit
+def _gradient(
+    b_z, o_v, target, lse, scale,
+    V: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    b_dz = tl.exp2((b_z - lse) * _LOG2E) * (1.0 + 2.0 * Z_LOSS * lse)
+    b_dz -= tl.where(o_v == target, 1.0 - SMOOTHING, 0.0)
+    b_dz = (b_dz - SMOOTHING / V) * scale
+    if SOFTCAP > 0.0:
+        b_z = b_z / SOFTCAP
+        b_dz *= 1.0 - b_z * b_z
+    return b_dz
+
+
+@triton.jit
+def _cross_entropy(
+    p_z, p_target, p_scale, p_loss, stride_z, stride_scale, ignore_index,
+    V: tl.constexpr, V_PADDED: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: its loss, and dz in place of its logits.
+
+    The row's last block stays in registers between the two walks, and the second walk goes backwards, so that it meets
+    first what the first one left in L2.
+    """
+    i_n = tl.program_id(0).to(tl.int64)
+    p_z += i_n * stride_z
+    target = tl.load(p_target + i_n)
+    TAIL: tl.constexpr = (V - 1) // BLOCK * BLOCK
+    o_b = tl.arange(0, BLOCK)
+    o_t = TAIL + o_b
+    # The buffer's padding may be read: a mask at its end, a multiple of 16 bytes, keeps the loads vectorized.
+    m_t = o_t < V_PADDED
+    if target == ignore_index:
+        if GRADIENT:
+            b_zero = tl.zeros([BLOCK], p_z.dtype.element_ty)
+            for i_v in range(0, TAIL, BLOCK):
+                tl.store(p_z + i_v + o_b, b_zero)
+            tl.store(p_z + o_t, b_zero, mask=m_t)
+        tl.store(p_loss + i_n, 0.0)
+        return
+
+    # A target outside the vocabulary is the caller's bug; there is no way to raise from here, so the row turns to NaN.
+    valid = (target >= 0) & (target < V)
+    poison = tl.where(valid, 0.0, float("nan"))
+    z_target = _cap(tl.load(p_z + target, mask=valid, other=0.0), SOFTCAP)
+
+    # Finite, so that a block of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
+    z_max = -1e30
+    z_exp = 0.0
+    z_sum = 0.0
+    for i_v in range(0, TAIL, BLOCK):
+        b_z = _cap(tl.load(p_z + i_v + o_b), SOFTCAP)
+        m_new = tl.maximum(z_max, tl.max(b_z, 0))
+        z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
+        z_max = m_new
+        if SMOOTHING > 0.0:
+            z_sum += tl.sum(b_z, 0)
+    b_tail = tl.where(o_t < V, tl.load(p_z + o_t, mask=m_t, other=0.0), 0.0)
+    b_z = tl.where(o_t < V, _cap(b_tail, SOFTCAP), -float("inf"))
+    m_new = tl.maximum(z_max, tl.max(b_z, 0))
+    z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
+    if SMOOTHING > 0.0:
+        z_sum += tl.sum(tl.where(o_t < V, b_z, 0.0), 0)
+
+    lse = m_new + tl.log2(z_exp) * _LN2
+    loss = lse - (1.0 - SMOOTHING) * z_target - SMOOTHING / V * z_sum + Z_LOSS * lse * lse
+    tl.store(p_loss + i_n, loss + poison)
+
+    if GRADIENT:
+        scale = tl.load(p_scale + i_n * stride_scale) + poison
+        b_z = _cap(b_tail, SOFTCAP)
+        b_dz = _gradient(b_z, o_t, target, lse, scale, V, SMOOTHING, Z_LOSS, SOFTCAP)
+        tl.store(p_z + o_t, b_dz.to(p_z.dtype.element_ty), mask=m_t)
+        for i_v in range(BLOCK, TAIL + BLOCK, BLOCK):
+            o_v = TAIL - i_v + o_b
+            b_z = _cap(tl.load(p_z + o_v), SOFTCAP)
+            b_dz = _gradient(b_z, o_v, target, lse, scale, V, SMOOTHING, Z_LOSS, SOFTCAP)
+            tl.store(p_z + o_v, b_dz.to(p_z.dtype.element_ty))
+
+
+@triton.jit
+def _multiply(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
+    """x *= factor, where a factor of one costs no traffic."""
+    factor = tl.load(p_factor).to(tl.float32)
+    if factor != 1.0:
+        o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        m_x = o_x < n_elements
+        b_x = tl.load(p_x + o_x, mask=m_x)
+        tl.store(p_x + o_x, (b_x.to(tl.float32) * factor).to(b_x.dtype), mask=m_x)
+
+
+def _launch_config(vocabulary: int) -> tuple[int, int]:
+    """(BLOCK, warps): the widest block at which a thread holds 16 elements, and no wider than the row."""
+    block = min(max(triton.next_power_of_2(vocabulary), 256), 16384)
+    return block, max(block // 512, 1)
+
+
+def chunk_plan(
+    n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, budget: int
+) -> tuple[int, bool]:
+    """Rows of a chunk, and whether dW is accumulated in fp32.
+
+    As many rows as `budget` bytes of logits hold, evened out over the chunks. A 2-byte dW that would be rounded more
+    than `_MAX_ROUNDINGS` times gets fewer and larger chunks as long as those take less memory than an fp32 copy of dW
+    (up to about N = 8 H rows), and beyond that the copy.
+    """
+    row_bytes = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT * itemsize
+    chunks = -(-n_rows * row_bytes // budget)
+    wide = False
+    if weight_grad and itemsize == 2 and chunks > _MAX_ROUNDINGS:
+        wide = -(-n_rows // _MAX_ROUNDINGS) * row_bytes > 2 * vocabulary * hidden * itemsize
+        chunks = chunks if wide else _MAX_ROUNDINGS
+    rows = -(-n_rows // max(chunks, 1))
+    # Tiles of the matrix products are 128 rows high.
+    return max(min(-(-rows // 128) * 128, n_rows), 1), wide
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What shapes the loss of a row; a softcap of 0.0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+
+
+def _rows_kernel(z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: _Options, gradient: bool) -> None:
+    """Fill `loss` [N] and, if asked, overwrite the logits `z` [N, V] by scale · dloss/dz. `z` is a view of the buffer."""
+    vocabulary = z.shape[1]
+    block, warps = _launch_config(vocabulary)
+    launch(
+        _cross_entropy, (z.shape[0],),
+        z, target, scale, loss, z.stride(0), scale.stride(0), options.ignore_index,
+        V=vocabulary, V_PADDED=-(-vocabulary // _ALIGNMENT) * _ALIGNMENT,
+        SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
+        GRADIENT=gradient, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def _rows_reference(z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: _Options, gradient: bool) -> None:
+    """`_rows_kernel` in plain PyTorch, on any device."""
+    valid = target != options.ignore_index
+    index = target.where(valid, 0)[:, None]
+    smoothing, softcap = options.label_smoothing, options.softcap
+    wide = z.to(loss.dtype)
+    if softcap:
+        wide = softcap * torch.tanh(wide / softcap)
+    log_p = torch.log_softmax(wide, -1)
+    lse = wide.gather(1, index) - log_p.gather(1, index)
+    row = -(1 - smoothing) * log_p.gather(1, index)
+    if smoothing:
+        row -= smoothing * log_p.mean(-1, keepdim=True)
+    loss.copy_((row + options.z_loss * lse.square()).where(valid[:, None], 0)[:, 0])
+    if gradient:
+        dz = log_p.exp_().mul_(1 + 2 * options.z_loss * lse).scatter_add_(1, index, torch.full_like(lse, smoothing - 1))
+        dz.sub_(smoothing / z.shape[1]).mul_(scale.where(valid, 0)[:, None])
+        if softcap:
+            dz.mul_(1 - (wide / softcap).square_())
+        z.copy_(dz)
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, options: _Options,
+    want_dx: bool, want_dw: bool, want_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Losses of the rows [N], and dx, dW, db of their sum weighted by `scale` [N]; empty where not wanted."""
+    (n_rows, hidden), vocabulary = x.shape, weight.shape[0]
+    budget = _CPU_CHUNK_BYTES if x.device.type == "cpu" else _CHUNK_BYTES
+    chunk, wide = chunk_plan(n_rows, vocabulary, hidden, x.itemsize, want_dw, budget)
+    rows = _rows_kernel if takes_kernel(x) else _rows_reference
+
+    loss = x.new_empty(n_rows, dtype=accumulator(x.dtype))
+    dx = torch.empty_like(x) if want_dx else x.new_empty(0)
+    dw = x.new_empty(weight.shape if want_dw else 0, dtype=accumulator(x.dtype) if wide else None)
+    db = x.new_zeros(vocabulary if want_db else 0, dtype=loss.dtype)
+    buffer = x.new_empty(chunk, -(-vocabulary // _ALIGNMENT) * _ALIGNMENT)
+    for start in range(0, n_rows, chunk):
+        x_chunk = x[start : start + chunk]
+        part = slice(start, start + x_chunk.shape[0])
+        z = buffer[: x_chunk.shape[0], :vocabulary]
+        if bias is None:
+            torch.mm(x_chunk, weight.t(), out=z)
+        else:
+            torch.addmm(bias, x_chunk, weight.t(), out=z)
+        rows(z, target[part], scale[part], loss[part], options, want_dx or want_dw or want_db)
+        if want_dx:
+            torch.mm(z, weight, out=dx[part])
+        if want_dw:
+            _add_product(dw, z.t(), x_chunk, first=start == 0)
+        if want_db:
+            db += z.sum(0, dtype=db.dtype)
+    if n_rows == 0:
+        dw.zero_()
+    return loss, dx, dw.to(weight.dtype), db.to(weight.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total = a @ b for the first product, total += a @ b after it; `total` may be wider than a and b."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=0 if first else 1, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total += a @ b
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, "
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, bool want_dx, bool want_dw, bool want_db"
+)
+
+
+def _empty_gradients(
+    x: Tensor, weight: Tensor, want_dx: bool, want_dw: bool, want_db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(x) if want_dx else x.new_empty(0),
+        weight.new_empty(weight.shape if want_dw else 0),
+        weight.new_empty(weight.shape[0] if want_db else 0),
+    )
+
+
+def _total(
+    divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    want_dx: bool, want_dw: bool, want_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    scale = divisor.to(accumulator(x.dtype)).reciprocal().expand(x.shape[0])
+    loss, dx, dw, db = _run(x, weight, bias, target, scale, options, want_dx, want_dw, want_db)
+    return loss.sum() / divisor, dx, dw, db
+
+
+def _total_fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_gradients(x, weight, *rest[-3:])
+
+
+def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *gradients = output
+    # Without this, autograd would fill a zero dW as the incoming gradient of the dW that forward returned.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*gradients)
+    ctx.save_for_backward(*gradients)
+    ctx.wanted = inputs[-3:]
+    ctx.n_inputs = len(inputs)
+
+
+def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * ctx.n_inputs
+    if grad is None:
+        return nothing
+    dx, dw, db = (_scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+    return None, dx, dw, db, *nothing[4:]
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor for a scalar on the device: in place, and without traffic for a factor of one, where that is safe.
+
+    It is not when the graph is kept for another backward pass, and a compiler does it by itself.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph() or not takes_kernel(x):
+        return x * factor
+    block = 8192
+    launch(_multiply, (triton.cdiv(x.numel(), block),), x, factor, x.numel(), BLOCK=block, num_warps=8)
+    return x
+
+
+def _rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, *_: bool,
+) -> Tensor:  # fmt: skip
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    scale = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
+    return _run(x, weight, bias, target, scale, options, False, False, False)[0]
+
+
+def _rows_fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
+
+
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options)
+    return *(g if want else None for g, want in zip(gradients, ctx.options[-3:], strict=True)), *(None,) * 8
+
+
+def _rows_bwd(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    want_dx: bool, want_dw: bool, want_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    return _run(x, weight, bias, target, grad, options, want_dx, want_dw, want_db)[1:]
+
+
+def _rows_bwd_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(x, weight, *rest[-3:])
+
+
+_total_op = register(
+    f"linear_cross_entropy(Tensor divisor, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
+)  # fmt: skip
+_rows_bwd_op = register(
+    f"linear_cross_entropy_rows_bwd(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _rows_bwd, _rows_bwd_fake
+)
+_rows_op = register(
+    f"linear_cross_entropy_rows({_ARGUMENTS}) -> Tensor",
+    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
+)  # fmt: skip
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+) -> Tensor:
+    """Cross entropy of the logits `x @ weight.T + bias`, holding only a part of them at a time.
+
+    Equivalent to::
+
+        logits = F.linear(x, weight, bias).float()
+        logits = softcap * torch.tanh(logits / softcap)                                             # with a softcap
+        loss = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index, label_smoothing=...)
+        loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
+        loss = loss.sum() / (num_items or (target != ignore_index).sum())                           # reduction="mean"
+
+    The z-loss thus is averaged over the same rows, by the same divisor, as the cross entropy.
+
+    The gradients for x, weight and bias are computed in the forward pass, those that are needed; the chunk of logits is
+    all that is held beside them (512 MiB at most on a GPU, or a quarter of the rows where that saves an fp32 copy of the
+    weight's gradient). With reduction="none" a row's incoming gradient is known only in the backward pass, which then
+    computes the logits a second time. Double backward is not supported.
+
+    Args:
+        x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype.
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
+            gradient to NaN; on a CPU it raises.
+        bias: [V], of x's dtype.
+        ignore_index: rows with this target have loss and gradient zero.
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-partition function.
+        softcap: logits are squashed into (-softcap, softcap).
+        reduction: "mean", "sum" or "none".
+        num_items: what "mean" divides by in place of the number of rows that are not ignored; a tensor is not read by
+            the host.
+
+    Returns:
+        fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
+        with zero gradients; the sum is 0.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_cross_entropy(x, weight, torch.randint(32, (2, 8))).backward()
+    """
+    _check(x, weight, target, bias, label_smoothing, softcap, reduction, num_items)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check_dtypes(x, weight, bias)
+
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, weight, bias)]
+    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), *wanted)
+    if reduction == "none":
+        losses: Tensor = _rows_op(rows, weight, bias, labels, *options)
+        return losses.view(target.shape)
+    loss: Tensor = _total_op(
+        _divisor(labels, reduction, ignore_index, num_items), rows, weight, bias, labels, *options
+    )[0]
+    return loss
+
+
+def _divisor(target: Tensor, reduction: Reduction, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
+    """What the sum of the rows' losses is divided by: a scalar on the device, made without waiting for it."""
+    if reduction == "sum":
+        return torch.ones((), device=target.device)
+    if num_items is None:
+        return (target != ignore_index).sum()
+    if isinstance(num_items, Tensor):
+        return num_items.detach().to(target.device, non_blocking=True).reshape(())
+    return torch.full((), num_items, dtype=torch.float32, device=target.device)
+
+
+def _check(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    label_smoothing: float, softcap: float | None, reduction: str, num_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x {describe(x)} and weight {describe(weight)} must be [..., H] and [V, H] with the same H")
+    if target.shape != x.shape[:-1] or target.dtype != torch.int64:
+        raise ValueError(f"target {describe(target)} must be int64 {list(x.shape[:-1])}, the leading shape of x")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {describe(bias)} must be [{weight.shape[0]}], one value per row of weight")
+    if weight.shape[0] == 0:
+        raise ValueError("weight has no rows; there must be at least one class")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing {label_smoothing} must be between 0 and 1")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap {softcap} must be positive; leave it out for none")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction {reduction!r} must be one of {', '.join(get_args(Reduction))}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"num_items is the divisor of reduction 'mean'; it contradicts reduction {reduction!r}")
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items {describe(num_items)} must have one element")
+
+
+def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    given = [t for t in (x, weight, bias) if t is not None]
+    if not x.is_floating_point() or any(t.dtype != x.dtype for t in given):
+        raise ValueError(
+            f"x, weight and bias must have one floating dtype, not {', '.join(describe(t) for t in given)}"
+        )
