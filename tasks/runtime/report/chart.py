@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import count, drawable, number
@@ -52,7 +53,7 @@ def figure(chart: Chart) -> Html:
     caption = element(
         "figcaption",
         element("h3", chart.title, element("span", chart.unit, class_="unit") if chart.unit else None),
-        element("span", last, class_="last"),
+        element("span", element("span", "last", class_="unit"), f" {last}", class_="last"),
     )
     radius = smoothing_radius(len(chart.values)) if chart.smoothed else 0
     return element(
@@ -75,7 +76,7 @@ def _legend(chart: Chart, radius: int) -> Html:
     if radius:
         entries.append(("curve", f"mean of {2 * radius + 1} steps"))
     if chart.marks:
-        entries.append(("mark", " and ".join(mark.label for mark in chart.marks)))
+        entries.append(("mark", "evaluation"))
     if chart.restarts:
         entries.append(("restart", "restart"))
     return element(
@@ -132,7 +133,7 @@ def _grid(x: Axis, y: Axis) -> list[Html]:
         place = _percent(1 - y.at(tick))
         drawn.append(element("line", x1="0", x2="100%", y1=place, y2=place, class_="grid"))
         drawn.append(element("text", label, x="-8", y=place, dy="0.33em", class_="y"))
-    for tick, label in zip(x.ticks, x.labels, strict=True):
+    for tick, label in zip(x.ticks, ("step 0", *x.labels[1:]), strict=True):
         drawn.append(element("text", label, x=_percent(x.at(tick)), y="100%", dy="1.6em", class_="x"))
     return drawn
 
@@ -156,9 +157,9 @@ def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Ht
     n = min(MAX_BANDS, len(indices))
     chosen = [indices[(2 * band + 1) * len(indices) // (2 * n)] for band in range(n)]
     places = [x.at(chart.steps[index]) for index in chosen]
-    edges = [0.0, *((left + right) / 2 for left, right in zip(places, places[1:], strict=False)), 1.0]
+    edges = [0.0, *((left + right) / 2 for left, right in pairwise(places)), 1.0]
     drawn = []
-    for index, place, left, right in zip(chosen, places, edges, edges[1:], strict=True):
+    for index, place, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
         value, at = chart.values[index], _percent(place)
         mean = f" (mean {number(means[index], chart.digits)})" if means else ""
         drawn.append(
@@ -184,4 +185,6 @@ def _restart(step: int, x: Axis) -> Html:
 
 def _mark(chart: Chart, mark: Mark, x: Axis, y: Axis) -> Html:
     title = element("title", f"{mark.label}: {number(mark.value, chart.digits)} {chart.unit}")
-    return element("circle", title, cx=_percent(x.at(mark.step)), cy=_percent(1 - y.at(mark.value)), r="5", class_="mark")
+    return element(
+        "circle", title, cx=_percent(x.at(mark.step)), cy=_percent(1 - y.at(mark.value)), r="5", class_="mark"
+    )

@@ -1,0 +1,284 @@
+"""The sections of the report, from top to bottom, each a function from the record to HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from tasks.runtime.metrics import Point
+from tasks.runtime.record import CompletionRecord, Sample
+from tasks.runtime.report.chart import Chart, Mark, figure
+from tasks.runtime.report.markup import Html, element, join
+from tasks.runtime.report.numbers import GIB, MINUS, change, count, duration, gib, loss, number, perplexity
+
+OPEN_SAMPLES = 8
+"""Samples shown at once; the others open on demand."""
+SAMPLE_CHARACTERS = 160_000
+"""Upper limit of all the samples' texts together; beyond it each is cut."""
+
+# Parts of the record that have sections of their own.
+_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples"})
+_ARROW = element("span", " \u2192 ", class_="arrow")
+
+
+def headline(record: CompletionRecord) -> Html:
+    """What a reader wants first: did it finish, did it learn, what did it take."""
+    complete = record.status == "complete"
+    processes = f"{record.world_size:,}\u00a0process{'' if record.world_size == 1 else 'es'}"
+    facts = (
+        f"{number(record.parameters)}\u00a0parameters",
+        f"{record.device}, {processes}",
+        count(record.restarts, "restart"),
+        f"spec\u00a0{record.spec_hash}",
+    )
+    return element(
+        "header",
+        element(
+            "div",
+            element("h1", record.name),
+            element("span", record.status.capitalize(), class_=f"status {record.status}"),
+            class_="title",
+        ),
+        element("p", *(element("span", fact) for fact in facts), class_="facts"),
+        None if complete else element("p", _unfinished(record), class_="note problem"),
+        element("dl", *_tiles(record), class_="tiles"),
+    )
+
+
+def _unfinished(record: CompletionRecord) -> str:
+    return (
+        f"{record.steps:,} of {record.steps_asked:,} steps are done. "
+        "Start the run again with the same spec to continue from its last checkpoint."
+    )
+
+
+def _tiles(record: CompletionRecord) -> list[Html]:
+    before, after = record.eval_loss_before, record.eval_loss_after
+    return [
+        _tile("Evaluation loss", _pair(loss(before), loss(after)), _verdict(before, after), class_="key-result"),
+        _tile(
+            "Perplexity",
+            _pair(perplexity(before), perplexity(after)),
+            element("small", "exp of the loss, before and after training"),
+            class_="key-result",
+        ),
+        _tile(
+            "Steps",
+            f"{record.steps:,}",
+            element("small", f"of {record.steps_asked:,} asked for; {number(record.tokens)}\u00a0tokens"),
+        ),
+        _tile("Duration", duration(record.seconds), element("small", "training steps, all attempts")),
+        _tile("Throughput", number(record.tokens_per_second), element("small", "tokens/s, median of the steps")),
+        _tile("Peak memory", gib(record.peak_memory_bytes), element("small", "busiest process")),
+    ]
+
+
+def _tile(label: str, *value: object, class_: str | None = None) -> Html:
+    return element("div", element("dt", label), element("dd", *value), class_=class_)
+
+
+def _pair(before: str, after: str) -> Html:
+    return Html(before) if before == after == "not measured" else join((before, _ARROW, after))
+
+
+def _verdict(before: float | None, after: float | None) -> Html:
+    relative = None if before is None or after is None else change(before, after)
+    if relative is None or before is None or after is None:
+        return element("small", "nats per token, before and after training")
+    verdict = element("span", relative, class_="better" if after < before else "worse")
+    return element("small", verdict, ", nats per token")
+
+
+def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
+    """Loss, learning rate, throughput, memory and gradient norm by step."""
+    if not points:
+        return element("section", element("h2", "Curves"), element("p", "No step was recorded.", class_="note"))
+    steps = [point.step for point in points]
+    restarts = [point.step for earlier, point in pairwise(points) if point.attempt != earlier.attempt]
+    evaluations = (
+        (0, record.eval_loss_before, "evaluation before"),
+        (max(record.steps, steps[-1]), record.eval_loss_after, "evaluation after"),
+    )
+    marks = [Mark(step, value, label) for step, value, label in evaluations if value is not None]
+    norms = [float("nan") if point.grad_norm is None else point.grad_norm for point in points]
+    charts = [
+        Chart(
+            "Training loss",
+            "nats per token",
+            steps,
+            [point.loss for point in points],
+            restarts,
+            marks,
+            from_zero=False,
+            smoothed=True,
+            digits=4,
+        ),
+        Chart("Throughput", "tokens/s", steps, [point.tokens_per_second for point in points], restarts),
+        Chart("Learning rate", "", steps, [point.learning_rate for point in points], restarts),
+        Chart("Peak memory", "GiB", steps, [point.memory_bytes / GIB for point in points], restarts),
+    ]
+    if any(point.grad_norm is not None for point in points):
+        charts.append(Chart("Gradient norm", "before clipping", steps, norms, restarts))
+    drawn = element("div", *(figure(chart) for chart in charts), class_="charts")
+    return element("section", element("h2", "Curves"), drawn)
+
+
+def samples(record: CompletionRecord) -> Html:
+    """What the model wrote for the same prompts before and after training."""
+    if not record.samples:
+        return element("section", element("h2", "Samples"), element("p", "No sample was generated.", class_="note"))
+    limit = min(4000, SAMPLE_CHARACTERS // (4 * len(record.samples)))
+    articles = [_sample(index, sample, limit) for index, sample in enumerate(record.samples, start=1)]
+    hidden = articles[OPEN_SAMPLES:]
+    more = element("details", element("summary", count(len(hidden), "more sample")), *hidden) if hidden else None
+    return element("section", element("h2", "Samples"), *articles[:OPEN_SAMPLES], more)
+
+
+def _sample(index: int, sample: Sample, limit: int) -> Html:
+    texts = (
+        ("Prompt", sample.prompt, "text"),
+        ("Reference", sample.reference, "text"),
+        ("Before training", sample.before, "text"),
+        ("After training", sample.after, "text after"),
+    )
+    return element(
+        "article",
+        element("h3", f"Sample {index}"),
+        element("div", *(_column(label, text, limit, class_) for label, text, class_ in texts), class_="columns"),
+        class_="sample",
+    )
+
+
+def _column(label: str, text: str, limit: int, class_: str) -> Html:
+    shown = (
+        text[:limit] if text.strip() else element("span", "empty" if not text else "only white space", class_="empty")
+    )
+    cut = f"{count(len(text) - limit, 'more character')} in record.json" if len(text) > limit else None
+    return element(
+        "div",
+        element("h4", label),
+        # The text's own direction, so that right-to-left writing reads well and cannot reorder its surroundings.
+        element("div", shown, class_=class_, dir="auto"),
+        element("p", cut, class_="note") if cut else None,
+    )
+
+
+def warmup(record: CompletionRecord) -> Html:
+    """What was compiled before training, in total and by kernel, or why nothing was."""
+    report = dict(record.warmup)
+    reason = report.pop("skipped", None)
+    rows = {key: value for key, value in report.items() if _is_table(value)}
+    totals = {key: value for key, value in report.items() if key not in rows and value is not None}
+    said = f"Nothing was warmed up: {reason}." if reason else None if report else "Nothing was reported."
+    return element(
+        "section",
+        element("h2", "Kernel warm-up"),
+        element("p", said, class_="note") if said else None,
+        _table(("Warm-up", "Value"), [(_words(key), _value(value)) for key, value in totals.items()])
+        if totals
+        else None,
+        *(_records_table(value) for value in rows.values()),
+    )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+
+def _records_table(records: Sequence[Mapping[str, Any]]) -> Html:
+    columns = list(dict.fromkeys(key for row in records for key in row))
+    return _table([_words(key) for key in columns], [[_value(row.get(key, "")) for key in columns] for row in records])
+
+
+def kernels(record: CompletionRecord) -> Html:
+    """Modules that run a fused operator, by operator."""
+    patched = [(element("code", name), f"{modules:,}") for name, modules in record.kernels.items()]
+    body = _table(("Operator", "Modules patched"), patched) if patched else _note("No module was patched.")
+    return element("section", element("h2", "Fused operators"), body)
+
+
+def data(record: CompletionRecord) -> Html:
+    """Counts of the prepared data, and whether every sample that was read is accounted for."""
+    rows = [(_words(key), f"{value:,}") for key, value in record.data.items()]
+    body = _table(("Data", "Count"), rows) if rows else _note("No count was reported.")
+    return element("section", element("h2", "Data"), body, _accounting(record.data))
+
+
+def _accounting(counts: Mapping[str, int]) -> Html | None:
+    if "read" not in counts or "used" not in counts:
+        return None
+    skipped = {key: value for key, value in counts.items() if key.startswith("skipped")}
+    total = sum(skipped.values())
+    missing = counts["read"] - counts["used"] - total
+    if missing:
+        said = f"{abs(missing):,} of {count(counts['read'], 'sample')} read are not accounted for."
+        return element("p", said, class_="note problem")
+    return _note(f"{counts['read']:,} read = {counts['used']:,} used + {total:,} skipped.")
+
+
+def versions(record: CompletionRecord) -> Html:
+    """Packages of the run."""
+    rows = [(name, element("code", version)) for name, version in record.versions.items()]
+    body = _table(("Package", "Version"), rows) if rows else _note("No version was recorded.")
+    return element("section", element("h2", "Versions"), body)
+
+
+def completion(record: CompletionRecord) -> Html:
+    """The record's own fields under their own names, exactly."""
+    values = record.model_dump(exclude=set(_NESTED))
+    rows = [(element("code", name), "none" if value is None else _value(value)) for name, value in values.items()]
+    return element("section", element("h2", "Completion record"), _table(("Field", "Value"), rows))
+
+
+def spec(spec_yaml: str) -> Html:
+    """The full spec, defaults included."""
+    return element(
+        "section",
+        element("h2", "Spec"),
+        element("details", element("summary", "The full spec, as YAML"), element("div", spec_yaml, class_="text")),
+    )
+
+
+def _note(said: str) -> Html:
+    return element("p", said, class_="note")
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def _value(value: Any) -> str:
+    """A value of a report or record: numbers with separators, everything else as it is."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float() if 1e-3 <= abs(value) < 1e12 or value == 0:
+            return f"{value:,.3f}".replace("-", MINUS)
+        case float():
+            return number(value, digits=4)
+        case _:
+            return str(value)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table whose first column names the row; a column of numbers alone stands to the right."""
+    rows = list(rows)
+    numeric = [all(_is_number(row[column]) for row in rows) for column in range(len(headers))]
+    classes = ["number" if column and right else None for column, right in enumerate(numeric)]
+    head = [element("th", header, scope="col", class_=class_) for header, class_ in zip(headers, classes, strict=True)]
+    body = [
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(element("td", cell, class_=class_) for cell, class_ in zip(row[1:], classes[1:], strict=True)),
+        )
+        for row in rows
+    ]
+    return element("table", element("thead", element("tr", *head)), element("tbody", *body))
+
+
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, str) and cell[:1].isdigit()
