@@ -28,7 +28,7 @@ def main() -> int:
     # Only a good spec is worth the seconds that torch takes to import.
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
-    from tasks.runtime.export import export
+    from tasks.runtime.export import collect_weights, export
     from tasks.runtime.log import configure_logging
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted
@@ -43,7 +43,8 @@ def main() -> int:
             data = prepare(recipe, run.folder.data(recipe), report=logging.getLogger(__name__).debug)
             record = train(run, data)
         if run.processes.is_main:
-            export(spec, evaluate(spec, record, data), data)
+            weights = collect_weights(run.folder, record)
+            export(spec, evaluate(spec, record, data, weights), data, weights)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

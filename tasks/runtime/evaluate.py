@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,8 +17,8 @@ from tasks.runtime.record import CompletionRecord, Sample
 log = logging.getLogger(__name__)
 
 
-def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData) -> CompletionRecord:
-    """The record with losses and samples of the model before and after training.
+def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
+    """The record with losses and samples of the model before training and with `weights`, a Hugging Face folder.
 
     Raises ValueError when the run did not finish.
     """
@@ -26,12 +27,16 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData) -> Com
     prompts = data.samples(spec.evaluation.samples)
     # One model in memory at a time.
     before_loss, before = _measure(spec, data, [prompt for prompt, _ in prompts], device, weights=None)
-    after_loss, after = _measure(spec, data, [prompt for prompt, _ in prompts], device, weights=record.checkpoint)
+    after_loss, after = _measure(spec, data, [prompt for prompt, _ in prompts], device, weights=str(weights))
     if before_loss is None or after_loss is None:
         log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
     else:
-        log.info("validation loss %.4f before, %.4f after (%+.1f %%)", before_loss, after_loss,
-                 100 * (after_loss / before_loss - 1))
+        log.info(
+            "validation loss %.4f before, %.4f after (%+.1f %%)",
+            before_loss,
+            after_loss,
+            100 * (after_loss / before_loss - 1),
+        )
     samples = tuple(
         Sample(prompt=prompt, reference=reference, before=first, after=second)
         for (prompt, reference), first, second in zip(prompts, before, after, strict=True)
@@ -50,9 +55,7 @@ def _measure(
     model = build_model(spec, weights=weights).to(device).eval()
     adopt_tokenizer(model, tokenizer)
     patch(model, spec)
-    loss = mean_loss(
-        model, data, batch_size=spec.training.micro_batch_size, max_batches=spec.evaluation.max_batches
-    )
+    loss = mean_loss(model, data, batch_size=spec.training.micro_batch_size, max_batches=spec.evaluation.max_batches)
     return loss, [generate(model, tokenizer, prompt, spec.evaluation.max_new_tokens) for prompt in prompts]
 
 
@@ -86,5 +89,3 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt:
         use_cache=True,
     )
     return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-
-

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.folder import RunFolder
+from tasks.runtime.folder import RunFolder, spec_yaml
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import adopt_tokenizer, build_model
 from tasks.runtime.record import CompletionRecord
@@ -18,17 +18,39 @@ from tasks.runtime.report import render_report
 log = logging.getLogger(__name__)
 
 
-def export(spec: RunSpec, record: CompletionRecord, data: PreparedData) -> RunFolder:
+# What a Trainer's checkpoint holds besides the state that only training needs.
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
+
+
+def collect_weights(folder: RunFolder, record: CompletionRecord) -> Path:
+    """A folder with the trained weights and the run's metrics: all that evaluation and export need, and no more."""
+    weights = folder.root / "weights"
+    shutil.rmtree(weights, ignore_errors=True)
+    weights.mkdir()
+    for pattern in _WEIGHTS:
+        for file in Path(record.checkpoint).glob(pattern):
+            # A link where the file system has them: weights are large, and a checkpoint is never written to again.
+            try:
+                os.link(file, weights / file.name)
+            except OSError:
+                shutil.copyfile(file, weights / file.name)
+    shutil.copyfile(folder.metrics, weights / folder.metrics.name)
+    return weights
+
+
+def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
     """Write `model/`, `report.html` and `record.json` to the run's folder, and say where they are.
 
-    The model folder appears whole or not at all; an earlier one is replaced. Raises ValueError when the run did not finish.
+    `weights` is what `collect_weights` made. The model folder appears whole or not at all; an earlier one is replaced.
+    Raises ValueError when the run did not finish.
     """
     record.require_complete()
     folder = RunFolder.of(spec)
+    folder.root.mkdir(parents=True, exist_ok=True)
     temporary = folder.root / f".model.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer = data.tokenizer()
-    model = build_model(spec, weights=record.checkpoint)
+    model = build_model(spec, weights=str(weights))
     adopt_tokenizer(model, tokenizer)
     model.config.use_cache = True
     model.save_pretrained(temporary)
@@ -38,7 +60,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData) -> RunFo
     _replace(temporary, folder.model)
 
     record.save(folder.record)
-    html = render_report(record, read_points(folder.metrics), folder.spec.read_text(encoding="utf-8"))
+    html = render_report(record, read_points(weights / folder.metrics.name), spec_yaml(spec))
     folder.report.write_text(html, encoding="utf-8")
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)

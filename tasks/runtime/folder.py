@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec import DataRecipe, RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    def data(self, recipe: DataRecipe) -> Path:
+        """Prepared data, shared by all runs of the output folder that read the same recipe."""
+        return self.root.parent / "data" / recipe.hash()
 
     @property
     def metrics(self) -> Path:
@@ -82,7 +86,7 @@ class RunFolder:
                     "Choose another name, restore these fields to continue that run, or remove the folder"
                 )
         temporary = self.spec.with_suffix(".tmp")
-        temporary.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        temporary.write_text(spec_yaml(spec), encoding="utf-8")
         temporary.replace(self.spec)
 
     def begin_attempt(self) -> int:
@@ -91,6 +95,11 @@ class RunFolder:
         with self.attempts.open("a") as file:
             file.write(f"{before}\n")
         return before
+
+
+def spec_yaml(spec: RunSpec) -> str:
+    """The whole spec as YAML, defaults included, in the order of its definition."""
+    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
 
 
 def _bound(spec: RunSpec) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""How a training task runs in its pod: warm up, start the elastic agent, turn the end of a machine into a new attempt.
+
+Flyte's own elastic task calls a pod that is told to stop a success without outputs, and a worker that is killed an error
+of the user. Both are the cluster's doing: here they end the attempt as recoverable, so that Flyte starts the next one,
+which continues from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from flytekit import FlyteContextManager
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekitplugins.kfpytorch import Elastic
+from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.log import configure_logging
+from tasks.runtime.signals import describe_exit
+from tasks.runtime.warm import ensure_warm
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Training(Elastic):
+    """Task configuration of a training task: torch elastic, with Strata's launch around it.
+
+    Shared memory is asked for per run by the task that calls this one; the plugin's own way changes a pod template that
+    all tasks share.
+    """
+
+    increase_shared_mem: bool = False
+
+
+class TrainingTask(PytorchElasticFunctionTask):
+    """An elastic task whose function takes the run spec as its input `spec`."""
+
+    def _execute(self, **kwargs: Any) -> Any:
+        spec: RunSpec = kwargs["spec"]
+        configure_logging()
+        ensure_warm(spec, RunFolder.of(spec))
+        try:
+            return super()._execute(**kwargs)
+        except IgnoreOutputs as end:
+            # Also how a node without rank 0 ends well; a signal is told by what the plugin was handling.
+            if isinstance(end.__context__, SignalException):
+                _recoverable(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
+            raise
+        except FlyteUserRuntimeException as error:
+            failure = first_failure(error.value)
+            if failure is not None and failure.exitcode < 0:
+                _recoverable(f"rank {failure.rank} was killed: {describe_exit(failure.exitcode)}", error)
+            raise
+
+
+def first_failure(error: BaseException) -> ProcessFailure | None:
+    """The worker that failed first, when workers are what failed."""
+    return error.get_first_failure()[1] if isinstance(error, ChildFailedError) else None
+
+
+def _recoverable(reason: str, cause: BaseException) -> NoReturn:
+    attempts = FlyteContextManager.current_context().execution_state
+    local = attempts is not None and attempts.is_local_execution()
+    advice = "run the same command again to continue" if local else "the next attempt continues"
+    raise FlyteRecoverableException(f"{reason}; {advice} from the last checkpoint") from cause
+
+
+TaskPlugins.register_pythontask_plugin(Training, TrainingTask)

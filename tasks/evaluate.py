@@ -1,0 +1,26 @@
+"""Flyte task: loss and samples, before and after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from strata_platform.spec import RunSpec
+from tasks.prepare import LARGE
+from tasks.runtime.data import PreparedData
+from tasks.runtime.evaluate import evaluate as evaluate_run
+from tasks.runtime.log import configure_logging
+from tasks.runtime.record import CompletionRecord
+
+
+@task(requests=LARGE)
+def evaluate(
+    spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory
+) -> CompletionRecord:
+    """Refuse an incomplete run, then add losses and samples to its record."""
+    configure_logging()
+    record.require_complete()
+    prepared = PreparedData.load(Path(data.download()))
+    return evaluate_run(spec, record, prepared, Path(weights.download()))

@@ -1,0 +1,122 @@
+"""The shapes a training job can have: one Flyte task for each, because a task's shape is fixed when it is registered.
+
+A shape is stated once, below. It makes the task's elastic configuration, and the spec's topology chooses the task, so that
+what is launched and what the trainer expects cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flytekit import PodTemplate, task
+from flytekit.core.base_task import PythonTask
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
+from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
+from kubernetes.client import V1PodSpec
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Topology
+from tasks.elastic import Training
+from tasks.runtime.data import PreparedData
+from tasks.runtime.export import collect_weights
+from tasks.runtime.log import configure_logging
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run import session
+from tasks.runtime.run import train as train_run
+from tasks.runtime.signals import Preempted
+
+# Restarts of a pod's processes before the attempt is given up: a lost process comes back in seconds, a lost pod does not.
+MAX_RESTARTS = 2
+# Attempts after the first; a preempted or failed one is continued from its last checkpoint.
+RETRIES = 5
+# Seconds from SIGTERM to SIGKILL for a pod. Its workers get a little less, so that the agent outlives them.
+GRACE_SECONDS = 120
+
+ENVIRONMENT = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 20),
+    # A dead peer ends the attempt after minutes, not after NCCL's two hours.
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
+}
+
+
+class Trained(NamedTuple):
+    """What a training task hands on."""
+
+    record: CompletionRecord
+    weights: FlyteDirectory
+
+
+def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
+    """Train in one process of the job; the return value of rank 0 is the task's."""
+    configure_logging()
+    try:
+        with session(spec) as run:
+            record = train_run(run, PreparedData.load(Path(data.path)))
+            weights = collect_weights(run.folder, record) if run.processes.is_main else run.folder.root
+    except Preempted as signal_name:
+        raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
+    return Trained(record, FlyteDirectory(str(weights)))
+
+
+def _training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
+    """The task for a shape. Assign it to a module-level name `train_<nnodes>x<nproc_per_node>`: Flyte loads it by that."""
+
+    @wraps(_train)
+    def function(spec: RunSpec, data: FlyteDirectory) -> Trained:
+        return _train(spec, data)
+
+    function.__name__ = function.__qualname__ = f"train_{nnodes}x{nproc_per_node}"
+    decorate: Callable[..., PythonTask[Any]] = task(
+        task_config=Training(
+            nnodes=nnodes,
+            nproc_per_node=nproc_per_node,
+            max_restarts=MAX_RESTARTS,
+            # Without read_timeout a slow first pod breaks the rendezvous of the others.
+            rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
+            # Whatever ends the job, no pod of it may keep its GPUs.
+            run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.ALL),
+        ),
+        retries=RETRIES,
+        environment=ENVIRONMENT,
+        pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], termination_grace_period_seconds=GRACE_SECONDS)),
+    )
+    return decorate(function)
+
+
+train_1x1 = _training_task(1, 1)
+train_1x2 = _training_task(1, 2)
+train_1x4 = _training_task(1, 4)
+train_1x8 = _training_task(1, 8)
+train_2x1 = _training_task(2, 1)
+train_2x2 = _training_task(2, 2)
+train_2x4 = _training_task(2, 4)
+train_2x8 = _training_task(2, 8)
+train_4x8 = _training_task(4, 8)
+train_8x8 = _training_task(8, 8)
+train_16x8 = _training_task(16, 8)
+train_32x8 = _training_task(32, 8)
+train_64x8 = _training_task(64, 8)
+train_128x8 = _training_task(128, 8)
+
+TASKS = {
+    (task.task_config.nnodes, task.task_config.nproc_per_node): task
+    for task in list(globals().values())
+    if isinstance(task, PythonTask) and isinstance(task.task_config, Training)
+}
+
+
+def task_for(topology: Topology) -> PythonTask[Any]:
+    """The training task of this shape. Raises ValueError with the shapes there are."""
+    shape = (topology.nnodes, topology.nproc_per_node)
+    if shape not in TASKS:
+        known = ", ".join(f"{nnodes}x{nproc}" for nnodes, nproc in sorted(TASKS))
+        raise ValueError(
+            f"topology.nnodes x topology.nproc_per_node is {shape[0]}x{shape[1]}, which no Flyte task has; use one of "
+            f"{known}, or add a line to tasks/topology.py"
+        )
+    return TASKS[shape]

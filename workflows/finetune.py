@@ -1,0 +1,23 @@
+"""Fine-tune a language model: `pyflyte run workflows/finetune.py finetune [--spec my.yaml]`."""
+
+from __future__ import annotations
+
+from flytekit import workflow
+
+from strata_platform.spec import RunSpec
+from tasks.evaluate import evaluate
+from tasks.export import Exported, export
+from tasks.prepare import plan, prepare
+from tasks.train import train
+
+
+@workflow
+def finetune(spec: RunSpec = RunSpec()) -> Exported:
+    """Prepare the data, train, evaluate before and after, export.
+
+    `spec` is a YAML or JSON file. Without one a small Llama learns to write the docstrings of Python's standard library.
+    """
+    data = prepare(recipe=plan(spec=spec))
+    trained = train(spec=spec, data=data)
+    record = evaluate(spec=spec, record=trained.record, weights=trained.weights, data=data)
+    return export(spec=spec, record=record, weights=trained.weights, data=data)
