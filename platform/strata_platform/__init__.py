@@ -1,0 +1,1 @@
+"""The description of a training run, and the tools around it. Never imports torch."""

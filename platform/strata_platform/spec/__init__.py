@@ -1,6 +1,8 @@
-"""The one description of a training run: its models, its errors, how it is read and documented."""
+"""The one description of a training run: `RunSpec`, how it is read, and the part of it that decides its data."""
 
+from strata_platform.errors import Problem, SpecError
+from strata_platform.spec.load import load_spec
 from strata_platform.spec.models import RunSpec
 from strata_platform.spec.recipe import DataRecipe
 
-__all__ = ["DataRecipe", "RunSpec"]
+__all__ = ["DataRecipe", "Problem", "RunSpec", "SpecError", "load_spec"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -29,9 +30,12 @@ PRESETS = ("tiny-llama",)
 BUILTIN_SOURCES = ("python-docs",)
 
 
-def _no_boolean(value: object) -> object:
+def _number(value: object) -> object:
+    """Refuse `true`, which Python takes for 1; read `1e3`, a text to YAML 1.1, as the whole number it is."""
     if isinstance(value, bool):
         raise ValueError("not a number")
+    if isinstance(value, str) and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][+-]?[0-9]+", value):
+        return float(value)
     return value
 
 
@@ -46,8 +50,8 @@ def _number_as_text(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
-Whole = Annotated[int, BeforeValidator(_no_boolean)]
-Number = Annotated[float, BeforeValidator(_no_boolean)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
@@ -83,6 +87,7 @@ class Section(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, but raises SpecError."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -90,6 +95,7 @@ class Section(BaseModel):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's, but raises SpecError."""
         try:
             return super().model_validate_json(json_data, **options)
         except ValidationError as error:
@@ -191,7 +197,9 @@ class Schedule(Section):
 class Training(Section):
     """How long, and how much at a time."""
 
-    steps: Whole | None = Field(None, ge=1, description="Optimizer steps. Give this or `epochs`.")
+    steps: Whole | None = Field(
+        None, ge=1, description="Optimizer steps. Give this or `epochs`; with neither, one pass over the data."
+    )
     epochs: Number | None = Field(None, gt=0, description="Passes over the data. Give this or `steps`.")
     micro_batch_size: Whole = Field(8, ge=1, description="Rows per process and forward pass.")
     gradient_accumulation_steps: Whole = Field(1, ge=1, description="Forward passes per optimizer step.")
@@ -260,6 +268,7 @@ class Topology(Section):
 
     @property
     def world_size(self) -> int:
+        """Processes of the whole job."""
         return self.nnodes * self.nproc_per_node
 
 

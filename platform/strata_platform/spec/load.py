@@ -1,0 +1,132 @@
+"""A spec from a file or a text, YAML or JSON, with the line of every problem.
+
+Values are read as `yaml.safe_load` reads them (YAML 1.1), so that a file means the same here and to every other tool.
+Two things are stricter: a key given twice is a problem where others silently take the last, and keys are always texts
+(`on:` is the field "on"). JSON is read as the YAML it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from strata_platform.errors import Problem, SpecError
+from strata_platform.spec.describe import shown
+from strata_platform.spec.models import RunSpec
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def load_spec(path_or_text: str | Path) -> RunSpec:
+    """Read a spec; the same values give the same `RunSpec`, and hash, as YAML, as JSON and in Python.
+
+    A `Path` is a file. A `str` is a file when there is one of that name, or when it ends in .yaml, .yml or .json; else
+    it is the spec itself.
+
+    Raises SpecError with every problem and, where it is known, its line.
+
+    >>> load_spec("training: {steps: 100}").training.steps
+    100
+    """
+    path = _as_path(path_or_text)
+    if path is None:
+        return _parse(str(path_or_text), "spec")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise _unreadable(str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _unreadable(str(path), f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
+    # JSON may be indented with tabs, YAML may not; inside a JSON string a tab is always escaped.
+    return _parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path))
+
+
+def _as_path(path_or_text: str | Path) -> Path | None:
+    if isinstance(path_or_text, Path):
+        return path_or_text
+    if "\n" in path_or_text:
+        return None
+    path = Path(path_or_text)
+    # A name longer than 255 bytes is no file's, and asking for it is an error.
+    is_file = path_or_text.endswith(_SUFFIXES) or (len(path.name.encode()) < 256 and path.is_file())
+    return path if is_file else None
+
+
+def _parse(text: str, source: str) -> RunSpec:
+    document = _read(text, source)
+    if document.value is None:
+        raise _unreadable(source, "empty; {} is the spec with all its defaults")
+    if not isinstance(document.value, dict):
+        hint = "; there is no such file either" if source == "spec" and isinstance(document.value, str) else ""
+        raise _unreadable(source, f"not a mapping of fields to values{hint}", given=text.strip())
+    problems = document.duplicates
+    try:
+        spec = RunSpec.model_validate(document.value)
+    except SpecError as error:
+        problems = [*problems, *error.problems]
+    if problems:
+        raise SpecError(problems).located(source, document.lines)
+    return spec
+
+
+def _unreadable(source: str, message: str, line: int | None = None, given: str | None = None) -> SpecError:
+    return SpecError([Problem("", message, given=given and shown(given), line=line)], source)
+
+
+@dataclass
+class _Document:
+    """The values of a file, the line of each of its fields, and the keys it gives twice."""
+
+    value: Any = None
+    lines: dict[str, int] = field(default_factory=dict)
+    duplicates: list[Problem] = field(default_factory=list)
+
+
+def _read(text: str, source: str) -> _Document:
+    document = _Document()
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is not None:
+            _survey(root, "", document, set())
+            document.value = loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        assert mark is not None, error
+        message = f"not valid YAML, column {mark.column + 1}: {error.problem or error.context}"
+        raise _unreadable(source, message, line=mark.line + 1) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _unreadable(source, f"not valid YAML: {error.reason}: {error.character!r}", line=line) from None
+    except ValueError as error:
+        # A value that looks like a date and is none, `2024-13-01`.
+        raise _unreadable(source, f"not valid YAML: {error}; put it in quotes if it is text") from None
+    return document
+
+
+def _survey(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> None:
+    """Note the lines and the duplicates under `node`; each node once, as an alias may name its own parent."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            document.lines[f"{path}[{index}]"] = item.start_mark.line + 1
+            _survey(item, f"{path}[{index}]", document, seen)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, int] = {}
+    for key, item in node.value:
+        if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+            continue
+        key.tag = "tag:yaml.org,2002:str"
+        line, child = key.start_mark.line + 1, f"{path}.{key.value}" if path else key.value
+        if key.value in first:
+            message = f"given twice, first in line {first[key.value]}; keep one"
+            document.duplicates.append(Problem(child, message, line=line))
+        first.setdefault(key.value, line)
+        document.lines[child] = line
+        _survey(item, child, document, seen)
