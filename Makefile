@@ -1,0 +1,57 @@
+# Everything a contributor or a first-time user types. `make` alone lists the targets.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UV_VERSION := 0.13.9
+# The newest interpreter on the PATH that the project supports; override with PYTHON=/path/to/python.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
+
+.PHONY: help setup finetune test lint format lock docs clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Create .venv with the locked packages and the project itself
+
+$(READY): requirements.lock requirements-dev.lock $(PROJECTS)
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; put it on the PATH or say make PYTHON=/path/to/python" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/uv pip install --quiet --python $(VENV) --require-hashes -r requirements.lock -r requirements-dev.lock
+	$(BIN)/uv pip install --quiet --python $(VENV) --no-deps --no-build-isolation -e kernels -e platform -e .
+	@touch $@
+
+finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no GPU needed)
+	$(BIN)/pyflyte run workflows/finetune.py finetune
+
+test: $(READY) ## Run the tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(READY) ## Check style, types, layering and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY) ## Regenerate the reference of the run spec
+	$(BIN)/python -m strata_platform.spec.docs
+
+lock: $(READY) ## Resolve the dependencies anew
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		--no-emit-package strata-kernels --no-emit-package strata-platform pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
+		--group pyproject.toml:dev -c requirements.lock -o requirements-dev.lock
+
+clean: ## Remove the environment, caches and everything that runs wrote
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
