@@ -182,7 +182,7 @@ def _missing(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Find
 
 
 def _not_a_section(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
-    message = "not a section; leave it out for its defaults" if item["input"] is None else "not a section"
+    message = "empty; leave it out for its defaults" if item["input"] is None else "not a section"
     return _Finding(Problem(place.path, message, shown(item["input"]), place.wanted), place.keys)
 
 

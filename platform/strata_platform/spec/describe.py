@@ -69,9 +69,8 @@ def _describe_generic(annotation: Any, metadata: list[Any]) -> str:
 
 def _bounds(metadata: list[Any]) -> str:
     """` from 1 to 64`, ` above 0 and at most 1`, `, not empty`, or nothing."""
-    limits = {
-        name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le", "lt") if hasattr(item, name)
-    }
+    limits = {name: str(getattr(item, name)) for item in metadata for name in _BOUNDS if hasattr(item, name)}
+    limits = {name: limit.removesuffix(".0") for name, limit in limits.items()}
     if limits.keys() == {"ge", "le"}:
         return f" from {limits['ge']} to {limits['le']}"
     words = [f"{phrase} {limits[name]}" for name, phrase in _BOUNDS.items() if name in limits]

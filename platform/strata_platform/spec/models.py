@@ -52,16 +52,18 @@ def _number_as_text(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
     Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?$"),
     Words("up to 53 lower-case letters, digits and inner dashes"),
 ]
+_QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Quantity = Annotated[
-    str,
-    Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"),
-    BeforeValidator(_number_as_text, json_schema_input_type=str | int | float),
+    _QuantityText,
+    BeforeValidator(_number_as_text, json_schema_input_type=_QuantityText | Annotated[float, Field(ge=0)]),
     Words("a Kubernetes quantity such as 2, 500m or 8Gi"),
 ]
 
@@ -159,7 +161,7 @@ class Data(Section):
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."
     )
     validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
-    max_samples: Whole | None = Field(None, ge=1, description="Use only the first N samples of the source.")
+    max_samples: Count | None = Field(None, description="Use only the first N samples of the source.")
 
 
 class Pretrain(Section):
@@ -179,9 +181,7 @@ class Optimizer(Section):
 
     type: Literal["adamw"] = Field("adamw", description="Optimizer; AdamW runs fused.")
     lr: Number = Field(2e-3, gt=0, le=1.0, description="Peak learning rate.")
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.95), description="Decay rates of the two moments."
-    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
     max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
@@ -197,12 +197,14 @@ class Schedule(Section):
 class Training(Section):
     """How long, and how much at a time."""
 
-    steps: Whole | None = Field(
-        None, ge=1, description="Optimizer steps. Give this or `epochs`; with neither, one pass over the data."
+    steps: Count | None = Field(
+        None, description="Optimizer steps. Give this or `epochs`; with neither, one pass over the data."
     )
-    epochs: Number | None = Field(None, gt=0, description="Passes over the data. Give this or `steps`.")
-    micro_batch_size: Whole = Field(8, ge=1, description="Rows per process and forward pass.")
-    gradient_accumulation_steps: Whole = Field(1, ge=1, description="Forward passes per optimizer step.")
+    epochs: Annotated[float, Field(gt=0), BeforeValidator(_number)] | None = Field(
+        None, description="Passes over the data. Give this or `steps`."
+    )
+    micro_batch_size: Count = Field(8, description="Rows per process and forward pass.")
+    gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
     gradient_checkpointing: Flag = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
@@ -218,7 +220,7 @@ class Ddp(Section):
     """DistributedDataParallel: a full replica per process, gradients averaged."""
 
     type: Literal["ddp"] = Field("ddp", description="One replica per process.")
-    bucket_cap_mb: Whole = Field(25, ge=1, description="Size of a gradient bucket, MiB.")
+    bucket_cap_mb: Count = Field(25, description="Size of a gradient bucket, MiB.")
 
 
 class Runtime(Section):
@@ -235,16 +237,14 @@ class Kernels(Section):
         (), description="Operators to leave as the model has them."
     )
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
-    warmup_timeout: Whole = Field(
-        600, ge=1, description="Seconds after which the warm-up is given up and training starts."
-    )
+    warmup_timeout: Count = Field(600, description="Seconds after which the warm-up is given up and training starts.")
 
 
 class Checkpoint(Section):
     """When state is saved, and what a new attempt does with it."""
 
-    every: Whole = Field(50, ge=1, description="Steps between checkpoints; the last step is always saved.")
-    keep_last: Whole = Field(2, ge=1, description="Complete checkpoints to keep.")
+    every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
+    keep_last: Count = Field(2, description="Complete checkpoints to keep.")
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any.",
@@ -256,7 +256,7 @@ class Evaluation(Section):
 
     samples: Whole = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
     max_new_tokens: Whole = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
-    max_batches: Whole | None = Field(None, ge=1, description="Evaluate on at most this many micro-batches.")
+    max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
 
 
 class Topology(Section):
@@ -286,9 +286,7 @@ class Tracking(Section):
     """Where metrics go, beside the JSON lines that are always written."""
 
     tensorboard: Flag = Field(True, description="Write TensorBoard event files to the run's folder.")
-    log_every: Whole = Field(
-        10, ge=1, description="Steps between progress lines on the console; metrics have every step."
-    )
+    log_every: Count = Field(10, description="Steps between progress lines on the console; metrics have every step.")
 
 
 Objective = Annotated[Pretrain | Sft, Field(discriminator="type")]
