@@ -74,7 +74,7 @@ def _missing(steps: list[int]) -> str:
 def _legend(chart: Chart, radius: int) -> Html:
     entries = [("raw", "each step")]
     if radius:
-        entries.append(("curve", f"mean of {2 * radius + 1} steps"))
+        entries.append(("curve", f"mean of {2 * radius + 1:,} steps"))
     if chart.marks:
         entries.append(("mark", "evaluation"))
     if chart.restarts:
@@ -97,7 +97,7 @@ def _svg(chart: Chart, finite: list[float], radius: int) -> Html:
         *_grid(x, y),
         element(
             "svg",
-            *(element("path", d=_path(chart.steps, values, x, y), class_=kind) for kind, values in curves),
+            *(path for kind, values in curves for path in _paths(chart.steps, values, x, y, kind)),
             viewBox=f"0 0 {WIDTH} {HEIGHT}",
             preserveAspectRatio="none",
             width="100%",
@@ -138,17 +138,17 @@ def _grid(x: Axis, y: Axis) -> list[Html]:
     return drawn
 
 
-def _path(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis) -> str:
-    commands, pen = [], "M"
+def _paths(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis, kind: str) -> list[Html]:
+    """The curve without its gaps, and a dot for every point that has no neighbor to draw a line to."""
+    runs: list[list[str]] = [[]]
     for index in thin(values):
-        if not drawable(values[index]):
-            pen = "M"
-            continue
-        place = f"{round(WIDTH * x.at(steps[index]))} {round(HEIGHT * (1 - y.at(values[index])))}"
-        # The line of no length shows a point that has no neighbor as a dot.
-        commands.append(f"M{place}h0" if pen == "M" else f"L{place}")
-        pen = "L"
-    return "".join(commands)
+        if drawable(values[index]):
+            runs[-1].append(f"{round(WIDTH * x.at(steps[index]))} {round(HEIGHT * (1 - y.at(values[index])))}")
+        elif runs[-1]:
+            runs.append([])
+    lines = "".join("M" + "L".join(run) for run in runs if len(run) > 1)
+    dots = "".join(f"M{run[0]}h0" for run in runs if len(run) == 1)
+    return [element("path", d=d, class_=class_) for d, class_ in ((lines, kind), (dots, "dots")) if d]
 
 
 def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Html]:

@@ -1,4 +1,4 @@
-"""HTML that cannot be injected into: a string becomes markup only through `element`, which escapes every other string."""
+"""HTML that cannot be injected into: strings become markup through `element` alone, which escapes them."""
 
 from __future__ import annotations
 

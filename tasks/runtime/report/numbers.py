@@ -9,7 +9,7 @@ SPACE = "\u00a0"
 MINUS = "\u2212"
 INFINITY = "\u221e"
 
-# Beyond these, values are finite in Python but over- or underflow in the arithmetic of an axis; nothing measured is near.
+# Beyond these, finite values over- or underflow in the arithmetic of an axis. Nothing that is measured comes near.
 HUGE, TINY = 1e100, 1e-100
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
@@ -77,7 +77,8 @@ def duration(seconds: float) -> str:
     """The two largest units: 8.4 s, 3 min 12 s, 1 h 04 min, 2 d 3 h."""
     if not drawable(seconds):
         return "unknown"
-    if seconds < 60:
+    # From here on one decimal would round up to 60.0.
+    if seconds < 59.95:
         return f"{seconds:.1f}{SPACE}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -167,7 +167,7 @@ def _column(label: str, text: str, limit: int, class_: str) -> Html:
 def warmup(record: CompletionRecord) -> Html:
     """What was compiled before training, in total and by kernel, or why nothing was."""
     report = dict(record.warmup)
-    reason = report.pop("skipped", None)
+    reason = report.pop("skipped") if isinstance(report.get("skipped"), str) else None
     rows = {key: value for key, value in report.items() if _is_table(value)}
     totals = {key: value for key, value in report.items() if key not in rows and value is not None}
     said = f"Nothing was warmed up: {reason}." if reason else None if report else "Nothing was reported."
@@ -208,13 +208,12 @@ def data(record: CompletionRecord) -> Html:
 def _accounting(counts: Mapping[str, int]) -> Html | None:
     if "read" not in counts or "used" not in counts:
         return None
-    skipped = {key: value for key, value in counts.items() if key.startswith("skipped")}
-    total = sum(skipped.values())
-    missing = counts["read"] - counts["used"] - total
+    skipped = counts.get("skipped", sum(value for key, value in counts.items() if key.startswith("skipped_")))
+    missing = counts["read"] - counts["used"] - skipped
     if missing:
         said = f"{abs(missing):,} of {count(counts['read'], 'sample')} read are not accounted for."
         return element("p", said, class_="note problem")
-    return _note(f"{counts['read']:,} read = {counts['used']:,} used + {total:,} skipped.")
+    return _note(f"{counts['read']:,} read = {counts['used']:,} used + {skipped:,} skipped.")
 
 
 def versions(record: CompletionRecord) -> Html:

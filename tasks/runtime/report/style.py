@@ -66,12 +66,14 @@ _RULES = """
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 & .tiles .key-result { grid-column: span 2; }
 & .tiles .key-result dd { font-size: 28px; letter-spacing: -0.018em; }
-& .tiles small { display: block; line-height: 1.4; color: var(--muted); font-size: 13px; font-weight: 400; letter-spacing: 0; }
+& .tiles small { display: block; line-height: 1.4; color: var(--muted); font-size: 13px; font-weight: 400;
+  letter-spacing: 0; }
 & .better { color: var(--good); }
 & .worse { color: var(--bad); }
 & .arrow { color: var(--muted); font-weight: 400; }
 
-& .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 2.25rem 2.5rem; }
+& .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+  gap: 2.25rem 2.5rem; }
 & .chart { min-width: 0; }
 & .wide { grid-column: 1 / -1; }
 & figcaption { display: flex; justify-content: space-between; align-items: baseline; gap: 1rem; }
@@ -96,6 +98,7 @@ _RULES = """
   stroke-linecap: round; }
 & svg .curve { stroke: var(--accent); }
 & svg .raw { stroke: var(--raw); stroke-width: 1.25px; }
+& svg .dots { stroke: var(--accent); stroke-width: 5px; }
 & svg .mark { fill: var(--mark); stroke: var(--back); stroke-width: 2px; }
 & svg .restart { stroke: var(--muted); stroke-dasharray: 3 3; }
 & svg .target { stroke: transparent; stroke-width: 9px; }
