@@ -1,0 +1,93 @@
+"""A checkpoint counts when it is whole, and only then."""
+
+import json
+import logging
+
+import pytest
+
+from tasks.runtime import checkpoint
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def write(root, step, content=b"weights", committed=True):
+    folder = root / f"checkpoint-{step}"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "sub" / "state").write_bytes(content[::-1])
+    if committed:
+        checkpoint.commit(folder, spec_hash="abc", world_size=1)
+    return folder
+
+
+def test_latest_is_the_newest_by_step_not_by_name(root):
+    write(root, 9)
+    newest = write(root, 10)
+    assert checkpoint.latest(root) == newest
+
+
+def test_no_folder_has_no_checkpoint(root):
+    assert checkpoint.latest(root) is None
+
+
+def test_manifest_names_every_file(root):
+    manifest = json.loads((write(root, 3) / checkpoint.MANIFEST).read_text())
+    assert manifest["step"] == 3
+    assert set(manifest["files"]) == {"model.safetensors", "sub/state"}
+
+
+def truncate(folder):
+    (folder / "model.safetensors").write_bytes(b"weig")
+
+
+def flip(folder):
+    (folder / "model.safetensors").write_bytes(b"weightz")
+
+
+def remove(folder):
+    (folder / "sub" / "state").unlink()
+
+
+def tear_manifest(folder):
+    manifest = folder / checkpoint.MANIFEST
+    manifest.write_text(manifest.read_text()[:40])
+
+
+def unfinished(folder):
+    (folder / checkpoint.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (truncate, "has 4 bytes, not 7"),
+        (flip, "has changed"),
+        (remove, "is missing"),
+        (tear_manifest, "unreadable"),
+        (unfinished, "did not finish"),
+    ],
+)
+def test_harmed_checkpoint_is_passed_over_with_its_reason(root, caplog, harm, reason):
+    good, bad = write(root, 10), write(root, 20)
+    harm(bad)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint.latest(root) == good
+    assert str(bad) in caplog.text
+    assert reason in caplog.text
+
+
+def test_discard_after_removes_what_a_killed_save_left(root):
+    write(root, 10)
+    write(root, 20, committed=False)
+    checkpoint.discard_after(root, 10)
+    assert [checkpoint.step_of(f) for f in checkpoint.folders(root)] == [10]
+
+
+def test_prune_keeps_the_newest(root):
+    for step in (5, 10, 15):
+        write(root, step)
+    checkpoint.prune(root, keep=2)
+    assert [checkpoint.step_of(f) for f in checkpoint.folders(root)] == [10, 15]

@@ -1,0 +1,49 @@
+"""A run's folder belongs to one spec."""
+
+import pytest
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+
+
+def spec(tmp_path, **changes):
+    return RunSpec.model_validate({"output": str(tmp_path), **changes})
+
+
+def test_paths_are_absolute_and_below_output_and_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.of(RunSpec(name="mine", output="here")).record == tmp_path / "here" / "mine" / "record.json"
+
+
+def test_same_spec_continues(tmp_path):
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tracking": {"log_every": 3}},
+        {"checkpoint": {"every": 7}},
+        {"evaluation": {"samples": 1}},
+        {"resources": {"cpu": "8"}},
+        {"kernels": {"warmup": False}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_does_not_change_the_next_step_may_differ(tmp_path, change):
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, **change))
+
+
+def test_another_spec_is_refused_with_what_differs(tmp_path):
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    with pytest.raises(ValueError, match=r"seed was 0, is 7.*optimizer\.lr was 0\.002, is 0\.001") as error:
+        RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, seed=7, optimizer={"lr": 1e-3}))
+    assert "Choose another name" in str(error.value)
+
+
+def test_attempts_are_counted(tmp_path):
+    folder = RunFolder.of(spec(tmp_path))
+    folder.claim(spec(tmp_path))
+    assert [folder.begin_attempt() for _ in range(3)] == [0, 1, 2]

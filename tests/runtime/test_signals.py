@@ -1,0 +1,55 @@
+"""SIGTERM stops a run wherever it is, and codes become sentences."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tasks.runtime.signals import Preempted, describe_exit, preemptible
+
+
+def test_sigterm_raises_preempted_and_the_handler_is_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted, match="SIGTERM"), preemptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_no_library_can_swallow_it():
+    with pytest.raises(Preempted), preemptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception:
+            pytest.fail("an Exception handler caught it")
+
+
+def test_second_sigterm_does_not_interrupt_the_clean_up():
+    cleaned = []
+    with pytest.raises(Preempted), preemptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned.append(True)
+    assert cleaned
+
+
+def test_outside_the_main_thread_nothing_changes():
+    def enter():
+        with preemptible():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers = [signal.getsignal(signal.SIGTERM)]
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers[0] == handlers[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "out of memory"), (-15, "wants the machine back"), (-7, "resources.shared_memory"), (3, "exit code 3")],
+)
+def test_exit_codes_become_sentences(code, words):
+    assert words in describe_exit(code)
