@@ -1,0 +1,152 @@
+"""The forward functions that patched modules run, each the family's own with one step replaced."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.rms_norm import rms_norm
+from ..ops.rope import rope
+from ..ops.swiglu import swiglu
+from .structure import linear_head
+from .table import Norm
+
+Forward = Callable[..., Any]
+
+# The leading parameters of every causal model's forward, by which callers may pass arguments without naming them.
+_PARAMETERS = (
+    "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"
+)  # fmt: skip
+
+
+def norm_forward(norm: Norm) -> Forward:
+    """RMSNorm as the family writes it."""
+    eps, offset, cast = norm.eps, norm.offset, norm.cast
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, getattr(self, eps), offset=offset, cast=cast)
+
+    return forward
+
+
+def gated_mlp_forward() -> Forward:
+    """The gated MLP with SiLU."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y
+
+    return forward
+
+
+def with_rope(original: Forward) -> Forward:
+    """The attention's forward, in a view of its module where `apply_rotary_pos_emb` is the fused operator.
+
+    The function's code is the family's own; only the module in which it looks up names differs, so that no other model
+    is touched. The view is registered, since `torch.compile` resolves a function's globals by its module's name.
+    """
+    function = inspect.unwrap(original)
+    assert isinstance(function, FunctionType) and "apply_rotary_pos_emb" in function.__code__.co_names, original
+    module = sys.modules[function.__module__]
+    view = ModuleType(f"{module.__name__}__strata", module.__doc__)
+    vars(view).update({**vars(module), "__name__": view.__name__, "apply_rotary_pos_emb": _apply_rotary_pos_emb})
+    view = sys.modules.setdefault(view.__name__, view)
+    forward = FunctionType(
+        function.__code__, vars(view), function.__name__, function.__defaults__, function.__closure__
+    )
+    forward.__kwdefaults__ = function.__kwdefaults__
+    forward.__module__ = view.__name__
+    return wraps(function, assigned=("__doc__", "__qualname__", "__annotations__"))(forward)
+
+
+def _apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return rope(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
+
+
+def causal_lm_forward(original: Forward, softcap: str | None) -> Forward:
+    """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for."""
+    parameters = tuple(inspect.signature(original).parameters)
+    assert parameters[: len(_PARAMETERS)] == _PARAMETERS, parameters
+    output = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
+    can_return_tuple = import_module("transformers.utils").can_return_tuple
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        *,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        }
+        skip_logits = self.training if skip_logits is None else skip_logits
+        # A loss function that was set on the model after it was patched is the one that counts.
+        if labels is None or not skip_logits or hasattr(self, "_loss_function"):
+            return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        outputs = self.model(**inputs, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss = _causal_lm_loss(
+            outputs.last_hidden_state[:, kept, :],
+            linear_head(self.lm_head),
+            labels,
+            softcap=getattr(self.config, softcap) if softcap else None,
+            **kwargs,
+        )
+        return output(
+            loss=loss,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    patched: Forward = wraps(original)(can_return_tuple(forward))
+    return patched
+
+
+def _causal_lm_loss(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    *,
+    softcap: float | None,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What transformers' `ForCausalLMLoss` gives for the logits of `head`: position t predicts label t + 1."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    return linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head.weight,
+        shift_labels.reshape(-1).to(hidden.device),
+        bias=head.bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        num_items=num_items_in_batch,
+    )

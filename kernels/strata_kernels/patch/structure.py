@@ -1,0 +1,34 @@
+"""Finding the parts of a model: the transformers model inside its wrappers, and the linear layer that is its head."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside `torch.compile`, DistributedDataParallel and PEFT, in any nesting."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        elif inner is None and type(model).__module__.startswith("peft."):
+            inner = model.get_base_model()  # type: ignore[operator]
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def linear_head(head: nn.Module) -> nn.Linear:
+    """The plain linear layer that `head` is, or that PEFT trains in its place.
+
+    Raises:
+        ValueError: the head does more than a matrix product with its own weight.
+    """
+    if type(head).__module__.startswith("peft.") and hasattr(head, "modules_to_save"):
+        head = head.modules_to_save[head.active_adapter]  # type: ignore[index, operator]
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(head).__name__}; "
+            "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
+        )
+    return head
