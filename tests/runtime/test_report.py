@@ -386,7 +386,8 @@ def test_a_long_run_is_rendered_fast_and_small():
 
 @pytest.mark.parametrize("n", [0, 1, 999, 1000, 1001, 4567])
 def test_thin_keeps_the_extremes(n):
-    values = [random.Random(n).gauss(0, 1) * (index % 7) for index in range(n)]
+    noise = random.Random(n)
+    values = [noise.gauss(0, 1) for _ in range(n)]
     if n > 1000:
         values[n // 3] = math.nan
     kept = thin(values)
