@@ -1,7 +1,7 @@
 """The one way a kernel is started.
 
-Every operator launches through `launch`, so that one place sets the device, and a plan of what a run will compile can be
-taken by running the real code on meta tensors: inside `recording()` nothing runs, the calls are noted.
+Every operator launches through `launch`, so that one place sets the device and the options, and a plan of what a run
+will compile can be taken by running the real code on meta tensors: inside `recording()` nothing runs, calls are noted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
     An empty grid launches nothing.
     """
+    # Said aloud, because Triton's default changes with 3.10: one multiply-add, rounded once.
+    kwargs = {"enable_fp_fusion": True, **kwargs}
     calls = _calls.get()
     if calls is not None:
         calls.append(Call(kernel, args, kwargs))

@@ -183,25 +183,25 @@ def sum_rows_kernel(p_x, p_y, n_rows, D: tl.constexpr, ROWS: tl.constexpr, BLOCK
 
 @dataclass(frozen=True)
 class Tile:
-    """How rows up to `width` features are cut: elements per tile, warps, pipeline stages, programs per multiprocessor.
+    """How rows of up to `width` features are cut: elements in a tile, warps, pipeline stages, programs at a time.
 
     A tile holds `elements / next_power_of_2(D)` rows, or a part of one row where D is wider than `elements`.
+    `occupancy` counts programs per multiprocessor, at most as many as its registers hold; None starts one per tile.
     """
 
     width: int
     elements: int
     warps: int
     stages: int
-    occupancy: int
+    occupancy: int | None
 
 
 _FORWARD = (
-    Tile(width=1024, elements=4096, warps=4, stages=2, occupancy=8),
-    Tile(width=4096, elements=4096, warps=4, stages=2, occupancy=8),
-    Tile(width=8192, elements=8192, warps=8, stages=2, occupancy=4),
-    Tile(width=16384, elements=16384, warps=16, stages=2, occupancy=2),
-    Tile(width=32768, elements=32768, warps=32, stages=1, occupancy=1),
-    Tile(width=2**31, elements=8192, warps=8, stages=2, occupancy=4),
+    Tile(width=1024, elements=2048, warps=4, stages=1, occupancy=None),
+    Tile(width=4096, elements=4096, warps=8, stages=2, occupancy=4),
+    Tile(width=8192, elements=8192, warps=16, stages=2, occupancy=2),
+    Tile(width=16384, elements=16384, warps=32, stages=2, occupancy=1),
+    Tile(width=2**31, elements=8192, warps=8, stages=2, occupancy=3),
 )
 _BACKWARD = (
     Tile(width=1024, elements=2048, warps=4, stages=3, occupancy=4),
@@ -216,6 +216,10 @@ def _tile(table: tuple[Tile, ...], width: int) -> tuple[Tile, int, int]:
     tile = next(tile for tile in table if width <= tile.width)
     block = min(triton.next_power_of_2(width), tile.elements)
     return tile, tile.elements // block, block
+
+
+def _programs(tile: Tile, n_tiles: int, device: torch.device) -> int:
+    return n_tiles if tile.occupancy is None else min(n_tiles, tile.occupancy * multiprocessors(device))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -239,7 +243,7 @@ def _forward_triton(x: Tensor, weight: Tensor | None, eps: float, offset: float,
     rows = _rows(x)
     n_rows, width = rows.shape
     tile, tile_rows, block = _tile(_FORWARD, width)
-    programs = min(triton.cdiv(n_rows, tile_rows), tile.occupancy * multiprocessors(x.device))
+    programs = _programs(tile, triton.cdiv(n_rows, tile_rows), x.device)
     launch(
         rms_norm_fwd_kernel if width <= block else rms_norm_fwd_wide_kernel, (programs,),
         rows, weight, y, rstd, n_rows, rows.stride(0), eps, offset,
@@ -274,7 +278,7 @@ def _backward_triton(
     rows, d_rows = _rows(x), _rows(dy)
     n_rows, width = rows.shape
     tile, tile_rows, block = _tile(_BACKWARD, width)
-    programs = min(triton.cdiv(n_rows, tile_rows), tile.occupancy * multiprocessors(x.device))
+    programs = _programs(tile, triton.cdiv(n_rows, tile_rows), x.device)
     partial = x.new_empty((programs, width) if weight_grad else (0,), dtype=torch.float32)
     launch(
         rms_norm_bwd_kernel if width <= block else rms_norm_bwd_wide_kernel, (programs,),

@@ -1,0 +1,24 @@
+"""Compile, before training starts, exactly the kernels that training will launch.
+
+    plan = record(step)      run the real step on meta tensors and note its launches: no GPU, no memory, no compiler
+    report = warmup(plan)    compile and load them on the current GPU, in parallel; never raises
+
+`count_compiles` then says during training whether the plan was complete.
+"""
+
+from .compile import Compiled, Failed, WarmupReport, warmup
+from .count import CompileCount, count_compiles
+from .plan import Plan, Pointer, Specialization, record
+
+__all__ = [
+    "CompileCount",
+    "Compiled",
+    "Failed",
+    "Plan",
+    "Pointer",
+    "Specialization",
+    "WarmupReport",
+    "count_compiles",
+    "record",
+    "warmup",
+]

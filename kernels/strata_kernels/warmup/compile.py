@@ -1,0 +1,146 @@
+"""Compile a plan in parallel and say what happened."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from threading import local
+from typing import Any
+
+import torch
+from triton import knobs
+
+from .plan import Plan, Specialization
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that is ready: compiled now, or found in Triton's cache (`hit`), and loaded."""
+
+    name: str
+    signature: str
+    seconds: float
+    hit: bool
+    registers: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A kernel that could not be compiled or loaded; the run will meet the same error, or none, when it launches it."""
+
+    name: str
+    signature: str
+    error: str
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What a warm-up did. `skipped` says why nothing was done, and is None where something was."""
+
+    device: str
+    planned: int
+    compiled: tuple[Compiled, ...]
+    failed: tuple[Failed, ...]
+    seconds: float
+    skipped: str | None = None
+
+    @property
+    def hits(self) -> int:
+        """How many kernels were in the cache already."""
+        return sum(kernel.hit for kernel in self.compiled)
+
+    def summary(self) -> str:
+        """One line for a log."""
+        if self.skipped is not None:
+            return f"nothing to warm up on {self.device}: {self.skipped}"
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        misses = len(self.compiled) - self.hits
+        return f"{self.planned} kernels on {self.device} in {self.seconds:.1f} s: {misses} compiled, {self.hits} cached{failed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `skipped` is there only where there is a reason."""
+        data = {**asdict(self), "hits": self.hits}
+        if self.skipped is None:
+            del data["skipped"]
+        return data
+
+
+def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = None) -> WarmupReport:
+    """Compile and load every kernel of the plan on the current CUDA device, with its launcher; never raises.
+
+    The results go to Triton's cache directory, from which the processes of this pod then read them.
+
+    Args:
+        plan: from `record`.
+        workers: kernels at a time; by default one per CPU core that this process may use.
+        timeout: seconds after which what is not ready is reported as failed and left to its threads.
+
+    Returns:
+        A report; without a GPU one that says so, at once.
+    """
+    start = time.perf_counter()
+    if not torch.cuda.is_available():
+        return _skip("cpu", plan, start, "no GPU here, operators run their PyTorch reference")
+    index = torch.cuda.current_device()
+    device = torch.cuda.get_device_name(index)
+    if len(plan) == 0:
+        return _skip(device, plan, start, "the plan is empty")
+    pool = ThreadPoolExecutor(workers or min(len(plan), len(os.sched_getaffinity(0))))
+    with _misses() as missed:
+        futures = [pool.submit(_prepare, item, index, missed) for item in plan.specializations]
+        wait(futures, timeout)
+    pool.shutdown(wait=False, cancel_futures=True)
+    results = [_result(item, future, timeout) for item, future in zip(plan.specializations, futures, strict=True)]
+    return WarmupReport(
+        device=device,
+        planned=len(plan),
+        compiled=tuple(result for result in results if isinstance(result, Compiled)),
+        failed=tuple(result for result in results if isinstance(result, Failed)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _skip(device: str, plan: Plan, start: float, reason: str) -> WarmupReport:
+    return WarmupReport(device, len(plan), (), (), time.perf_counter() - start, reason)
+
+
+@contextmanager
+def _misses() -> Iterator[local]:
+    """A thread-local whose `happened` is set in a thread where Triton compiled, as against read, a kernel."""
+    missed = local()
+    previous = knobs.compilation.listener
+
+    def listen(**event: Any) -> None:
+        missed.happened = not event["cache_hit"]
+        if previous is not None:
+            previous(**event)
+
+    knobs.compilation.listener = listen
+    try:
+        yield missed
+    finally:
+        knobs.compilation.listener = previous
+
+
+def _prepare(item: Specialization, device: int, missed: local) -> Compiled:
+    start = time.perf_counter()
+    missed.happened = False
+    with torch.cuda.device(device):
+        kernel = item.compile()
+        # Reading `run` builds the launcher, which may call the C compiler, and loads the binary onto the device.
+        assert kernel.run is not None
+    seconds = time.perf_counter() - start
+    return Compiled(item.name, item.signature, seconds, not missed.happened, kernel.n_regs, kernel.n_spills)
+
+
+def _result(item: Specialization, future: Future[Compiled], timeout: float | None) -> Compiled | Failed:
+    if not future.done() or future.cancelled():
+        return Failed(item.name, item.signature, f"not ready after {timeout} s")
+    # Whatever a compiler may raise is a line of the report: training starts all the same.
+    error = future.exception()
+    return future.result() if error is None else Failed(item.name, item.signature, f"{type(error).__name__}: {error}")
