@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
 
+from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from tasks.runtime.metrics import Point
 from tasks.runtime.record import CompletionRecord, Sample
 from tasks.runtime.report import numbers, render_body, render_report
@@ -45,15 +46,17 @@ RECORD = CompletionRecord(
     data={"read": 5124, "used": 5013, "skipped_overlong": 109, "skipped_empty": 2, "train_rows": 1204},
     kernels={"rms_norm": 9, "linear_cross_entropy": 1},
     warmup={
-        "planned": 3,
-        "compiled": 2,
-        "hits": 1,
-        "failed": 0,
-        "seconds": 4.213,
-        "kernels": [
-            {"kernel": "rms_norm_fwd", "status": "compiled", "seconds": 1.02},
-            {"kernel": "rope", "status": "hit", "seconds": 0.01},
-        ],
+        **WarmupReport(
+            device="NVIDIA H200",
+            planned=3,
+            compiled=(
+                Compiled("rms_norm_fwd", "x=*bfloat16, D=4096", seconds=1.02, hit=False, registers=40, spills=0),
+                Compiled("rope", "x=*bfloat16, D=128", seconds=0.01, hit=True, registers=32, spills=1),
+            ),
+            failed=(Failed("swiglu", "x=*bfloat16", error="OutOfResources: shared memory"),),
+            seconds=4.213,
+        ).to_dict(),
+        "later_compiles": 2,
     },
     versions={"torch": "2.11.0+cu130", "triton": "3.6.0"},
     samples=(Sample(prompt="partial(func)", reference="New function.", before="ng ng", after="Return a function."),),
@@ -179,20 +182,37 @@ def test_tables_hold_the_record():
 
 
 def test_warmup_in_total_and_by_kernel():
-    rows = page_of().tables["Kernel warm-up"]
-    assert ("Planned", "3") in rows
-    assert ("Seconds", "4.213") in rows
-    assert rows[-3:] == [
-        ("Kernel", "Status", "Seconds"),
-        ("rms_norm_fwd", "compiled", "1.020"),
-        ("rope", "hit", "0.010"),
+    tables = page_of().tables
+    assert tables["Kernel warm-up"][1:] == [
+        ("Kernels planned", "3"),
+        ("Compiled", "1"),
+        ("Hits in the cache", "1"),
+        ("Failed", "1"),
+        ("Seconds", "4.213"),
+        ("Compiled later, during training", "2"),
+    ]
+    assert tables["Warm-up by kernel"] == [
+        ("Kernel", "Error"),
+        ("swiglux=*bfloat16", "OutOfResources: shared memory"),
+        ("Kernel", "Cache", "Seconds"),
+        ("rms_norm_fwdx=*bfloat16, D=409640\xa0registers, 0\xa0spills", "compiled", "1.020"),
+        ("ropex=*bfloat16, D=12832\xa0registers, 1\xa0spill", "hit", "0.010"),
     ]
 
 
-def test_warmup_says_why_nothing_was_warmed():
-    page = page_of(warmup={"skipped": "no GPU here", "later_compiles": 0})
-    assert "Nothing was warmed up: no GPU here." in page.sections["Kernel warm-up"]
-    assert ("Later compiles", "0") in page.tables["Kernel warm-up"]
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ({"skipped": "no GPU here", "later_compiles": 0}, "no GPU here"),
+        (WarmupReport("cpu", 3, (), (), 0.1, skipped="the plan is empty").to_dict(), "the plan is empty"),
+        ({}, "no report was written"),
+    ],
+    ids=["not-started", "nothing-to-do", "no-report"],
+)
+def test_warmup_says_why_nothing_was_warmed(report, said):
+    page = page_of(warmup=report)
+    assert f"Nothing was warmed up: {said}." in page.sections["Kernel warm-up"]
+    assert "Warm-up by kernel" not in page.sections
 
 
 @pytest.mark.parametrize(
@@ -292,7 +312,7 @@ def test_text_of_models_and_users_is_escaped():
                 "samples": (sample,),
                 "kernels": {HOSTILE: 1},
                 "versions": {HOSTILE: HOSTILE},
-                "warmup": {"kernels": [{HOSTILE: HOSTILE}]},
+                "warmup": {"failed": [{"name": HOSTILE, "signature": HOSTILE, "error": HOSTILE}]},
                 "data": {HOSTILE: 1},
             }
         ),
@@ -467,7 +487,16 @@ def test_nothing_overflows_in_a_browser(width, tmp_path):
     word = "x" * 300
     sample = Sample(prompt=word, reference=word, before=word, after=word)
     record = RECORD.model_copy(
-        update={"name": "a" * 53, "samples": (sample,), "checkpoint": f"out/{word}", "versions": {"torch": word}}
+        update={
+            "name": "a" * 53,
+            "samples": (sample,),
+            "checkpoint": f"out/{word}",
+            "versions": {"torch": word},
+            "warmup": {
+                "failed": [{"name": word, "signature": word, "error": word}],
+                "compiled": [asdict(Compiled("k" * 40, "x=*bfloat16, " * 20, 1.0, False, 255, 0))],
+            },
+        }
     )
     report = render_report(record, make_points(1234, restart=600), f"key: {word}")
     page = tmp_path / "page.html"

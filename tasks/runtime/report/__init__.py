@@ -55,6 +55,7 @@ def render_body(record: CompletionRecord, points: Sequence[Point], spec_yaml: st
         sections.curves(record, points),
         sections.samples(record),
         tables,
+        sections.warmed_kernels(record),
         sections.completion(record),
         sections.spec(spec_yaml),
         class_=SCOPE,

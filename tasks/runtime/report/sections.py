@@ -165,30 +165,54 @@ def _column(label: str, text: str, limit: int, class_: str) -> Html:
 
 
 def warmup(record: CompletionRecord) -> Html:
-    """What was compiled before training, in total and by kernel, or why nothing was."""
-    report = dict(record.warmup)
-    reason = report.pop("skipped") if isinstance(report.get("skipped"), str) else None
-    rows = {key: value for key, value in report.items() if _is_table(value)}
-    totals = {key: value for key, value in report.items() if key not in rows and value is not None}
-    said = f"Nothing was warmed up: {reason}." if reason else None if report else "Nothing was reported."
+    """What was compiled before training, and what training had to compile all the same; or why nothing was warmed."""
+    report = record.warmup
+    reason = report.get("skipped")
+    rows = [("Compiled later, during training", report["later_compiles"])] if "later_compiles" in report else []
+    if "planned" in report and reason is None:
+        hits = sum(kernel["hit"] for kernel in report["compiled"])
+        rows = [
+            ("Kernels planned", report["planned"]),
+            ("Compiled", len(report["compiled"]) - hits),
+            ("Hits in the cache", hits),
+            ("Failed", len(report["failed"])),
+            ("Seconds", report["seconds"]),
+            *rows,
+        ]
+    elif reason is None:
+        reason = "no report was written"
     return element(
         "section",
         element("h2", "Kernel warm-up"),
-        element("p", said, class_="note") if said else None,
-        _table(("Warm-up", "Value"), [(_words(key), _value(value)) for key, value in totals.items()])
-        if totals
-        else None,
-        *(_records_table(value) for value in rows.values()),
+        _note(f"Nothing was warmed up: {reason}.") if reason else None,
+        _table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
     )
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, Mapping) for row in value)
+def warmed_kernels(record: CompletionRecord) -> Html | None:
+    """The warm-up kernel by kernel: first what failed, then what is ready."""
+    failed = [(_kernel(kernel), kernel["error"]) for kernel in record.warmup.get("failed", ())]
+    ready = [
+        (
+            _kernel(kernel, f"{count(kernel['registers'], 'register')}, {count(kernel['spills'], 'spill')}"),
+            "hit" if kernel["hit"] else "compiled",
+            _value(kernel["seconds"]),
+        )
+        for kernel in record.warmup.get("compiled", ())
+    ]
+    if not failed and not ready:
+        return None
+    return element(
+        "section",
+        element("h2", "Warm-up by kernel"),
+        _table(("Kernel", "Error"), failed) if failed else None,
+        _table(("Kernel", "Cache", "Seconds"), ready) if ready else None,
+    )
 
 
-def _records_table(records: Sequence[Mapping[str, Any]]) -> Html:
-    columns = list(dict.fromkeys(key for row in records for key in row))
-    return _table([_words(key) for key in columns], [[_value(row.get(key, "")) for key in columns] for row in records])
+def _kernel(kernel: Mapping[str, Any], *more: str) -> Html:
+    details = (kernel["signature"], *more)
+    return join((element("code", kernel["name"]), *(element("small", detail) for detail in details)))
 
 
 def kernels(record: CompletionRecord) -> Html:

@@ -66,7 +66,7 @@ _RULES = """
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 & .tiles .key-result { grid-column: span 2; }
 & .tiles .key-result dd { font-size: 28px; letter-spacing: -0.018em; }
-& .tiles small { display: block; line-height: 1.4; color: var(--muted); font-size: 13px; font-weight: 400;
+& small { display: block; color: var(--muted); font-size: 13px; font-weight: 400; line-height: 1.4;
   letter-spacing: 0; }
 & .better { color: var(--good); }
 & .worse { color: var(--bad); }
