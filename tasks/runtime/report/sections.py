@@ -16,6 +16,8 @@ OPEN_SAMPLES = 8
 """Samples shown at once; the others open on demand."""
 SAMPLE_CHARACTERS = 160_000
 """Upper limit of all the samples' texts together; beyond it each is cut."""
+UNBROKEN = 12
+"""Characters of a table cell that a narrow page still has room for in one line."""
 
 # Parts of the record that have sections of their own.
 _NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples"})
@@ -289,8 +291,7 @@ def _value(value: Any) -> str:
 def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """A table whose first column names the row; a column of numbers alone stands to the right."""
     rows = list(rows)
-    numeric = [all(_is_number(row[column]) for row in rows) for column in range(len(headers))]
-    classes = ["number" if column and right else None for column, right in enumerate(numeric)]
+    classes = [_column_class([row[column] for row in rows]) if column else None for column in range(len(headers))]
     head = [element("th", header, scope="col", class_=class_) for header, class_ in zip(headers, classes, strict=True)]
     body = [
         element(
@@ -303,5 +304,8 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     return element("table", element("thead", element("tr", *head)), element("tbody", *body))
 
 
-def _is_number(cell: object) -> bool:
-    return isinstance(cell, str) and cell[:1].isdigit()
+def _column_class(cells: Sequence[object]) -> str | None:
+    """Numbers stand to the right; numbers and short words are not broken over lines, however narrow the page."""
+    if not all(isinstance(cell, str) and len(cell) <= UNBROKEN for cell in cells):
+        return None
+    return "number" if all(str(cell)[:1].isdigit() for cell in cells) else "short"

@@ -116,7 +116,9 @@ _RULES = """
   vertical-align: baseline; font-weight: 400; overflow-wrap: anywhere; }
 & thead th { color: var(--muted); font-size: 13px; overflow-wrap: normal; }
 & th:last-child, & td:last-child { padding-right: 0; }
-& .number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+& tbody th { min-width: 9rem; }
+& .short, & .number { overflow-wrap: normal; white-space: nowrap; }
+& .number { text-align: right; font-variant-numeric: tabular-nums; }
 
 & .sample { padding: 1.25rem 0; border-top: 1px solid var(--line); }
 & .sample h3 { margin-bottom: 0.75rem; }
