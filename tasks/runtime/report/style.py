@@ -116,7 +116,7 @@ _RULES = """
   vertical-align: baseline; font-weight: 400; overflow-wrap: anywhere; }
 & thead th { color: var(--muted); font-size: 13px; overflow-wrap: normal; }
 & th:last-child, & td:last-child { padding-right: 0; }
-& tbody th { min-width: 9rem; }
+& tbody th { min-width: 10rem; }
 & .short, & .number { overflow-wrap: normal; white-space: nowrap; }
 & .number { text-align: right; font-variant-numeric: tabular-nums; }
 
