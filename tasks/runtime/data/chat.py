@@ -1,0 +1,169 @@
+"""Chats to text: render messages by a template, and find what the assistant says in it.
+
+Two ways lead to the assistant's part. A template with `{% generation %}` marks says it itself. Of any other, each
+assistant's turn is what rendering up to and including the turn adds to rendering up to it with the generation prompt,
+and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
+(dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
+model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
+generation prompt is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tasks.runtime.data.rows import Row, RowError, closest, kind
+
+# Templates by name, with the tokens that a tokenizer must have for each to make sense.
+NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+_FOLDER = Path(__file__).parent / "templates"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = list[dict[str, Any]]
+Span = tuple[int, int]
+
+
+def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Jinja source that `data.chat_template` names; None is the tokenizer's own.
+
+    Raises:
+        ValueError: no such name or file, the tokenizer has no template, or it lacks the named template's tokens.
+    """
+    if name is None:
+        own = tokenizer.chat_template
+        if not own:
+            raise ValueError(
+                f"the tokenizer has no chat template; set data.chat_template to {_choices()} or a .jinja file"
+            )
+        return str(tokenizer.get_chat_template())
+    if name in NAMED_TEMPLATES:
+        lacking = [token for token in NAMED_TEMPLATES[name] if token not in tokenizer.get_added_vocab()]
+        if lacking:
+            raise ValueError(
+                f"data.chat_template {name!r} needs the special tokens {', '.join(lacking)}, which the tokenizer "
+                "lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
+            )
+        return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    path = Path(name)
+    if path.suffix != ".jinja" or not path.is_file():
+        missing = (
+            f"there is no file {path.absolute()}"
+            if path.suffix == ".jinja"
+            else f"neither {_choices()} nor a .jinja file"
+        )
+        raise ValueError(f"data.chat_template {name!r}: {missing}{closest(name, NAMED_TEMPLATES)}")
+    return path.read_text(encoding="utf-8")
+
+
+def _choices() -> str:
+    return " or ".join(map(repr, NAMED_TEMPLATES))
+
+
+def messages_of(row: Row, column: str) -> Messages:
+    """The checked messages of a row, without keys that hold null. Raises RowError."""
+    value = row.value(column)
+    if not isinstance(value, list):
+        raise RowError(f"{row.where}: column {column!r} holds {kind(value)}, not a list of messages")
+    if not value:
+        raise RowError(f"{row.where}: column {column!r} holds no message")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        where = f"{row.where}: message {number}"
+        if not isinstance(message, dict):
+            raise RowError(f"{where} is {kind(message)}, not an object with role and content")
+        message = {key: item for key, item in message.items() if item is not None}
+        if not isinstance(message.get("role"), str):
+            raise RowError(f"{where}: role is {kind(message.get('role'))}, not text")
+        if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
+            raise RowError(f"{where}: content is {kind(message.get('content'))}, not text")
+        messages.append(message)
+    return messages
+
+
+class ChatTemplate:
+    """A template of a tokenizer, applied to checked messages."""
+
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.source = source
+        self._tokenizer = tokenizer
+        self._marked = _GENERATION.search(source) is not None
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = tuple(special | set(tokenizer.all_special_tokens))
+
+    def render(self, messages: Messages, where: str) -> list[tuple[str, list[Span]]]:
+        """Texts with the spans, in characters, of what the assistant says in each: one for the chat, or one per turn.
+
+        Raises:
+            RowError: the template refuses these messages.
+            ValueError: the template does not let the assistant's part be told.
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._marked:
+            text, spans = self._render_marked(messages, where)
+            if turns and not spans:
+                raise ValueError(
+                    f"{where}: the chat template's {{% generation %}} marks cover none of the assistant's turns"
+                )
+            return [(text, spans)]
+        whole = self._render(messages, where)
+        rendered = [self._turn(messages, index, where) for index in turns]
+        if all(whole.startswith(text) for text, _ in rendered):
+            return [(whole, [span for _, span in rendered])]
+        return [(text, [span]) for text, span in rendered]
+
+    def _turn(self, messages: Messages, index: int, where: str) -> tuple[str, Span]:
+        """The chat up to and including the turn, and the span of the turn in it."""
+        prompt = self._render(messages[:index], where, add_generation_prompt=True)
+        text = self._render(messages[: index + 1], where)
+        if not text.startswith(prompt):
+            raise ValueError(
+                f"{where}: what the chat template renders for message {index + 1} does not begin with its own "
+                f"generation prompt ({_difference(prompt, text)}), so its loss cannot be placed; set data.chat_template to a "
+                "template with {% generation %} marks"
+            )
+        return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
+
+    def _end_of_turn(self, text: str, begin: int, end: int) -> int:
+        """`end`, or before it: white space after the token that ends the turn is the template's alone."""
+        turn = text[begin:end].rstrip()
+        return begin + len(turn) if turn.endswith(self._special) else end
+
+    def _render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, where, add_generation_prompt=add_generation_prompt)[0]
+
+    def _render_marked(self, messages: Messages, where: str) -> tuple[str, list[Span]]:
+        text, spans = self._apply(messages, where, return_assistant_tokens_mask=True)
+        # Where the marks leave out the token that ends the turn, it is learned all the same: or the model never stops.
+        closers = [token for token in self._special if text.rstrip().endswith(token)]
+        closer = max(closers, key=len, default="")
+        return text, [
+            (begin, end + len(closer) if text.startswith(closer, end) else self._end_of_turn(text, begin, end))
+            for begin, end in spans
+        ]
+
+    def _apply(self, messages: Messages, where: str, **options: bool) -> tuple[str, list[Span]]:
+        """The text, and the spans that the template marks. Templates run in a sandbox."""
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.source,
+                **options,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
+        return texts[0], spans[0] if spans else []
+
+
+def _difference(prompt: str, text: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
+    return f"{prompt[at : at + 20]!r} became {text[at : at + 20]!r}"

@@ -1,0 +1,125 @@
+"""Documents to token ids and targets.
+
+Every segment is tokenized by itself and the ids are joined. So the boundary between what the model reads and what it
+writes is a boundary of tokens too, and the tokens it reads are those that it is given when it is asked: no token that
+merges the last characters of a prompt with the first of its completion is ever learned. Byte-level tokenizers allow
+this as they are. A tokenizer that puts a space before every text (SentencePiece) gets a line break before each later
+segment, whose tokens are then taken away; what fits neither way is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from tasks.runtime.data.formats import Document
+
+_ANCHOR = "\n"
+_PROBE = "a"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids [n] (int32), which of them carry loss [n] (bool), and the bounds of the last segment that is written.
+
+    The first token is never a target: nothing precedes it that could predict it.
+    """
+
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+    written: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Encoder:
+    """Tokenizes documents; with `learn_all`, every token carries loss, else those that the model writes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, learn_all: bool) -> None:
+        self._tokenizer = tokenizer
+        self._learn_all = learn_all
+        # The last tokens of what the model wrote in chats so far.
+        self.turn_ends: set[int] = set()
+        self.leading = self._leading_tokens()
+        self._joins = self._decodes_joined(self._tokenize([_PROBE])[0])
+        self._anchor_length = len(self._tokenize([_ANCHOR])[0])
+        if not self._joins and not self._decodes_joined(self._continue([_PROBE])[0]):
+            raise ValueError(
+                "the tokenizer's tokens depend on the text before them: prompts cannot be told from completions"
+            )
+
+    def encode(self, documents: list[Document]) -> list[Encoded]:
+        """One result per document, in order."""
+        first = self._tokenize([document.segments[0].text for document in documents])
+        later = iter(self._continue([segment.text for document in documents for segment in document.segments[1:]]))
+        return [
+            self._join(document, [head, *(next(later) for _ in document.segments[1:])])
+            for document, head in zip(documents, first, strict=True)
+        ]
+
+    def _join(self, document: Document, pieces: list[list[int]]) -> Encoded:
+        ids: list[int] = [] if document.bare else list(self.leading)
+        targets = [False] * len(ids)
+        written = (0, 0)
+        for segment, piece in zip(document.segments, pieces, strict=True):
+            if segment.written:
+                written = (len(ids), len(ids) + len(piece))
+                if document.bare and piece:
+                    self.turn_ends.add(piece[-1])
+            ids += piece
+            targets += [segment.written] * len(piece)
+        if not document.bare:
+            ids.append(self._tokenizer.eos_token_id)
+            targets.append(True)
+        learned = np.ones(len(ids), dtype=np.bool_) if self._learn_all else np.array(targets, dtype=np.bool_)
+        learned[:1] = False
+        return Encoded(np.array(ids, dtype=np.int32), learned, written)
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
+    def _continue(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts that follow another."""
+        if self._joins:
+            return self._tokenize(texts)
+        return [ids[self._anchor_length :] for ids in self._tokenize([_ANCHOR + text for text in texts])]
+
+    def _decodes_joined(self, following: list[int]) -> bool:
+        joined = self._tokenize([_PROBE])[0] + following
+        return str(self._tokenizer.decode(joined, clean_up_tokenization_spaces=False)) == _PROBE * 2
+
+    def _leading_tokens(self) -> list[int]:
+        """What the tokenizer puts before a text by default: usually its beginning-of-sequence token, or nothing."""
+        plain = self._tokenize([_PROBE])[0]
+        whole = self._tokenizer([_PROBE], verbose=False)["input_ids"][0]
+        return list(whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)])
+
+
+def split_long(encoded: Encoded, length: int) -> list[Encoded]:
+    """Pieces of at most `length` tokens. Each begins with the last token of the one before, as context without loss.
+
+    So every token that was a target still is one, and none is seen without a token before it.
+    """
+    if len(encoded) <= length:
+        return [encoded]
+    starts = range(0, len(encoded) - 1, length - 1)
+    return [_slice(encoded, start, start + length) for start in starts]
+
+
+def head(encoded: Encoded, length: int) -> Encoded:
+    """The first `length` tokens."""
+    return _slice(encoded, 0, length)
+
+
+def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:
+    ids, targets = encoded.ids[start:stop], encoded.targets[start:stop].copy()
+    targets[:1] = False
+    begin, end = (min(max(bound - start, 0), len(ids)) for bound in encoded.written)
+    return Encoded(ids, targets, (begin, end))

@@ -1,0 +1,47 @@
+"""What a recipe reads, as one digest: the part of the cache key that the recipe's own words cannot tell."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data.manifest import VERSION
+from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.tokenizer import trains_tokenizer
+
+_TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "merges.txt", "special_tokens_map.json",
+                    "tokenizer*.json", "vocab.*")  # fmt: skip
+
+
+def fingerprint(spec: RunSpec) -> str:
+    """Digest of the contents that preparing `spec`'s data would read, for `DataRecipe.from_spec(spec, fingerprint)`.
+
+    Local files (rows, a tokenizer's folder, a chat template) count with their contents; remote files with the size, tag
+    and time that the server tells; a Hub data set with its commit; the built-in pairs with Python's version and the
+    source of its library. A tokenizer on the Hub counts by name and revision.
+
+    Raises:
+        ValueError: the source is not found, or cannot be read.
+    """
+    return recipe_digest(DataRecipe.from_spec(spec))
+
+
+def recipe_digest(recipe: DataRecipe) -> str:
+    """See `fingerprint`."""
+    parts = [f"version {VERSION}", open_source(recipe).digest()]
+    if trains_tokenizer(recipe):
+        parts.append(f"tokenizers {version('tokenizers')}")
+    folder = Path(recipe.tokenizer or recipe.model)
+    if folder.is_dir():
+        parts += [_file_digest(path) for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
+    template = Path(recipe.data.chat_template or "")
+    if template.is_file():
+        parts.append(_file_digest(template))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"

@@ -1,0 +1,151 @@
+"""Rows to documents: which text a row holds, and which of it a model would have to write.
+
+| format              | columns              | written by the model           |
+| ------------------- | -------------------- | ------------------------------ |
+| `text`              | text                 | all of it                      |
+| `prompt_completion` | prompt, completion   | the completion                 |
+| `chat`              | messages             | what the assistant says        |
+
+Each of the first two ends with the end-of-sequence token, which is learned too; the turns of a chat end as the template
+has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data.chat import ChatTemplate, messages_of, resolve_template
+from tasks.runtime.data.rows import Row, RowError, closest
+
+
+class Segment(NamedTuple):
+    """A piece of text, tokenized by itself; `written`: the model is to write it."""
+
+    text: str
+    written: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """Segments in order. `bare`: the text has its own special tokens, none are added around it."""
+
+    segments: tuple[Segment, ...]
+    bare: bool
+
+
+ToDocuments = Callable[[Row], list[Document]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to read rows: its name, the function from a row to documents, and for chats the template's source.
+
+    The function raises RowError for a row that does not fit.
+    """
+
+    name: str
+    documents: ToDocuments
+    template: str | None = None
+
+
+def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
+    """Name and columns of the format of a source that starts with `rows`, at least one.
+
+    `auto` takes the first format whose columns are there, in the order that suits the objective.
+
+    Raises:
+        ValueError: a column is missing, no row is readable, or the format does not suit the objective.
+    """
+    data = recipe.data
+    known = {
+        "chat": (data.messages_column,),
+        "prompt_completion": (data.prompt_column, data.completion_column),
+        "text": (data.text_column,),
+    }
+    present = list(dict.fromkeys(name for row in rows if isinstance(row.values, dict) for name in row.values))
+    if not present:
+        raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
+    if data.format != "auto":
+        for column in known[data.format]:
+            if column not in present:
+                raise ValueError(_missing(data.format, column, present))
+        return data.format, known[data.format]
+    order = ("text", "chat", "prompt_completion") if recipe.objective.type == "pretrain" else known
+    name = next((name for name in order if set(known[name]) <= set(present)), None)
+    if name is None:
+        raise ValueError(
+            f"data.format 'auto' knows none of the columns {', '.join(map(repr, present))}; it looks for "
+            + " or ".join(" and ".join(map(repr, columns)) for columns in known.values())
+            + "; set data.messages_column, data.prompt_column and data.completion_column, or data.text_column"
+        )
+    if name == "text" and recipe.objective.type == "sft":
+        raise ValueError(
+            f"objective.type 'sft' needs prompts and completions, but the data has only texts (column "
+            f"{data.text_column!r}); set objective.type to 'pretrain', or name the columns"
+        )
+    return name, known[name]
+
+
+def _first_problem(rows: list[Row]) -> str:
+    try:
+        rows[0].fields()
+    except RowError as error:
+        return str(error)
+    return f"{rows[0].where}: it has no columns"
+
+
+def _missing(format_name: str, column: str, present: list[str]) -> str:
+    return (
+        f"data.format {format_name!r} needs the column {column!r}, but the data has "
+        f"{', '.join(map(repr, present))}{closest(column, present)}"
+    )
+
+
+def bind_format(
+    name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+) -> Format:
+    """The format with all that it takes to make documents: for chats, the template."""
+    if name == "chat":
+        template = ChatTemplate(resolve_template(chat_template, tokenizer), tokenizer)
+        return Format(name, lambda row: _chat(row, columns[0], template), template.source)
+    if name == "prompt_completion":
+        return Format(name, lambda row: _prompt_completion(row, *columns))
+    return Format(name, lambda row: _text(row, columns[0]))
+
+
+def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
+    """What a row says, without special tokens: for training a tokenizer. Raises RowError."""
+    if name == "chat":
+        return "\n".join(message.get("content", "") for message in messages_of(row, columns[0]))
+    return "".join(row.text(column) for column in columns)
+
+
+def _text(row: Row, column: str) -> list[Document]:
+    text = row.text(column)
+    return [Document((Segment(text, True),), bare=False)] if text.strip() else []
+
+
+def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> list[Document]:
+    prompt, completion = row.text(prompt_column), row.text(completion_column)
+    if not completion.strip():
+        return []
+    return [Document((Segment(prompt, False), Segment(completion, True)), bare=False)]
+
+
+def _chat(row: Row, column: str, template: ChatTemplate) -> list[Document]:
+    rendered = template.render(messages_of(row, column), row.where)
+    return [Document(tuple(_cut(text, spans)), bare=True) for text, spans in rendered]
+
+
+def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
+    segments, at = [], 0
+    for begin, end in spans:
+        segments += [Segment(text[at:begin], False), Segment(text[begin:end], True)]
+        at = end
+    segments.append(Segment(text[at:], False))
+    return [segment for segment in segments if segment.text]

@@ -1,0 +1,103 @@
+"""What a prepared folder holds and how it came to be: `manifest.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+# Raised when the same recipe would be prepared differently, or stored differently.
+VERSION = 1
+
+SKIP_REASONS = {
+    "invalid": "not readable or of the wrong type",
+    "no_target": "without a token to learn",
+    "overlong": "longer than a row",
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of rows."""
+
+    file: str
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Counts of one split. `tokens` is without padding; `target_tokens` carry loss."""
+
+    samples: int
+    documents: int
+    tokens: int
+    target_tokens: int
+    rows: int
+    shards: tuple[Shard, ...]
+
+    def fill(self, sequence_length: int) -> float:
+        """Share of the rows' tokens that are not padding, when packed."""
+        return self.tokens / (self.rows * sequence_length) if self.rows else 0.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every sample that was read is accounted for: `samples_read == samples_used + sum(skipped.values())`.
+
+    `skipped` counts by the reasons of `SKIP_REASONS`. `truncated` samples and those cut into pieces (`split_long`) or
+    into one document per turn (`split_turns`) are among the used. `stop_token_ids` are the tokens that end what a model
+    writes.
+    """
+
+    recipe: dict[str, Any]
+    recipe_hash: str
+    source: str
+    format: str
+    columns: tuple[str, ...]
+    sequence_length: int
+    packing: bool
+    samples_read: int
+    samples_used: int
+    skipped: dict[str, int]
+    truncated: int
+    split_long: int
+    split_turns: int
+    train: Split
+    validation: Split
+    vocabulary_size: int
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    versions: dict[str, str]
+    version: int = VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write `manifest.json`."""
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises ValueError when the folder holds no prepared data, or some of another version, or not all of it."""
+        path = folder / MANIFEST
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{folder} holds no prepared data: there is no {MANIFEST}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            raise ValueError(f"{path} is not of version {VERSION}; prepare the data anew")
+        splits = {name: _split(values.pop(name)) for name in ("train", "validation")}
+        for split in splits.values():
+            for shard in split.shards:
+                file = folder / shard.file
+                if not file.is_file() or file.stat().st_size != shard.bytes:
+                    raise ValueError(f"{file} is missing or not whole; remove {folder} and prepare the data anew")
+        tuples = {name: tuple(values.pop(name)) for name in ("columns", "stop_token_ids")}
+        return cls(**values, **tuples, **splits)
+
+
+def _split(values: dict[str, Any]) -> Split:
+    return Split(**{**values, "shards": tuple(Shard(**shard) for shard in values["shards"])})

@@ -1,0 +1,70 @@
+"""Which documents share a row.
+
+Attention does not cross from one document to the next because position ids restart with each: transformers builds a
+block-diagonal mask from restarting position ids when it is given neither an attention mask nor a cache.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+def pack(lengths: Ints, capacity: int) -> Ints:
+    """Best-fit decreasing: the row of each document, with rows numbered from 0 as they are opened.
+
+    Documents go from long to short, each into the fullest row that still has room. All documents of a length are placed
+    at once: the row with the least room that suffices takes as many as fit (what remains of it is still the best fit),
+    so the time is that of sorting, not of searching a row for each document. The result uses at most 11/9 of the fewest
+    rows.
+
+    lengths: [D], int64, each between 1 and `capacity`. Returns [D], int64.
+
+    >>> pack(np.array([5, 3, 4, 2, 2]), 8).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    assert lengths.size == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
+    order = np.argsort(-lengths, kind="stable")
+    rows = np.empty(lengths.size, dtype=np.int64)
+    rooms: list[int] = []  # sorted distinct rooms of open rows
+    open_rows: dict[int, Ints] = {}
+    opened = 0
+
+    def put_back(room: int, numbers: Ints) -> None:
+        if room and numbers.size:
+            if room not in open_rows:
+                insort(rooms, room)
+            open_rows[room] = np.concatenate([open_rows.get(room, numbers[:0]), numbers])
+
+    for documents in _runs(order, lengths):
+        length = int(lengths[documents[0]])
+        while documents.size:
+            at = bisect_left(rooms, length)
+            if at < len(rooms):
+                room = rooms.pop(at)
+                candidates = open_rows.pop(room)
+            else:
+                room = capacity
+                needed = -(-documents.size // (capacity // length))
+                candidates = np.arange(opened, opened + needed)
+                opened += needed
+            per_row = room // length
+            full, rest = divmod(min(documents.size, per_row * candidates.size), per_row)
+            used = full + (rest > 0)
+            rows[documents[: full * per_row + rest]] = np.repeat(candidates[:used], per_row)[: full * per_row + rest]
+            documents = documents[full * per_row + rest :]
+            put_back(room - per_row * length, candidates[:full])
+            put_back(room - rest * length, candidates[full:used])
+            put_back(room, candidates[used:])
+    return rows
+
+
+def _runs(order: Ints, lengths: Ints) -> list[Ints]:
+    """`order` cut where the length changes."""
+    if not order.size:
+        return []
+    return np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)

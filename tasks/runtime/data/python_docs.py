@@ -1,0 +1,151 @@
+"""The built-in source `python-docs`: what the standard library says about itself.
+
+A pair is the qualified name and signature of a module, class or function, and the first paragraph of its docstring:
+
+    def json.dumps(obj, *, skipkeys=False, ensure_ascii=True, ...)
+    Serialize ``obj`` to a JSON formatted ``str``.
+
+The library's source is parsed, never imported: no side effects, the same pairs on every machine with the same Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+# Tests, demos, and what is installed beside the library: none of it is documentation of the library.
+_LEFT_OUT = {
+    "__pycache__",
+    "dist-packages",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "lib-dynload",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+_MAX_SIGNATURE = 120
+_MIN_WORDS = 3
+# A paragraph such as `getopt(args, options[, long_options]) -> opts, args` repeats the prompt.
+_CALL = re.compile(r"^[\w.]+\(.*\)( *(->|=>|--|:).*)?$", re.DOTALL)
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@cache
+def pairs() -> tuple[tuple[str, str], ...]:
+    """(prompt, completion) of all that the standard library documents, sorted by prompt.
+
+    A completion that several definitions share is kept once, with the first of their prompts: most are boilerplate,
+    and one left in training would give away its twin in validation.
+    """
+    root = _standard_library()
+    found = sorted({pair for path in _files(root) for pair in _module_pairs(path, _module_name(path, root))})
+    by_completion: dict[str, str] = {}
+    by_prompt: set[str] = set()
+    for prompt, completion in found:
+        if completion not in by_completion and prompt not in by_prompt:
+            by_completion[completion] = prompt
+            by_prompt.add(prompt)
+    return tuple((prompt, completion) for completion, prompt in by_completion.items())
+
+
+def digest() -> str:
+    """SHA-256 of Python's version and of the source that `pairs` reads."""
+    root = _standard_library()
+    result = hashlib.sha256(platform.python_version().encode())
+    for path in _files(root):
+        result.update(f"\0{path.relative_to(root)}\0".encode())
+        result.update(path.read_bytes())
+    return result.hexdigest()
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts))
+
+
+def _module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _module_pairs(path: Path, module: str) -> Iterator[tuple[str, str]]:
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    if completion := _first_paragraph(tree):
+        yield f"module {module}\n", completion
+    for name, node in _definitions(tree, module):
+        if completion := _first_paragraph(node):
+            yield f"{_signature(name, node)}\n", completion
+
+
+def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, _Definition]]:
+    """Classes, their members, and functions, with qualified names; what is local to a function is left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Definition):
+            yield f"{name}.{child.name}", child
+        if isinstance(child, ast.ClassDef):
+            yield from _definitions(child, f"{name}.{child.name}")
+        elif isinstance(child, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+            yield from _definitions(child, name)
+
+
+def _first_paragraph(node: ast.Module | _Definition) -> str | None:
+    """The docstring's first paragraph of prose on one line, or None where there is none worth learning."""
+    docstring = ast.get_docstring(node)
+    if docstring is None:
+        return None
+    paragraphs = re.split(r"\n\s*\n", docstring)
+    if _CALL.match(paragraphs[0].strip()):
+        del paragraphs[0]
+    text = " ".join(paragraphs[0].split()) if paragraphs else ""
+    return text if len(text.split()) >= _MIN_WORDS and not text.startswith(">>>") else None
+
+
+def _signature(name: str, node: _Definition) -> str:
+    """`def name(args) -> returns` or `class name(bases)`, on one line.
+
+    Beyond 120 characters annotations go, then default values, then the last parameters.
+    """
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {name}({bases})" if bases and len(bases) < _MAX_SIGNATURE else f"class {name}"
+    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    plain = _without_annotations(node.args)
+    names = _without_defaults(plain)
+    for tail in (f"({ast.unparse(node.args)}){returns}", f"({ast.unparse(plain)})", f"({ast.unparse(names)})"):
+        line = f"{keyword} {name}{tail}"
+        if len(line) <= _MAX_SIGNATURE:
+            return line
+    kept, _, _ = line[: _MAX_SIGNATURE - len("...)")].rpartition(", ")
+    return f"{kept}, ...)" if kept else f"{keyword} {name}(...)"
+
+
+def _without_annotations(arguments: ast.arguments) -> ast.arguments:
+    result = copy.deepcopy(arguments)
+    for node in ast.walk(result):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return result
+
+
+def _without_defaults(arguments: ast.arguments) -> ast.arguments:
+    result = copy.copy(arguments)
+    result.defaults = []
+    result.kw_defaults = [None] * len(result.kwonlyargs)
+    return result

@@ -1,0 +1,127 @@
+"""Read rows from files of one kind, through fsspec: a path on disk or a URL, plain or compressed.
+
+Values come as they are written: a number in a column of texts stays a number, and the text `NA` stays a text, so that
+what is wrong is found and counted instead of being converted. Lines are counted from 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from tasks.runtime.data.rows import Row
+
+Reader = Callable[[IO[bytes], str], Iterator[Row]]
+
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# The csv module refuses fields beyond 128 KiB unless told otherwise; a document may be longer.
+_MAX_CSV_FIELD = 1 << 30
+_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
+
+
+def read(filesystem: Any, path: str) -> Iterator[Row]:
+    """The rows of one file, by its extension. Raises ValueError, naming the file, when it cannot be read."""
+    with readable(path), filesystem.open(path, "rb", compression="infer") as file:
+        yield from READERS[extension(path)](file, path.rsplit("/", 1)[-1])
+
+
+def extension(path: str) -> str:
+    """`.jsonl` of `data/train.jsonl.gz`; empty when there is none."""
+    name = path.rsplit("/", 1)[-1].split("?", 1)[0].lower()
+    for suffix in COMPRESSIONS:
+        name = name.removesuffix(suffix)
+    return name[name.rfind(".") :] if "." in name else ""
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turn what goes wrong while `path` is read into a ValueError that names it."""
+    try:
+        yield
+    except (*_UNREADABLE, ImportError) as error:
+        raise ValueError(f"data.source: cannot read {path}: {error or type(error).__name__}") from error
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            yield number, line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise OSError(f"line {number} is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def _read_text(file: IO[bytes], name: str) -> Iterator[Row]:
+    for number, line in _lines(file):
+        yield Row(f"{name} line {number}", {"text": line})
+
+
+def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
+    for number, line in _lines(file):
+        if line.strip():
+            yield _parsed(line, f"{name} line {number}")
+
+
+def _parsed(line: str, where: str) -> Row:
+    try:
+        return Row(where, json.loads(line))
+    except (json.JSONDecodeError, RecursionError) as error:
+        return Row(where, None, f"not valid JSON: {error}")
+
+
+def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
+    """A list of objects, or what is often named so: one object per line."""
+    start = file.read(len(_BYTE_ORDER_MARK) + 64).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
+    file.seek(0)
+    if start != b"[":
+        yield from _read_json_lines(file, name)
+        return
+    for number, value in enumerate(json.loads(file.read().decode("utf-8-sig")), start=1):
+        yield Row(f"{name} row {number}", value)
+
+
+def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
+    csv.field_size_limit(_MAX_CSV_FIELD)
+    reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    header = next(reader, [])
+    if len(set(header)) < len(header):
+        raise OSError(f"the header names a column twice: {', '.join(header)}")
+    for values in reader:
+        if not values:
+            continue
+        where = f"{name} line {reader.line_num}"
+        if len(values) == len(header):
+            yield Row(where, dict(zip(header, values, strict=True)))
+        else:
+            yield Row(where, None, f"{len(values)} fields, but the header has {len(header)}")
+
+
+def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        number = 0
+        for batch in ParquetFile(file).iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{name} row {number}", values)
+    except ArrowException as error:
+        raise OSError(str(error)) from error
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".txt": _read_text,
+}

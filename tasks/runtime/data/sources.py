@@ -1,0 +1,229 @@
+"""Where rows come from: the built-in pairs, files on disk or behind a URL, or a data set of the Hugging Face Hub.
+
+A source can be read any number of times and gives the same rows in the same order each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from strata_platform.spec import DataRecipe
+from strata_platform.spec.models import BUILTIN_SOURCES
+from tasks.runtime.data import python_docs
+from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
+from tasks.runtime.data.rows import Row, closest
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+# What file systems call the fields that change when a file does.
+_VERSION_FIELDS = (
+    "size", "ETag", "etag", "mtime", "LastModified", "last_modified", "created", "md5Hash", "VersionId", "version_id",
+)  # fmt: skip
+
+
+class Source(Protocol):
+    """Rows, their name, and a digest that changes when they do."""
+
+    name: str
+
+    def rows(self) -> Iterator[Row]:
+        """All rows, in the same order every time."""
+
+    def digest(self) -> str:
+        """SHA-256 that changes with the rows."""
+
+
+def open_source(recipe: DataRecipe) -> Source:
+    """The source that `data.source` names.
+
+    Raises:
+        ValueError: nothing is found under that name, or the files are of several kinds.
+    """
+    given = recipe.data.source
+    names = (given,) if isinstance(given, str) else given
+    if not names:
+        raise ValueError("data.source is an empty list; name a built-in source, files, or a Hub data set")
+    if len(names) == 1 and names[0] in BUILTIN_SOURCES:
+        return PythonDocs(seed=recipe.seed)
+    if all(_names_files(name) for name in names):
+        return Files.find(names)
+    if len(names) == 1 and _HUB_ID.match(names[0]):
+        data = recipe.data
+        return HubDataset(names[0], data.subset, data.split, data.revision, streaming=data.max_samples is not None)
+    raise _not_found(next(name for name in names if not _names_files(name)), len(names))
+
+
+@dataclass(frozen=True)
+class PythonDocs:
+    """The documented names of the standard library, shuffled by the seed; see `python_docs`."""
+
+    seed: int
+    name: str = "python-docs"
+
+    def rows(self) -> Iterator[Row]:
+        """Rows with `prompt` and `completion`."""
+        pairs = list(python_docs.pairs())
+        random.Random(self.seed).shuffle(pairs)  # noqa: S311  # order, not secrecy
+        for number, (prompt, completion) in enumerate(pairs, start=1):
+            yield Row(f"{self.name} pair {number}", {"prompt": prompt, "completion": completion})
+
+    def digest(self) -> str:
+        """Python's version and the library's source."""
+        return python_docs.digest()
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one kind, read one after the other in the order of the list, globs sorted."""
+
+    name: str
+    found: tuple[tuple[Any, str], ...]  # file system, path within it
+
+    @classmethod
+    def find(cls, names: tuple[str, ...]) -> Files:
+        """Resolve paths, folders, globs and URLs. Raises ValueError when one matches nothing, or kinds are mixed."""
+        found = [file for name in names for file in _matches(name)]
+        kinds = {extension(path): path for _, path in found}
+        if unknown := [path for suffix, path in kinds.items() if suffix not in READERS]:
+            raise ValueError(
+                f"data.source: cannot tell the format of {unknown[0]}; known are {', '.join(READERS)}, "
+                f"plain or compressed ({', '.join(COMPRESSIONS)})"
+            )
+        if len(kinds) > 1:
+            raise ValueError(
+                "data.source mixes files of several kinds: "
+                + ", ".join(f"{suffix} ({path})" for suffix, path in kinds.items())
+                + "; give files of one kind"
+            )
+        return cls(", ".join(names), tuple(found))
+
+    def rows(self) -> Iterator[Row]:
+        """Rows of all files. Raises ValueError, naming the file, when one cannot be read."""
+        for filesystem, path in self.found:
+            yield from read(filesystem, path)
+
+    def digest(self) -> str:
+        """Contents of local files; of remote ones size, tag and time, as far as the server tells them."""
+        result = hashlib.sha256()
+        for filesystem, path in self.found:
+            with readable(path):
+                result.update(f"\0{path.rsplit('/', 1)[-1]}\0{_file_version(filesystem, path)}".encode())
+        return result.hexdigest()
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set of the Hub, downloaded into its cache; streamed when only its first samples are asked for.
+
+    No code of the data set is run.
+    """
+
+    name: str
+    subset: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+
+    def rows(self) -> Iterator[Row]:
+        """Rows of the split. Raises ValueError when the Hub has no such data set, subset or split."""
+        from huggingface_hub import constants
+
+        # Without a network the cache alone can answer, and it cannot be streamed from.
+        for number, values in enumerate(self._load(self.streaming and not constants.HF_HUB_OFFLINE), start=1):
+            yield Row(f"{self.name} row {number}", dict(values))
+
+    def _load(self, streaming: bool) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ValueError(
+                f"data.source {self.name!r} is on the Hub, which takes the package `datasets`: pip install datasets"
+            ) from error
+        try:
+            return datasets.load_dataset(
+                self.name, self.subset, split=self.split, revision=self.revision, streaming=streaming
+            )
+        except (FileNotFoundError, ConnectionError) as error:
+            raise _not_found(self.name, reason=str(error).splitlines()[0]) from error
+        except ValueError as error:
+            # The library's own words name the configurations or splits that there are.
+            raise ValueError(
+                f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"
+            ) from error
+
+    def digest(self) -> str:
+        """The commit that `revision` stands for now."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        commit = self.revision
+        if commit is None or not _COMMIT.match(commit):
+            try:
+                commit = HfApi().dataset_info(self.name, revision=self.revision).sha
+            except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+                warnings.warn(
+                    f"data.revision: cannot ask the Hub for the commit of {self.name!r} ({type(error).__name__}); "
+                    "a change there will not be noticed. Pin data.revision to a commit.",
+                    stacklevel=2,
+                )
+        return hashlib.sha256(f"{self.name}@{commit}".encode()).hexdigest()
+
+
+def _names_files(name: str) -> bool:
+    return "://" in name or extension(name) in READERS or any(c in name for c in "*?[") or _local(name).exists()
+
+
+def _local(name: str) -> Path:
+    return Path(os.path.expanduser(name))
+
+
+def _matches(name: str) -> list[tuple[Any, str]]:
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, path = url_to_fs(name if "://" in name else str(_local(name).absolute()))
+        if any(c in path for c in "*?["):
+            paths = sorted(filesystem.glob(path))
+        elif filesystem.isdir(path):
+            paths = sorted(p for p in filesystem.find(path) if extension(p) in READERS)
+        else:
+            paths = [path] if filesystem.exists(path) else []
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"data.source {name!r}: {error}") from error
+    if not paths:
+        raise _not_found(name)
+    return [(filesystem, p) for p in paths]
+
+
+def _file_version(filesystem: Any, path: str) -> str:
+    from fsspec.implementations.local import LocalFileSystem
+
+    if isinstance(filesystem, LocalFileSystem):
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    info = filesystem.info(path)
+    return json.dumps({field: str(info[field]) for field in _VERSION_FIELDS if field in info}, sort_keys=True)
+
+
+def _not_found(name: str, of: int = 1, *, reason: str = "") -> ValueError:
+    looked = [f"the built-in {', '.join(BUILTIN_SOURCES)}{' (not in a list)' if of > 1 else ''}"]
+    near = closest(name, BUILTIN_SOURCES)
+    if "://" in name:
+        looked = ["that URL"]
+    else:
+        path = _local(name).absolute()
+        looked.append(f"the file or folder {path}")
+        if path.parent.is_dir():
+            near = near or closest(path.name, os.listdir(path.parent))
+    if reason:
+        looked.append(f"the Hub ({reason})")
+    return ValueError(f"data.source {name!r} was not found; looked for {', '.join(looked)}{near}")

@@ -1,0 +1,127 @@
+"""Encoded documents on disk, from when they are tokenized until their rows are known, and the shards made of them.
+
+Memory holds a few numbers per document and one shard at a time, however much data there is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from tasks.runtime.data.encode import Encoded
+from tasks.runtime.data.manifest import Shard, Split
+from tasks.runtime.data.packing import Ints, pack
+
+SHARD_TOKENS = 1 << 26
+
+
+class Spool:
+    """Documents in the order they came, in two files below `folder` that vanish when it closes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = folder / "ids.spool", folder / "targets.spool"
+        self._ids, self._targets = (open(path, "wb") for path in self._paths)  # noqa: SIM115  # closed in __exit__
+        self._lengths, self._samples = array("q"), array("q")
+        self._written = array("q")
+        self.tokens = 0
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ids.close()
+        self._targets.close()
+        for path in self._paths:
+            path.unlink()
+
+    def add(self, encoded: Encoded, sample: int) -> None:
+        """Append a document of the sample with this number."""
+        self._ids.write(encoded.ids.tobytes())
+        self._targets.write(encoded.targets.tobytes())
+        self._lengths.append(len(encoded))
+        self._samples.append(sample)
+        self._written.extend(encoded.written)
+        self.tokens += len(encoded)
+
+    @property
+    def samples(self) -> Ints:
+        """The sample of each document: [D]."""
+        return np.array(self._samples, dtype=np.int64)
+
+    def document(self, index: int) -> Encoded:
+        """The document that came as number `index`."""
+        ids, targets = self._map()
+        begin = int(np.sum(np.array(self._lengths[:index], dtype=np.int64)))
+        end = begin + self._lengths[index]
+        return Encoded(ids[begin:end], targets[begin:end], (self._written[2 * index], self._written[2 * index + 1]))
+
+    def write_shards(
+        self,
+        folder: Path,
+        name: str,
+        documents: Ints,
+        *,
+        length: int | None,
+        seed: int,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> Split:
+        """Put `documents` into rows and the rows into files `<name>-<number>.safetensors`.
+
+        With `length`, rows are packed to it; else each document is a row. The order of the rows is shuffled by the
+        seed: packing leaves them sorted by the lengths of their documents.
+
+        A file holds `input_ids` [N] (int32) and `targets` [N] (bool), all rows one after the other; `documents` [D + 1]
+        (int64), where each document begins in them; `rows` [R + 1] (int64), the first document of each row.
+        """
+        lengths = np.array(self._lengths, dtype=np.int64)
+        begins = np.concatenate([[0], np.cumsum(lengths)])
+        chosen = lengths[documents]
+        row_of = pack(chosen, length) if length else np.arange(documents.size)
+        count = int(row_of.max()) + 1 if row_of.size else 0
+        row_of = np.random.default_rng(seed).permutation(count)[row_of]
+        order = np.argsort(row_of, kind="stable")
+        documents, row_of = documents[order], row_of[order]
+        ids, targets = self._map()
+        shards: list[Shard] = []
+        learned = 0
+        for first, last in _cuts(np.bincount(row_of, weights=lengths[documents], minlength=count), shard_tokens):
+            here = slice(*np.searchsorted(row_of, [first, last]))
+            parts = [slice(begins[document], begins[document + 1]) for document in documents[here]]
+            tensors: dict[str, npt.NDArray[np.generic]] = {
+                "input_ids": np.concatenate([ids[part] for part in parts]),
+                "targets": np.concatenate([targets[part] for part in parts]),
+                "documents": np.concatenate([[0], np.cumsum(lengths[documents[here]])]).astype(np.int64),
+                "rows": np.searchsorted(row_of[here], np.arange(first, last + 1)).astype(np.int64),
+            }
+            path = folder / f"{name}-{len(shards):05d}.safetensors"
+            save_file(tensors, path)
+            shards.append(Shard(path.name, last - first, path.stat().st_size))
+            learned += int(tensors["targets"].sum())
+        return Split(
+            samples=np.unique(self.samples[documents]).size,
+            documents=documents.size,
+            tokens=int(chosen.sum()),
+            target_tokens=learned,
+            rows=count,
+            shards=tuple(shards),
+        )
+
+    def _map(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        self._ids.flush()
+        self._targets.flush()
+        return np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
+
+
+def _cuts(row_tokens: npt.NDArray[np.float64], shard_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of rows with about `shard_tokens` each."""
+    shard_of = (np.cumsum(row_tokens) - row_tokens) // shard_tokens
+    bounds = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), row_tokens.size]
+    return [(a, b) for a, b in pairwise(bounds) if b > a]

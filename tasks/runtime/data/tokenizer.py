@@ -1,0 +1,94 @@
+"""The tokenizer of a run: the model's own, or one trained on the data for a model from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from strata_platform.spec import DataRecipe
+from strata_platform.spec.models import PRESETS
+from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
+
+VOCABULARY_SIZE = 4096
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
+# Merges settle long before this much text; more would only take longer.
+MAX_TRAINING_CHARACTERS = 50_000_000
+
+
+def trains_tokenizer(recipe: DataRecipe) -> bool:
+    """Whether the recipe's model is a preset without a tokenizer of its own."""
+    return recipe.model in PRESETS and recipe.tokenizer is None
+
+
+def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
+    """The tokenizer that the recipe names, from the Hub or a folder.
+
+    One without a padding token gets its end-of-sequence token in that place: padding is never learned, and attends only
+    to itself.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no end-of-sequence token.
+    """
+    name = recipe.tokenizer or recipe.model
+    field = "model.tokenizer" if recipe.tokenizer else "model.name"
+    # model.revision is the model's; another repository's tokenizer has revisions of its own.
+    revision = None if recipe.tokenizer else recipe.revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{field} {name!r}: its tokenizer has no end-of-sequence token, so nothing would tell the model to stop; "
+            "set eos_token in the folder's tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 4096 tokens: any text can be encoded and decoded without loss.
+
+    The same texts in the same order give the same tokenizer, byte for byte. Only the first 50 million characters count.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first(texts, MAX_TRAINING_CHARACTERS), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    fast.chat_template = resolve_template("chatml", fast)
+    return fast
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the folder that `AutoTokenizer.from_pretrained` reads."""
+    tokenizer.save_pretrained(str(folder))
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)
