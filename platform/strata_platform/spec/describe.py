@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -35,7 +34,8 @@ def describe_field(field: FieldInfo) -> str:
 def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """What a value of type `annotation`, under the constraints in `metadata`, may be.
 
-    >>> describe(int, [annotated_types.Ge(1), annotated_types.Le(64)])
+    >>> from pydantic import Field
+    >>> describe(int, Field(ge=1, le=64).metadata)
     'a whole number from 1 to 64'
     >>> describe(Literal["linear", "cosine"] | None)
     "'linear' or 'cosine', or null"
@@ -76,7 +76,7 @@ def _bounds(metadata: list[Any]) -> str:
     words = [f"{phrase} {limits[name]}" for name, phrase in _BOUNDS.items() if name in limits]
     if words:
         return f" {' and '.join(words)}"
-    return ", not empty" if any(isinstance(item, annotated_types.MinLen) for item in metadata) else ""
+    return ", not empty" if any(getattr(item, "min_length", 0) for item in metadata) else ""
 
 
 def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
@@ -124,5 +124,6 @@ def shown(value: Any, width: int = 60) -> str:
 def closest(word: object, options: Iterable[str]) -> str | None:
     """The option that a person who wrote `word` most likely meant, or None."""
     by_key = {option.lower().replace("-", "_"): option for option in options}
-    match = difflib.get_close_matches(str(word).lower().replace("-", "_"), by_key, n=1)
-    return by_key[match[0]] if match else None
+    key = str(word).lower().replace("-", "_")
+    matches = difflib.get_close_matches(key, by_key, n=1) or [name for name in by_key if name.startswith(f"{key}_")]
+    return by_key[matches[0]] if matches else None

@@ -112,6 +112,9 @@ def _survey(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> 
     if id(node) in seen:
         return
     seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        # JSON escapes a character beyond U+FFFF as a pair, which YAML leaves as two halves.
+        node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             document.lines[f"{path}[{index}]"] = item.start_mark.line + 1

@@ -54,6 +54,8 @@ Whole = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
+Text = Annotated[str, Field(min_length=1)]
+Sources = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], Words("text or a list of text, not empty")]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
@@ -112,9 +114,9 @@ class Section(BaseModel):
 class Model(Section):
     """The model to train and where it comes from."""
 
-    name: str = Field("tiny-llama", min_length=1, description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
-    revision: str | None = Field(None, description="Commit, tag or branch of a Hub model. Pin it for repeatable runs.")
-    tokenizer: str | None = Field(
+    name: Text = Field("tiny-llama", description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
+    revision: Text | None = Field(None, description="Commit, tag or branch of a Hub model. Pin it for repeatable runs.")
+    tokenizer: Text | None = Field(
         None,
         description="Hub id or folder of the tokenizer; by default the model's own. A preset trains one on the data.",
     )
@@ -130,24 +132,22 @@ class Model(Section):
 class Data(Section):
     """What to train on, and how rows become tokens."""
 
-    source: str | tuple[str, ...] = Field(
+    source: Sources = Field(
         "python-docs",
         description="`python-docs` (built in), a Hub data set id, or files: path, glob or URL of "
         ".jsonl, .json, .parquet, .csv or .txt; several as a list.",
     )
-    subset: str | None = Field(None, description="Configuration name of a Hub data set.")
-    split: str = Field("train", min_length=1, description="Split of a Hub data set to train on.")
-    revision: str | None = Field(None, description="Commit, tag or branch of a Hub data set.")
+    subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
+    split: Text = Field("train", description="Split of a Hub data set to train on.")
+    revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     format: Literal["auto", "text", "prompt_completion", "chat"] = Field(
         "auto", description="Shape of a row. `auto` decides by the columns that are there."
     )
-    text_column: str = Field("text", min_length=1, description="Column of format `text`.")
-    prompt_column: str = Field("prompt", min_length=1, description="Prompt column of format `prompt_completion`.")
-    completion_column: str = Field("completion", min_length=1, description="Completion column of `prompt_completion`.")
-    messages_column: str = Field(
-        "messages", min_length=1, description="Column of format `chat`: a list of {role, content}."
-    )
-    chat_template: str | None = Field(
+    text_column: Text = Field("text", description="Column of format `text`.")
+    prompt_column: Text = Field("prompt", description="Prompt column of format `prompt_completion`.")
+    completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
+    messages_column: Text = Field("messages", description="Column of format `chat`: a list of {role, content}.")
+    chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )
     sequence_length: Whole = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
@@ -278,7 +278,7 @@ class Resources(Section):
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
     gpu: Whole = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
-    gpu_type: str | None = Field(None, description="Value of the node label `nvidia.com/gpu.product`.")
+    gpu_type: Text | None = Field(None, description="Value of the node label `nvidia.com/gpu.product`.")
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
 
 
@@ -297,9 +297,7 @@ class RunSpec(Section):
     """A training run, whole. Every field has a default."""
 
     name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
-    output: str = Field(
-        "out", min_length=1, description="Folder, the same for every attempt; the run writes to <output>/<name>."
-    )
+    output: Text = Field("out", description="Folder, the same for every attempt; the run writes to `<output>/<name>`.")
     seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
     model: Model = Field(default_factory=Model, description="What is trained.")
     data: Data = Field(default_factory=Data, description="What it is trained on.")

@@ -1,0 +1,283 @@
+import pickle
+
+import pytest
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.models import Data, Ddp, Optimizer, Section, Single
+
+SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer"}
+
+
+def problems_of(**fields):
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate(fields)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+def test_default_is_a_complete_run():
+    spec = RunSpec()
+    assert (spec.model.name, spec.data.source, spec.objective.type) == ("tiny-llama", "python-docs", "sft")
+    assert isinstance(spec.parallel, Single)
+    assert spec.topology.world_size == 1
+
+
+def test_a_spec_is_frozen_and_hashable_by_content():
+    spec = RunSpec()
+    with pytest.raises(ValueError, match="frozen"):
+        spec.seed = 1
+    assert spec.hash() == RunSpec(seed=0, optimizer={"lr": 2e-3}).hash()
+    assert spec.hash() != RunSpec(seed=1).hash()
+    assert len(spec.hash()) == 16
+
+
+def test_spec_and_error_survive_pickling():
+    spec = RunSpec(parallel=Ddp(), topology={"nproc_per_node": 2})
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with pytest.raises(SpecError) as caught:
+        RunSpec(seed=-1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.problems, str(copy), copy.exit_code) == (caught.value.problems, str(caught.value), 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "given", "want"),
+    [
+        ("training", "steps", "20", 20),
+        ("training", "steps", 20.0, 20),
+        ("training", "steps", "1e3", 1000),
+        ("optimizer", "lr", "1e-4", 1e-4),
+        ("optimizer", "lr", 1, 1.0),
+        ("optimizer", "betas", [0.9, "0.99"], (0.9, 0.99)),
+        ("data", "source", ["a.jsonl", "b.jsonl"], ("a.jsonl", "b.jsonl")),
+        ("resources", "cpu", 4, "4"),
+        ("resources", "cpu", 0.5, "0.5"),
+    ],
+)
+def test_values_are_converted_where_nothing_is_lost(section, field, given, want):
+    spec = RunSpec.model_validate({section: {field: given}})
+    value = getattr(getattr(spec, section), field)
+    assert value == want
+    assert type(value) is type(want)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "given"),
+    [
+        ("training", "micro_batch_size", True),
+        ("training", "micro_batch_size", 8.5),
+        ("training", "micro_batch_size", "8.5"),
+        ("training", "micro_batch_size", [8]),
+        ("training", "micro_batch_size", None),
+        ("training", "steps", False),
+        ("optimizer", "lr", True),
+        ("optimizer", "lr", float("nan")),
+        ("optimizer", "lr", "fast"),
+        ("data", "packing", "yes"),
+        ("data", "packing", 1),
+        ("data", "split", 1),
+        ("data", "split", ""),
+        ("data", "source", []),
+        ("data", "source", [""]),
+        ("data", "source", {"path": "a"}),
+        ("resources", "cpu", True),
+        ("resources", "memory", "8GB"),
+    ],
+)
+def test_values_that_would_lose_something_are_refused(section, field, given):
+    problems = problems_of(**{section: {field: given}})
+    assert list(problems) == [f"{section}.{field}"]
+    assert problems[f"{section}.{field}"].allowed
+
+
+@pytest.mark.parametrize("name", ["a", "run-1", "a" * 53])
+def test_names(name):
+    assert RunSpec(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a-", "A", "a_b", "a" * 54])
+def test_names_that_kubernetes_would_refuse(name):
+    assert "dashes" in problems_of(name=name)["name"].allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "allowed", "suggestion"),
+    [
+        ({"data": {"sequense_length": 8}}, "data.sequense_length", "sequence_length", "sequence_length"),
+        ({"data": {"Sequence-Length": 8}}, "data.Sequence-Length", "sequence_length", "sequence_length"),
+        ({"lr": 1}, "lr", "optimizer", "optimizer.lr"),
+        ({"zzz": 1}, "zzz", "optimizer", None),
+        ({"parallel": {"type": "dpd"}}, "parallel.type", "'single' or 'ddp'", "ddp"),
+        ({"parallel": {"type": 3}}, "parallel.type", "'single' or 'ddp'", None),
+        ({"parallel": {"bucket_cap_mb": 3}}, "parallel.type", "'single' or 'ddp'", None),
+        ({"parallel": {"type": "single", "bucket_cap_mb": 3}}, "parallel.bucket_cap_mb", "type", None),
+        ({"parallel": 3}, "parallel", "a section with type 'single' or 'ddp'", None),
+        ({"model": 3}, "model", "name, revision", None),
+        ({"optimizer": ["adamw"]}, "optimizer", "lr, betas", None),
+        ({"training": None}, "training", "steps, epochs", None),
+        ({"schedule": {"type": "cosin"}}, "schedule.type", "'cosine'", "cosine"),
+        ({"kernels": {"exclude": ["rope", "rms"]}}, "kernels.exclude[1]", "'rms_norm'", "rms_norm"),
+        ({"optimizer": {"betas": [0.9, 1]}}, "optimizer.betas[1]", "below 1", None),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "a list of 2", None),
+        ({"optimizer": {"betas": [0.9, 0.9, 0.9]}}, "optimizer.betas", "a list of 2", None),
+        ({"topology": {"nnodes": 0}}, "topology.nnodes", "from 1 to 4096", None),
+    ],
+)
+def test_a_problem_names_its_field_and_the_way_out(fields, path, allowed, suggestion):
+    problems = problems_of(**fields)
+    assert list(problems) == [path]
+    assert allowed in problems[path].allowed
+    assert problems[path].suggestion == suggestion
+    assert path in str(problems[path])
+
+
+def test_a_number_given_for_a_text_says_to_quote_it():
+    problem = problems_of(model={"revision": 20240101})["model.revision"]
+    assert problem.given == "20240101"
+    assert "put it in quotes" in problem.message
+
+
+def test_a_long_value_is_shortened():
+    assert len(problems_of(seed="x" * 10_000)["seed"].given) == 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "other"),
+    [
+        ({"training": {"steps": 20, "epochs": 1}}, "training.steps", "training.epochs"),
+        ({"training": {"steps": 5}}, "schedule.warmup_steps", "training.steps"),
+        ({"topology": {"nnodes": 2}}, "parallel.type", "topology.nnodes"),
+        (
+            {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 8}, "resources": {"gpu": 4}},
+            "resources.gpu",
+            "topology.nproc_per_node",
+        ),
+        ({"resources": {"gpu_type": "NVIDIA-H200"}}, "resources.gpu_type", "resources.gpu"),
+        ({"data": {"format": "text"}}, "data.format", "objective.type"),
+        ({"model": {"revision": "main"}}, "model.revision", "model.name"),
+        ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
+        ({"data": {"subset": "en"}}, "data.subset", "data.source"),
+        ({"data": {"revision": "main"}}, "data.revision", "data.source"),
+    ],
+)
+def test_a_contradiction_names_both_fields(fields, path, other):
+    problems = problems_of(**fields)
+    assert list(problems) == [path]
+    assert other in problems[path].message
+
+
+def test_contradictions_are_found_beside_wrong_fields():
+    problems = problems_of(seed=-1, training={"steps": 20, "epochs": 1}, resources={"gpu_type": "x"})
+    assert set(problems) == {"seed", "training.steps", "resources.gpu_type"}
+
+
+def test_a_contradiction_with_a_wrong_field_is_not_guessed_at():
+    # What gpu was meant to be is unknown, so whether gpu_type contradicts it is too.
+    assert set(problems_of(resources={"gpu_type": "x", "gpu": "one"})) == {"resources.gpu"}
+    assert set(problems_of(resources={"gpu_type": "x"}, topology=3, parallel={})) == {
+        "resources.gpu_type",
+        "topology",
+        "parallel.type",
+    }
+
+
+def test_a_section_of_a_misspelled_type_is_checked_as_the_type_that_was_meant():
+    problems = problems_of(parallel={"type": "dpd", "bucket_cap_mb": 0, "bucket": 1})
+    assert set(problems) == {"parallel.type", "parallel.bucket_cap_mb", "parallel.bucket"}
+
+
+def test_two_wrong_items_of_a_list_are_two_problems():
+    assert set(problems_of(kernels={"exclude": ["a", "b"]})) == {"kernels.exclude[0]", "kernels.exclude[1]"}
+
+
+def test_keys_that_are_not_texts():
+    assert set(problems_of(data={1: 2, "packing": 3}, **{"x": 1})) == {"data.1", "data.packing", "x"}
+
+
+def test_a_value_that_is_no_mapping():
+    with pytest.raises(SpecError, match="not a section; given: 3"):
+        RunSpec.model_validate(3)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Optimizer(lr=-1),
+        lambda: Optimizer.model_validate({"lr": -1}),
+        lambda: Optimizer.model_validate_json('{"lr": -1}'),
+    ],
+)
+def test_every_way_to_build_a_section_raises_the_same_error(build):
+    with pytest.raises(SpecError, match="Optimizer has 1 problem:\n  lr: not a valid value; given: -1; allowed"):
+        build()
+
+
+def test_python_sections_and_plain_values_are_the_same_spec():
+    nested = RunSpec(data=Data(sequence_length=64), parallel=Ddp(bucket_cap_mb=5))
+    assert nested == RunSpec(data={"sequence_length": 64}, parallel={"type": "ddp", "bucket_cap_mb": 5})
+    assert nested == RunSpec.model_validate(nested)
+
+
+def test_a_wrong_field_beside_python_sections():
+    with pytest.raises(SpecError) as caught:
+        RunSpec(data=Data(format="text"), seed=-1)
+    assert {problem.path for problem in caught.value.problems} == {"seed", "data.format"}
+
+
+def test_json_that_is_no_json():
+    with pytest.raises(SpecError, match="not JSON: EOF"):
+        RunSpec.model_validate_json("{")
+
+
+def test_json_refuses_what_python_refuses_even_when_asked_to_be_lax():
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate_json('{"seed": true, "data": {"packing": "yes"}}', strict=False, context={})
+    assert {problem.path for problem in caught.value.problems} == {"seed", "data.packing"}
+
+
+def test_every_field_is_described():
+    sections = Section.__subclasses__()
+    assert RunSpec in sections and len(sections) > 15
+    for section in sections:
+        assert section.__doc__, section
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+
+
+def test_recipe_is_all_that_decides_the_data():
+    spec = RunSpec()
+    recipe = DataRecipe.from_spec(spec)
+    assert set(DataRecipe.model_fields) == SPEC_FIELDS
+    same = RunSpec(name="other", optimizer={"lr": 1e-4}, training={"steps": 20}, model={"dtype": "float32"})
+    assert DataRecipe.from_spec(same) == recipe
+    assert DataRecipe.from_spec(same).hash() == recipe.hash()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 1},
+        {"data": {"sequence_length": 64}},
+        {"objective": {"type": "pretrain"}},
+        {"model": {"name": "org/model"}},
+        {"model": {"name": "org/model", "revision": "main"}},
+        {"model": {"tokenizer": "org/tokenizer"}},
+    ],
+)
+def test_recipe_changes_with_what_decides_the_data(fields):
+    assert DataRecipe.from_spec(RunSpec(**fields)).hash() != DataRecipe.from_spec(RunSpec()).hash()
+
+
+def test_recipe_has_the_fingerprint_of_files_and_survives_json():
+    recipe = DataRecipe.from_spec(RunSpec(data={"source": ["a.jsonl"]}), fingerprint="abc")
+    assert recipe.hash() != DataRecipe.from_spec(RunSpec(data={"source": ["a.jsonl"]})).hash()
+    assert DataRecipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_recipe_needs_its_fields():
+    with pytest.raises(SpecError) as caught:
+        DataRecipe.model_validate({"seed": 1, "model": "m", "revision": None, "tokenizer": None, "objective": {}})
+    assert {problem.path: problem.message for problem in caught.value.problems} == {
+        "data": "required",
+        "objective.type": "required",
+    }
