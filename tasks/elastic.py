@@ -11,15 +11,16 @@ import logging
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from flytekit import FlyteContextManager
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from strata_platform.spec import RunSpec
+from tasks.paths import directory, is_local
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import describe_exit
@@ -46,8 +47,10 @@ class TrainingTask(PytorchElasticFunctionTask):
         spec: RunSpec = kwargs["spec"]
         configure_logging()
         ensure_warm(spec, RunFolder.of(spec))
+        # Once for the pod, not once for each of its processes.
+        kwargs["data"] = FlyteDirectory(kwargs["data"].download())
         try:
-            return super()._execute(**kwargs)
+            trained = super()._execute(**kwargs)
         except IgnoreOutputs as end:
             # Also how a node without rank 0 ends well; a signal is told by what the plugin was handling.
             if isinstance(end.__context__, SignalException):
@@ -58,6 +61,7 @@ class TrainingTask(PytorchElasticFunctionTask):
             if failure is not None and failure.exitcode < 0:
                 _recoverable(f"rank {failure.rank} was killed: {describe_exit(failure.exitcode)}", error)
             raise
+        return trained._replace(weights=directory(trained.weights.path))
 
 
 def first_failure(error: BaseException) -> ProcessFailure | None:
@@ -66,9 +70,7 @@ def first_failure(error: BaseException) -> ProcessFailure | None:
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:
-    attempts = FlyteContextManager.current_context().execution_state
-    local = attempts is not None and attempts.is_local_execution()
-    advice = "run the same command again to continue" if local else "the next attempt continues"
+    advice = "run the same command again to continue" if is_local() else "the next attempt continues"
     raise FlyteRecoverableException(f"{reason}; {advice} from the last checkpoint") from cause
 
 

@@ -10,11 +10,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
+from tasks.paths import directory, file
 from tasks.prepare import LARGE
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export import export as export_run
+from tasks.runtime.folder import spec_yaml
 from tasks.runtime.log import configure_logging
+from tasks.runtime.metrics import read_points
 from tasks.runtime.record import CompletionRecord
+from tasks.runtime.report import render_body
 
 
 class Exported(NamedTuple):
@@ -30,6 +34,7 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     """Write the model, the report and the record; the report is the task's Deck, too."""
     configure_logging()
     prepared = PreparedData.load(Path(data.download()))
-    folder = export_run(spec, record, prepared, Path(weights.download()))
-    Deck("Training", folder.report.read_text(encoding="utf-8"))
-    return Exported(FlyteDirectory(str(folder.model)), FlyteFile(str(folder.report)), FlyteFile(str(folder.record)))
+    trained = Path(weights.download())
+    folder = export_run(spec, record, prepared, trained)
+    Deck("Training", render_body(record, read_points(trained / folder.metrics.name), spec_yaml(spec)))
+    return Exported(directory(folder.model), file(folder.report), file(folder.record))

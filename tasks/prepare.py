@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
+from typing import NamedTuple
 
-from flytekit import Cache, Resources, current_context, task
+from flytekit import Cache, Resources, task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import FORMAT_VERSION, fingerprint
+from tasks.paths import directory, is_local
+from tasks.runtime.data import fingerprint
 from tasks.runtime.data import prepare as prepare_data
+from tasks.runtime.data.manifest import VERSION
+from tasks.runtime.folder import data_folder
 from tasks.runtime.log import configure_logging
 from tasks.topology import task_for
+
+log = logging.getLogger(__name__)
 
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="4", mem="16Gi")
 
 
+# Flyte's local cache remembers a path that may be gone tomorrow; prepared data is content-addressed in the output folder.
+os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
+
+
+class Planned(NamedTuple):
+    """What the data step reads, and the folder of the run."""
+
+    recipe: DataRecipe
+    output: str
+
+
 @task(requests=SMALL)
-def plan(spec: RunSpec) -> DataRecipe:
+def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
     task_for(spec.topology)
-    return DataRecipe.from_spec(spec, fingerprint(spec))
+    if not is_local() and not os.path.isabs(spec.output):
+        log.warning(
+            "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step 0; "
+            "set output to a folder on a volume that all pods of the run mount",
+            spec.output,
+        )
+    return Planned(DataRecipe.from_spec(spec, fingerprint(spec)), spec.output)
 
 
-@task(requests=LARGE, cache=Cache(version=FORMAT_VERSION))
-def prepare(recipe: DataRecipe) -> FlyteDirectory:
+@task(requests=LARGE, cache=Cache(version=str(VERSION), ignored_inputs=("output",)))
+def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
     configure_logging()
-    folder = Path(current_context().working_directory) / "data"
-    prepare_data(recipe, folder, report=logging.getLogger(__name__).info)
-    return FlyteDirectory(str(folder))
+    folder = data_folder(output, recipe)
+    prepare_data(recipe, folder, report=log.info)
+    return directory(folder)

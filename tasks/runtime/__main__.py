@@ -29,18 +29,20 @@ def main() -> int:
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
     from tasks.runtime.export import collect_weights, export
+    from tasks.runtime.folder import data_folder
     from tasks.runtime.log import configure_logging
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted
 
     configure_logging()
+    log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:
             recipe = DataRecipe.from_spec(spec, fingerprint(spec))
             if run.processes.is_main:
-                prepare(recipe, run.folder.data(recipe), report=logging.getLogger(__name__).info)
+                prepare(recipe, data_folder(spec.output, recipe), report=log.info)
             run.processes.barrier()
-            data = prepare(recipe, run.folder.data(recipe), report=logging.getLogger(__name__).debug)
+            data = prepare(recipe, data_folder(spec.output, recipe), report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
             weights = collect_weights(run.folder, record)

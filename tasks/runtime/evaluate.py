@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import PreparedData, collate
+from tasks.runtime.data import PreparedData, collator
+from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.model import adopt_tokenizer, build_model, patch
 from tasks.runtime.record import CompletionRecord, Sample
 
@@ -23,11 +25,10 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
     Raises ValueError when the run did not finish.
     """
     record.require_complete()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = data.samples(spec.evaluation.samples)
     # One model in memory at a time.
-    before_loss, before = _measure(spec, data, [prompt for prompt, _ in prompts], device, weights=None)
-    after_loss, after = _measure(spec, data, [prompt for prompt, _ in prompts], device, weights=str(weights))
+    before_loss, before = _measure(spec, data, prompts, weights=None)
+    after_loss, after = _measure(spec, data, prompts, weights=weights)
     if before_loss is None or after_loss is None:
         log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
     else:
@@ -38,8 +39,8 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
             100 * (after_loss / before_loss - 1),
         )
     samples = tuple(
-        Sample(prompt=prompt, reference=reference, before=first, after=second)
-        for (prompt, reference), first, second in zip(prompts, before, after, strict=True)
+        Sample(prompt=prompt.prompt, reference=prompt.completion, before=first, after=second)
+        for prompt, first, second in zip(prompts, before, after, strict=True)
     )
     for sample in samples:
         log.info("prompt: %s\n  after training: %s", sample.prompt.strip(), sample.after.strip())
@@ -49,43 +50,48 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
 
 
 def _measure(
-    spec: RunSpec, data: PreparedData, prompts: list[str], device: torch.device, *, weights: str | None
+    spec: RunSpec, data: PreparedData, prompts: list[Prompt], *, weights: Path | None
 ) -> tuple[float | None, list[str]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = data.tokenizer()
-    model = build_model(spec, weights=weights).to(device).eval()
+    model = build_model(spec, weights=str(weights) if weights else None).to(device).eval()
     adopt_tokenizer(model, tokenizer)
     patch(model, spec)
-    loss = mean_loss(model, data, batch_size=spec.training.micro_batch_size, max_batches=spec.evaluation.max_batches)
-    return loss, [generate(model, tokenizer, prompt, spec.evaluation.max_new_tokens) for prompt in prompts]
+    return mean_loss(model, data, spec), [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
 
 
 @torch.inference_mode()
-def mean_loss(
-    model: PreTrainedModel, data: PreparedData, *, batch_size: int, max_batches: int | None = None
-) -> float | None:
+def mean_loss(model: PreTrainedModel, data: PreparedData, spec: RunSpec) -> float | None:
     """Mean loss per target token of the validation split, nats; None when the split is empty."""
+    batches = DataLoader(
+        data.validation, batch_size=spec.training.micro_batch_size, collate_fn=collator(spec.model.attention)
+    )
     total, targets = 0.0, 0
-    for number, batch in enumerate(DataLoader(data.validation, batch_size=batch_size, collate_fn=collate)):
-        if number == max_batches:
-            break
+    for batch in islice(batches, spec.evaluation.max_batches):
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         count = int((batch["labels"][:, 1:] != -100).sum())
         if count:
-            # Divided by one: the sum, so that short batches weigh as much as they hold.
+            # Divided by one: the sum, so that every token weighs the same.
             total += float(model(**batch, num_items_in_batch=1).loss)
             targets += count
     return total / targets if targets else None
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int) -> str:
-    """The model's most likely continuation of `prompt`, without the prompt."""
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, spec: RunSpec
+) -> str:
+    """The model's most likely continuation of the prompt, without the prompt."""
+    ids = torch.tensor([prompt.prompt_ids], device=model.device)
     written = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        use_cache=True,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=GenerationConfig(
+            max_new_tokens=spec.evaluation.max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=list(data.manifest.stop_token_ids) or None,
+            pad_token_id=data.manifest.pad_token_id,
+        ),
     )
-    return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))

@@ -43,10 +43,6 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
-    def data(self, recipe: DataRecipe) -> Path:
-        """Prepared data, shared by all runs of the output folder that read the same recipe."""
-        return self.root.parent / "data" / recipe.hash()
-
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
@@ -95,6 +91,11 @@ class RunFolder:
         with self.attempts.open("a") as file:
             file.write(f"{before}\n")
         return before
+
+
+def data_folder(output: str, recipe: DataRecipe) -> Path:
+    """Where prepared data is kept: shared by all runs of the output folder that read the same recipe."""
+    return Path(output).absolute() / "data" / recipe.hash()
 
 
 def spec_yaml(spec: RunSpec) -> str:

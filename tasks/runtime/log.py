@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+from transformers.utils.logging import disable_progress_bar
+
 
 def configure_logging() -> None:
     """Plain lines on standard output: everything of the main process, warnings and errors of the others with their rank."""
@@ -17,3 +19,6 @@ def configure_logging() -> None:
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         logger.handlers = [handler]
         logger.propagate = False
+    if not sys.stderr.isatty():
+        # Bars are for eyes; in a file each of their updates is a line.
+        disable_progress_bar()

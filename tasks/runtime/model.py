@@ -104,6 +104,14 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
     return model
 
 
+def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
+    """Patch the model, and set what it recomputes in the backward pass."""
+    report = patch(model, spec)
+    if spec.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return report
+
+
 def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
     """Replace the model's operators by the kernel layer's, unless the spec turns them off."""
     return patch_model(model, exclude=spec.kernels.exclude) if spec.kernels.enabled else None

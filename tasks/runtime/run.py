@@ -24,7 +24,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import hf
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import adopt_tokenizer, build_model, patch
+from tasks.runtime.model import adopt_tokenizer, build_model, prepare_for_training
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput
@@ -79,7 +79,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     attempt = run.folder.begin_attempt() if run.processes.is_main else 0
     model = build_model(run.spec)
     adopt_tokenizer(model, data.tokenizer())
-    patched = patch(model, run.spec)
+    patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
     recorder = Recorder(run.spec, run.folder, run.processes, attempt)
     with count_compiles() as compiles, closing(recorder):
@@ -177,11 +177,27 @@ def _record(
         parameters=model.num_parameters(),
         device=device_name(run.processes),
         world_size=run.processes.world_size,
-        data=data.counts,
+        data=_counts(data),
         kernels=dict(patched.counts) if patched else {},
         warmup=warmup,
         versions=versions(),
     )
+
+
+def _counts(data: PreparedData) -> dict[str, int]:
+    """Every sample that was read is used or in one of the skips."""
+    manifest = data.manifest
+    return {
+        "read": manifest.samples_read,
+        "used": manifest.samples_used,
+        **{f"skipped_{reason}": number for reason, number in manifest.skipped.items()},
+        "truncated": manifest.truncated,
+        "train_rows": manifest.train.rows,
+        "train_tokens": manifest.train.tokens,
+        "train_target_tokens": manifest.train.target_tokens,
+        "validation_rows": manifest.validation.rows,
+        "validation_target_tokens": manifest.validation.target_tokens,
+    }
 
 
 def device_name(processes: Processes) -> str:

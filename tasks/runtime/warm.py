@@ -19,8 +19,9 @@ import torch
 
 from strata_kernels.warmup import Plan, record, warmup
 from strata_platform.spec import RunSpec
+from tasks.runtime.data import collator
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.model import build_meta_model, patch
+from tasks.runtime.model import build_meta_model, prepare_for_training
 from tasks.runtime.record import write_json
 
 log = logging.getLogger(__name__)
@@ -32,16 +33,14 @@ DONE = "STRATA_WARMUP_DONE"
 def plan_of(spec: RunSpec) -> Plan:
     """Every kernel that a training step of this spec launches, found by running the real step on meta tensors."""
     model = build_meta_model(spec)
-    patch(model, spec)
+    prepare_for_training(model, spec)
     model.train()
-    if spec.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    shape = (spec.training.micro_batch_size, spec.data.sequence_length)
-    row = torch.zeros(shape, dtype=torch.int64, device="meta")
+    row = {"input_ids": torch.zeros(spec.data.sequence_length, dtype=torch.int64, device="meta")}
+    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)["input_ids"]
 
     def step() -> None:
         targets = torch.zeros((), dtype=torch.int64, device="meta")
-        model(input_ids=row, labels=row, position_ids=row, num_items_in_batch=targets).loss.backward()
+        model(input_ids=batch, labels=batch, position_ids=batch, num_items_in_batch=targets).loss.backward()
 
     return record(step)
 

@@ -48,9 +48,8 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
     report: receives lines for a person: what is chosen, progress every few seconds, the final account.
 
     Raises:
-        ValueError: the source is not found, unreadable or empty, a column is missing, a row does not fit and
-        `data.invalid`
-            is `error`, nothing is left to train on, or `out` holds other files.
+        ValueError: the source is not found, unreadable or empty; a column is missing; a row does not fit, and
+            `data.invalid` is `error`; nothing is left to train on; or `out` holds other files.
     """
     if not recipe.fingerprint:
         recipe = recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})

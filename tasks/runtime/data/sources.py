@@ -135,13 +135,10 @@ class HubDataset:
 
     def rows(self) -> Iterator[Row]:
         """Rows of the split. Raises ValueError when the Hub has no such data set, subset or split."""
-        from huggingface_hub import constants
-
-        # Without a network the cache alone can answer, and it cannot be streamed from.
-        for number, values in enumerate(self._load(self.streaming and not constants.HF_HUB_OFFLINE), start=1):
+        for number, values in enumerate(self._load(), start=1):
             yield Row(f"{self.name} row {number}", dict(values))
 
-    def _load(self, streaming: bool) -> Any:
+    def _load(self) -> Any:
         try:
             import datasets
         except ImportError as error:
@@ -150,11 +147,11 @@ class HubDataset:
             ) from error
         try:
             return datasets.load_dataset(
-                self.name, self.subset, split=self.split, revision=self.revision, streaming=streaming
+                self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
             )
         except (FileNotFoundError, ConnectionError) as error:
             raise _not_found(self.name, reason=str(error).splitlines()[0]) from error
-        except ValueError as error:
+        except (ValueError, datasets.exceptions.DatasetsError) as error:
             # The library's own words name the configurations or splits that there are.
             raise ValueError(
                 f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"

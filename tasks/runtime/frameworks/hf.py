@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.data import PreparedData, collate
+from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.processes import Processes
 from tasks.runtime.recorder import Recorder
@@ -37,9 +37,10 @@ def train(
         model=model,
         args=_arguments(spec, folder, steps),
         train_dataset=data.train,
-        data_collator=collate,
+        data_collator=collator(spec.model.attention),
         callbacks=[_Checkpoints(spec, processes, folder, recorder)],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
 
 
@@ -51,8 +52,6 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
         max_steps=steps,
         per_device_train_batch_size=spec.training.micro_batch_size,
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         optim="adamw_torch_fused",
         learning_rate=spec.optimizer.lr,
         adam_beta1=spec.optimizer.betas[0],

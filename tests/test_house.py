@@ -1,0 +1,44 @@
+"""The shape of the project itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("folder", [".", "kernels", "platform"])
+def test_folders_that_must_not_be_packages(folder):
+    # As a package, `platform` would shadow the standard library's module, and `kernels` Hugging Face's.
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of the modules that a fresh interpreter in the project's root has loaded after `statement`."""
+    code = f"{statement}; import sys; print(*sys.modules, sep='\\n')"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True
+        ).stdout.split()
+    )
+
+
+def test_the_standard_librarys_platform_is_found_in_the_root():
+    code = "import platform; print(platform.python_version())"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True).returncode == 0
+
+
+def test_the_platform_layer_loads_no_torch():
+    loaded = modules_after("import strata_platform.cli, strata_platform.spec")
+    assert not loaded & {"torch", "triton", "transformers", "tasks"}
+
+
+def test_the_kernel_layer_loads_no_transformers_and_starts_no_cuda():
+    loaded = modules_after("import strata_kernels, torch; assert not torch.cuda.is_initialized()")
+    assert not loaded & {"transformers", "strata_platform", "tasks", "flytekit"}
+
+
+def test_the_runtime_is_free_of_flyte():
+    assert "flytekit" not in modules_after("import tasks.runtime.run, tasks.runtime.evaluate, tasks.runtime.export")

@@ -1,0 +1,153 @@
+"""What is sent to Flyte: task types, payloads, pods, names. A cluster would run exactly this."""
+
+from collections import OrderedDict
+
+import pytest
+from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.models.core.types import BlobType
+from flytekit.tools.translator import get_serializable
+from flytekitplugins.kfpytorch import CleanPodPolicy
+
+from strata_platform.spec import RunSpec
+from tasks import topology
+from tasks.topology import TASKS, task_for
+from tasks.train import train
+from workflows.finetune import finetune
+
+IMAGE = Image(name="default", fqn="registry.example/strata", tag="1")
+SETTINGS = SerializationSettings(
+    project="p",
+    domain="d",
+    version="v",
+    image_config=ImageConfig(default_image=IMAGE, images=[IMAGE]),
+    env={},
+    fast_serialization_settings=FastSerializationSettings(enabled=False),
+)
+
+
+def template(task):
+    return get_serializable(OrderedDict(), SETTINGS, task).template
+
+
+@pytest.fixture(scope="module")
+def registered():
+    entities = OrderedDict()
+    get_serializable(entities, SETTINGS, finetune)
+    return {entity.id.name: entity for entity in (getattr(e, "template", None) for e in entities.values()) if entity}
+
+
+def test_names_are_those_of_the_modules(registered):
+    assert set(registered) == {
+        "workflows.finetune.finetune",
+        "tasks.prepare.plan",
+        "tasks.prepare.prepare",
+        "tasks.train.train",
+        "tasks.evaluate.evaluate",
+        "tasks.export.export",
+    }
+
+
+@pytest.mark.parametrize("shape", sorted(TASKS), ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_a_task_is_loaded_in_its_pod_by_the_name_it_is_registered_by(shape):
+    name = f"train_{shape[0]}x{shape[1]}"
+    found = template(TASKS[shape])
+    assert found.id.name == f"tasks.topology.{name}"
+    assert getattr(topology, name) is TASKS[shape]
+    command = (found.container or found.k8s_pod.pod_spec["containers"][0]).args if found.container else None
+    arguments = command or found.k8s_pod.pod_spec["containers"][0]["args"]
+    assert arguments[-4:] == ["task-module", "tasks.topology", "task-name", name]
+
+
+def test_one_pod_needs_no_training_operator():
+    found = template(TASKS[1, 8])
+    assert found.type == "python-task"
+    assert not found.custom
+
+
+def test_several_pods_are_a_pytorchjob_whose_shape_is_the_specs():
+    found = template(TASKS[16, 8])
+    assert found.type == "pytorch"
+    assert found.task_type_version == 1
+    custom = found.custom
+    assert custom["elasticConfig"] == {
+        "rdzvBackend": "c10d",
+        "minReplicas": 16,
+        "maxReplicas": 16,
+        "nprocPerNode": 8,
+        "maxRestarts": topology.MAX_RESTARTS,
+    }
+    assert custom["workerReplicas"]["replicas"] == 16
+    assert custom["runPolicy"] == {"cleanPodPolicy": "CLEANPOD_POLICY_ALL"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8)], ids=["1x1", "2x8"])
+def test_pods_of_training(shape):
+    found = template(TASKS[shape])
+    assert found.metadata.retries.retries == topology.RETRIES
+    pod = found.k8s_pod.pod_spec
+    assert pod["terminationGracePeriodSeconds"] == topology.GRACE_SECONDS
+    environment = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < topology.GRACE_SECONDS
+    assert environment["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "300"
+    # The plugin's own way to enlarge /dev/shm writes to a template that tasks share.
+    assert "volumes" not in pod
+
+
+def test_rendezvous_waits_for_slow_pods():
+    for task in TASKS.values():
+        assert task.task_config.rdzv_configs == {"timeout": 900, "join_timeout": 900, "read_timeout": 900}
+        assert task.task_config.run_policy.clean_pod_policy is CleanPodPolicy.ALL
+
+
+def test_prepared_data_is_cached_by_the_recipe_alone(registered):
+    prepare = registered["tasks.prepare.prepare"]
+    assert prepare.metadata.discoverable
+    assert set(prepare.interface.inputs) == {"recipe", "output"}
+    assert prepare.interface.outputs["o0"].type.blob.dimensionality == BlobType.BlobDimensionality.MULTIPART
+    assert not any(
+        registered[name].metadata.discoverable
+        for name in registered
+        if name not in ("tasks.prepare.prepare", "workflows.finetune.finetune")
+    )
+
+
+def test_only_what_the_spec_asks_for_reaches_the_pods():
+    spec = RunSpec.model_validate(
+        {
+            "topology": {"nnodes": 2, "nproc_per_node": 8},
+            "parallel": {"type": "ddp"},
+            "resources": {"cpu": "32", "memory": "512Gi", "gpu": 8, "gpu_type": "NVIDIA-H200", "shared_memory": "64Gi"},
+        }
+    )
+    node = compiled_training_node(spec)
+    asked = {(entry.name, entry.value) for entry in node.task_node.overrides.resources.requests}
+    resources = type(node.task_node.overrides.resources.requests[0]).ResourceName
+    assert asked == {(resources.CPU, "32"), (resources.MEMORY, "512Gi"), (resources.GPU, "8")}
+    extended = node.task_node.overrides.extended_resources
+    assert extended.gpu_accelerator.device == "NVIDIA-H200"
+    assert extended.shared_memory.size_limit == "64Gi"
+    assert node.task_node.reference_id.name == "tasks.topology.train_2x8"
+
+
+def compiled_training_node(spec):
+    """The node that the dynamic task makes for this spec when it runs in a cluster."""
+    context = FlyteContextManager.current_context().new_builder().with_serialization_settings(SETTINGS)
+    with FlyteContextManager.with_context(context) as ctx:
+        job = train.compile_into_workflow(ctx, train._task_function, spec=spec, data="s3://bucket/data")
+    [node] = job.nodes
+    return node
+
+
+def test_unknown_shape_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"3x5.*1x1, 1x2.*tasks/topology\.py"):
+        task_for(
+            RunSpec.model_validate(
+                {"topology": {"nnodes": 3, "nproc_per_node": 5}, "parallel": {"type": "ddp"}}
+            ).topology
+        )
+
+
+def test_the_shared_pod_template_is_not_changed_by_a_task():
+    templates = [task.pod_template for task in TASKS.values()]
+    assert all(template.pod_spec.containers == [] and template.pod_spec.volumes is None for template in templates)
