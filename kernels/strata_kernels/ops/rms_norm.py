@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._launch import accumulator, describe, launch, multiprocessors, takes_kernel
 from ._register import register
@@ -56,6 +57,7 @@ def rms_norm_fwd_kernel(
     D: tl.constexpr, CAST: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """y and rstd of tiles of ROWS whole rows."""
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < D
     b_w = _load_scale(p_w, o_d, m_d, offset, HAS_WEIGHT)
@@ -77,6 +79,7 @@ def rms_norm_bwd_kernel(
     D: tl.constexpr, CAST: tl.constexpr, HAS_WEIGHT: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """dx of tiles of ROWS whole rows, and this program's row of p_dw: its sum over all of its tiles."""
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < D
     b_w = _load_scale(p_w, o_d, m_d, offset, HAS_WEIGHT)
@@ -135,7 +138,7 @@ def rms_norm_bwd_wide_kernel(
     D: tl.constexpr, CAST: tl.constexpr, HAS_WEIGHT: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `rms_norm_bwd_kernel` for rows that do not fit in registers: dw is summed in this program's row of p_dw, in L2."""
+    """As `rms_norm_bwd_kernel` for rows that do not fit in registers; the sum over tiles lives in p_dw, in L2."""
     for i_t in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         o_r = i_t * ROWS + tl.arange(0, ROWS)
         m_r = o_r < n_rows
@@ -341,6 +344,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, rstd)
 
 
+@once_differentiable
 def _autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
     weight_grad = weight is not None and ctx.needs_input_grad[1]

@@ -67,6 +67,7 @@ def rope_kernel(
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_S positions of one batch row, all heads of q and k."""
     n_blocks = tl.cdiv(n_s, BLOCK_S)
     i_b = (tl.program_id(0) // n_blocks).to(tl.int64)
     o_s = (tl.program_id(0) % n_blocks) * BLOCK_S + tl.arange(0, BLOCK_S)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ._launch import accumulator, describe, launch, takes_kernel
@@ -45,6 +46,7 @@ def _sigmoid(b_x, PRECISE: tl.constexpr):
 def swiglu_fwd_kernel(
     p_g, p_u, p_y, n_rows, n_cols, stride_g, stride_u, BLOCK: tl.constexpr, PRECISE: tl.constexpr
 ):  # fmt: skip
+    """y in BLOCK features of one row."""
     n_blocks = tl.cdiv(n_cols, BLOCK)
     i_r = (tl.program_id(0) // n_blocks).to(tl.int64)
     o_d = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -60,6 +62,7 @@ def swiglu_bwd_kernel(
     p_dy, p_g, p_u, p_dg, p_du, n_rows, n_cols, stride_dy, stride_g, stride_u,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
+    """dg and du in BLOCK features of one row."""
     n_blocks = tl.cdiv(n_cols, BLOCK)
     i_r = (tl.program_id(0) // n_blocks).to(tl.int64)
     o_d = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -155,6 +158,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> N
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor] = _swiglu_bwd(dy, *ctx.saved_tensors)
     return gradients
@@ -188,9 +192,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         tensor([0.0000, 1.4621])
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point() or gate.dim() == 0:
-        raise ValueError(
-            f"gate and up must be floating point of one shape [..., D] and dtype, got {describe(gate)} and {describe(up)}"
-        )
+        shapes = f"{describe(gate)} and {describe(up)}"
+        raise ValueError(f"gate and up must be floating point of one shape [..., D] and dtype, got {shapes}")
     if gate.device != up.device:
         raise ValueError(f"gate is on {gate.device} and up on {up.device}: move one of them")
     y: Tensor = _swiglu(gate, up)

@@ -58,9 +58,8 @@ class WarmupReport:
         """One line for a log."""
         if self.skipped is not None:
             return f"nothing to warm up on {self.device}: {self.skipped}"
-        failed = f", {len(self.failed)} failed" if self.failed else ""
-        misses = len(self.compiled) - self.hits
-        return f"{self.planned} kernels on {self.device} in {self.seconds:.1f} s: {misses} compiled, {self.hits} cached{failed}"
+        counts = f"{len(self.compiled) - self.hits} compiled, {self.hits} cached, {len(self.failed)} failed"
+        return f"{self.planned} kernels on {self.device} in {self.seconds:.1f} s: {counts}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `skipped` is there only where there is a reason."""
