@@ -127,8 +127,8 @@ class ChatTemplate:
         if not text.startswith(prompt):
             raise ValueError(
                 f"{where}: what the chat template renders for message {index + 1} does not begin with its own "
-                f"generation prompt ({_difference(prompt, text)}), so its loss cannot be placed; set data.chat_template "
-                "to a template with {% generation %} marks"
+                f"generation prompt ({_difference(prompt, text)}), so its loss cannot be placed; set "
+                "data.chat_template to a template with {% generation %} marks"
             )
         return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
 

@@ -122,7 +122,7 @@ def _signature(name: str, node: _Definition) -> str:
     Beyond 120 characters annotations go, then default values, then the last parameters.
     """
     if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        bases = ", ".join(base for base in map(ast.unparse, node.bases) if base != "object")
         return f"class {name}({bases})" if bases and len(bases) < _MAX_SIGNATURE else f"class {name}"
     keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""

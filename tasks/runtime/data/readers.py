@@ -7,7 +7,6 @@ what is wrong is found and counted instead of being converted. Lines are counted
 from __future__ import annotations
 
 import csv
-import io
 import json
 import lzma
 import zlib
@@ -54,14 +53,14 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         try:
-            yield number, line.decode().rstrip("\r\n")
+            yield number, line.decode()
         except UnicodeDecodeError as error:
             raise OSError(f"line {number} is not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 def _read_text(file: IO[bytes], name: str) -> Iterator[Row]:
     for number, line in _lines(file):
-        yield Row(f"{name} line {number}", {"text": line})
+        yield Row(f"{name} line {number}", {"text": line.rstrip("\r\n")})
 
 
 def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -90,7 +89,7 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
 
 def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_FIELD)
-    reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    reader = csv.reader((line for _, line in _lines(file)), strict=True)
     header = next(reader, [])
     if len(set(header)) < len(header):
         raise OSError(f"the header names a column twice: {', '.join(header)}")

@@ -50,8 +50,6 @@ def open_source(recipe: DataRecipe) -> Source:
     """
     given = recipe.data.source
     names = (given,) if isinstance(given, str) else given
-    if not names:
-        raise ValueError("data.source is an empty list; name a built-in source, files, or a Hub data set")
     if len(names) == 1 and names[0] in BUILTIN_SOURCES:
         return PythonDocs(seed=recipe.seed)
     if all(_names_files(name) for name in names):

@@ -1,0 +1,226 @@
+"""Sources: what is read, in which order, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint
+from tasks.runtime.data.sources import Source, open_source
+
+PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
+
+
+def _open(source: str | list[str], **data: Any) -> Source:
+    return open_source(_recipe(source, **data))
+
+
+def _recipe(source: str | list[str], **data: Any) -> DataRecipe:
+    return DataRecipe.from_spec(_spec(source, **data))
+
+
+def _spec(source: str | list[str], **data: Any) -> RunSpec:
+    return RunSpec.model_validate({"data": {"source": source, **data}})
+
+
+def _values(source: Source) -> list[Any]:
+    return [row.values for row in source.rows()]
+
+
+def _jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def _csv(path: Path) -> None:
+    lines = "".join(f'{row["prompt"]},"{row["completion"]}"\r\n' for row in PAIRS)
+    path.write_bytes(("\ufeffprompt,completion\r\n" + lines).encode())
+
+
+WRITERS = {
+    "a.jsonl": lambda path: _jsonl(path, PAIRS),
+    "a.json": lambda path: path.write_text(json.dumps(PAIRS, indent=1), encoding="utf-8"),
+    "lines.json": lambda path: _jsonl(path, PAIRS),
+    "a.csv": _csv,
+    "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), path),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in PAIRS).encode())),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_of_every_kind_give_the_same_rows(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    source = _open(str(tmp_path / name))
+    assert _values(source) == PAIRS == _values(source)
+
+
+def test_text_gives_a_row_per_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\ntwo \xc3\xa9")
+    assert [row["text"] for row in _values(_open(str(tmp_path / "a.txt")))] == ["one", "", "two é"]
+
+
+def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        _jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    (tmp_path / "README.md").write_text("not data")
+
+    def order(source: str | list[str]) -> str:
+        return "".join(row["text"] for row in _values(_open(source)))
+
+    assert order(str(tmp_path / "*.jsonl")) == "abc"
+    assert order(str(tmp_path)) == "abc"
+    assert order([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]) == "cab"
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_urls(scheme: str, tmp_path: Path) -> None:
+    base = f"{scheme}://{tmp_path}"
+    with fsspec.open(f"{base}/rows.jsonl", "w") as file:
+        file.write('{"text": "a"}\n')
+    assert _values(_open(f"{base}/rows.jsonl")) == _values(_open(f"{base}/*.jsonl")) == [{"text": "a"}]
+    before = _open(f"{base}/rows.jsonl").digest()
+    with fsspec.open(f"{base}/rows.jsonl", "w") as file:
+        file.write('{"text": "longer"}\n')
+    assert _open(f"{base}/rows.jsonl").digest() != before
+
+
+def test_a_row_names_its_line_and_its_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n[1]\n')
+    rows = list(_open(str(tmp_path / "a.jsonl")).rows())
+    assert [row.where for row in rows] == ["a.jsonl line 1", "a.jsonl line 3", "a.jsonl line 4"]
+    with pytest.raises(ValueError, match=r"a.jsonl line 3: not valid JSON: Expecting value"):
+        rows[1].fields()
+    with pytest.raises(ValueError, match=r"a.jsonl line 4: an object with columns was expected, not list \[1\]"):
+        rows[2].fields()
+
+
+def test_a_csv_row_with_a_field_too_many_is_a_faulty_row(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\na,b\na,b,c\n")
+    good, bad = _open(str(tmp_path / "a.csv")).rows()
+    assert good.problem is None
+    assert (bad.where, bad.problem) == ("a.csv line 3", "3 fields, but the header has 2")
+
+
+def test_long_csv_fields_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    assert len(_values(_open(str(tmp_path / "a.csv")))[0]["text"]) == 200_000
+
+
+BROKEN = {
+    "a.parquet": (b"no parquet", "Parquet magic bytes"),
+    "a.jsonl": (b'{"text": "\xe9"}\n', r"line 1 is not UTF-8 \(invalid continuation byte at byte 10\)"),
+    "a.json": (b"[1, 2", "Expecting ',' delimiter"),
+    "a.jsonl.gz": (b"no gzip", "Not a gzipped file"),
+    "a.csv": (b'text\n"open', "unexpected end of data"),
+    "twice.csv": (b"text,text\n", "names a column twice: text, text"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_unreadable_file_is_named(name: str, tmp_path: Path) -> None:
+    content, reason = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.source: cannot read {tmp_path / name}: .*{reason}"):
+        list(_open(str(tmp_path / name)).rows())
+
+
+def test_what_is_not_found_says_what_was_looked_for(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "train.jsonl", [])
+    looked = "looked for the built-in python-docs"
+    trian = tmp_path / "trian.jsonl"
+    with pytest.raises(ValueError, match=f"'{trian}' was not found; {looked}, the file or folder {trian}; "
+                       "did you mean 'train.jsonl'"):  # fmt: skip
+        _open(str(trian))
+    with pytest.raises(ValueError, match=r"'memory://none/at.jsonl' was not found; looked for that URL$"):
+        _open("memory://none/at.jsonl")
+    with pytest.raises(ValueError, match=rf"'python-doc' was not found; {looked}, the file or folder .*/python-doc, "
+                       r"the Hub \(.*reach.*\); did you mean 'python-docs'"):  # fmt: skip
+        list(_open("python-doc").rows())
+    with pytest.raises(ValueError, match=rf"'python-docs' was not found; {looked} \(not in a list\)"):
+        _open(["python-docs", str(tmp_path / "train.jsonl")])
+
+
+def test_kinds_are_not_mixed_and_must_be_known(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.txt", "c.bin"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=r"mixes files of several kinds: .jsonl \(.*a.jsonl\), .txt \(.*b.txt\)"):
+        _open([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
+    with pytest.raises(ValueError, match=r"cannot tell the format of .*c.bin; known are .jsonl, .json, .parquet"):
+        _open(str(tmp_path / "c.bin"))
+    with pytest.raises(ValueError, match=r"'nosuch://a.jsonl': Protocol not known"):
+        _open("nosuch://a.jsonl")
+
+
+def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:
+    path, template = tmp_path / "a.jsonl", tmp_path / "t.jinja"
+    _jsonl(path, PAIRS)
+    template.write_text("{{ messages }}")
+    spec = _spec(str(path), chat_template=str(template))
+    seen = [fingerprint(spec), fingerprint(spec)]
+    _jsonl(path, PAIRS[:2])
+    seen.append(fingerprint(spec))
+    template.write_text("{{ messages }} ")
+    seen.append(fingerprint(spec))
+    assert seen[0] == seen[1] and len(set(seen)) == 3
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    spec = RunSpec.model_validate({"data": {"source": str(path)}, "model": {"tokenizer": str(folder)}})
+    before = fingerprint(spec)
+    (folder / "tokenizer.json").write_text("{}")
+    assert fingerprint(spec) != before
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set of the Hub as an earlier download left it."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    folder = tmp_path / "someone___greetings" / "default" / "0.0.0" / "0123abcd"
+    folder.mkdir(parents=True)
+    features = datasets.Features({name: datasets.Value("string") for name in PAIRS[0]})
+    with ArrowWriter(path=str(folder / "greetings-train.arrow"), features=features) as writer:
+        for row in PAIRS:
+            writer.write(row)
+        count, size = writer.finalize()
+    split = {"name": "train", "num_bytes": size, "num_examples": count, "dataset_name": "greetings"}
+    info = datasets.DatasetInfo(
+        features=features,
+        builder_name="json",
+        dataset_name="greetings",
+        config_name="default",
+        version="0.0.0",
+        splits={"train": split},
+    )
+    info.write_to_directory(str(folder))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_hub_data_sets() -> None:
+    assert _values(_open("someone/greetings")) == PAIRS
+    assert _values(_open("someone/greetings", max_samples=2)) == PAIRS  # streamed; `prepare` takes the first two
+    with pytest.raises(
+        ValueError, match=r"'someone/greetings' with data.subset None, data.split 'tset': Unknown split"
+    ):
+        _values(_open("someone/greetings", split="tset"))
+    with pytest.raises(ValueError, match=r"(?s)data.subset 'x'.*Available configs in the cache: \['default'\]"):
+        _values(_open("someone/greetings", subset="x"))
+    with pytest.raises(ValueError, match=r"'someone/none' was not found; .* the Hub \(Couldn't reach"):
+        _values(_open("someone/none"))
+
+
+def test_fingerprint_of_the_hub_is_its_commit() -> None:
+    commits = ["0" * 40, "1" * 40]
+    digests = {_open("someone/greetings", revision=commit).digest() for commit in commits}
+    assert len(digests) == 2
+    with pytest.warns(UserWarning, match="cannot ask the Hub for the commit of 'someone/greetings'"):
+        _open("someone/greetings").digest()
