@@ -143,9 +143,14 @@ def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns:
             continue
         try:
             yield raw_text(name, columns, row)
-        except RowError:
-            if recipe.data.invalid == "error":
-                raise
+        except RowError as error:
+            _allow(recipe, error)
+
+
+def _allow(recipe: DataRecipe, error: RowError) -> None:
+    """Return when faulty rows are to be skipped; else raise ValueError."""
+    if recipe.data.invalid == "error":
+        raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
 
 
 @dataclass
@@ -183,8 +188,7 @@ def _encode_all(
             try:
                 fitting.append((number, row.where, form.documents(row)))
             except RowError as error:
-                if recipe.data.invalid == "error":
-                    raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
+                _allow(recipe, error)
                 tally.skipped["invalid"] += 1
         encoded = iter(encoder.encode([document for _, _, documents in fitting for document in documents]))
         for number, where, documents in fitting:

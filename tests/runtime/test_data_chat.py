@@ -1,0 +1,212 @@
+"""Chats: exactly what the assistant says is learned, under any template, or the template is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tasks.runtime.data.chat import ChatTemplate, messages_of, resolve_template
+from tasks.runtime.data.encode import Encoder
+from tasks.runtime.data.formats import bind_format
+from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.tokenizer import train_tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "assistant\nHow are you?"},
+    {"role": "assistant", "content": "\nFine <b>\n\nthanks\n"},
+    {"role": "user", "content": "Bye."},
+]
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+)
+MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+# Reasoning is kept in the last turn alone: earlier turns change when the chat goes on.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNSTABLE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["Hello? Hi. How are you? Fine, thanks. Be brief. Bye. assistant system user"] * 3)
+
+
+def _learned(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: list[dict[str, Any]], *, learn_all: bool = False
+) -> list[tuple[str, list[str]]]:
+    """Of each document the text, and the runs of it that carry loss."""
+    form = bind_format("chat", ("messages",), tokenizer, template)
+    documents = form.documents(Row("row 1", {"messages": messages}))
+    result = []
+    for encoded in Encoder(tokenizer, learn_all=learn_all).encode(documents):
+        runs: list[list[int]] = []
+        for index, (token, target) in enumerate(zip(encoded.ids.tolist(), encoded.targets.tolist(), strict=True)):
+            if target:
+                if index == 0 or not encoded.targets[index - 1]:
+                    runs.append([])
+                runs[-1].append(token)
+        result.append((tokenizer.decode(encoded.ids), [tokenizer.decode(run) for run in runs]))
+    return result
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    def write(source: str) -> str:
+        path = tmp_path / "template.jinja"
+        path.write_text(source, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+WHOLE = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+TURNS = ["Hi.<|im_end|>", "\nFine <b>\n\nthanks\n<|im_end|>"]
+
+
+def test_the_assistants_turns_with_their_ends_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert _learned(tokenizer, None, TALK) == [(WHOLE, TURNS)]
+    assert _learned(tokenizer, "chatml", TALK) == [(WHOLE, TURNS)]
+
+
+@pytest.mark.parametrize("source", [MARKED, MARKED_WITHOUT_END], ids=["end-marked", "end-not-marked"])
+def test_generation_marks_are_followed(source: str, tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    assert _learned(tokenizer, file(source), TALK) == [(WHOLE, TURNS)]
+
+
+def test_pretraining_learns_every_token_but_the_first(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert _learned(tokenizer, None, TALK, learn_all=True) == [(WHOLE, [WHOLE.removeprefix("<|im_start|>")])]
+
+
+def test_what_the_model_reads_has_the_tokens_it_will_be_given(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The prompt's tokens are those of the prompt alone, though the turn begins as the header ends."""
+    (document,) = bind_format("chat", ("messages",), tokenizer, None).documents(Row("row 1", {"messages": TALK[:5]}))
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([document])
+    prompt = tokenizer.apply_chat_template(TALK[:4], add_generation_prompt=True, return_dict=False)
+    begin, end = encoded.written
+    assert encoded.ids[:begin].tolist() == prompt
+    assert encoded.targets[begin:end].all() and not encoded.targets[end:].any()
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_document_per_turn(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    talk = [
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "<think>x</think>Hi."},
+        {"role": "user", "content": "How?"},
+        {"role": "assistant", "content": "<think>y</think>Fine."},
+    ]
+    header = "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n"
+    first = "<think>x</think>Hi.<|im_end|>"
+    second = "<think>y</think>Fine.<|im_end|>"
+    later = f"{header}Hi.<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n{second}\n"
+    assert _learned(tokenizer, file(FORGETFUL), talk) == [(f"{header}{first}\n", [first]), (later, [second])]
+
+
+def test_a_turn_that_does_not_begin_with_its_prompt_is_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    with pytest.raises(ValueError, match=r"row 1: .* message 3 does not begin with its own generation prompt "
+                       r"\('<think>' became 'Hi.<\|eos\|>'\).*data.chat_template"):  # fmt: skip
+        _learned(tokenizer, file(UNSTABLE), TALK)
+
+
+def test_marks_that_cover_nothing_are_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    source = MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
+    with pytest.raises(ValueError, match=r"row 1: the chat template's {% generation %} marks cover none"):
+        _learned(tokenizer, file(source), TALK)
+
+
+def test_a_template_without_special_tokens_keeps_the_white_space_it_ends_turns_with(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    assert _learned(tokenizer, file(PLAIN), TALK[1:3]) == [("user: Hello?\nassistant: Hi.\n", ["Hi.\n"])]
+
+
+def test_an_opening_by_the_assistant_and_turns_in_a_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    talk = [{"role": "assistant", "content": text} for text in ("Hi.", "Fine.")]
+    (text, runs), *rest = _learned(tokenizer, None, talk)
+    assert not rest and runs == ["Hi.<|im_end|>", "Fine.<|im_end|>"]
+    assert text.count("<|im_start|>assistant\n") == 2
+
+
+def test_a_chat_without_the_assistant_has_nothing_to_learn(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert _learned(tokenizer, None, TALK[:2])[0][1] == []
+
+
+def test_llama3_by_name() -> None:
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer = train_tokenizer(["Hello? Hi."])
+    with pytest.raises(
+        ValueError, match=r"'llama3' needs the special tokens <\|begin_of_text\|>, .* which the tokenizer"
+    ):
+        resolve_template("llama3", tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    (text, runs), *_ = _learned(tokenizer, "llama3", TALK[:4])
+    assert text.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>")
+    assert runs == ["Hi.<|eot_id|>"]
+
+
+def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"data.chat_template 'chatlm': neither 'chatml' or 'llama3' nor a .jinja "
+                       "file; did you mean 'chatml'"):  # fmt: skip
+        resolve_template("chatlm", tokenizer)
+    with pytest.raises(ValueError, match=r"'none.jinja': there is no file .*/none.jinja"):
+        resolve_template("none.jinja", tokenizer)
+    bare = train_tokenizer(["a"])
+    bare.chat_template = None
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template; set data.chat_template to 'chatml'"):
+        resolve_template(None, bare)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("hello", "column 'messages' holds str 'hello', not a list of messages"),
+        ([], "column 'messages' holds no message"),
+        (["hello"], "message 1 is str 'hello', not an object with role and content"),
+        ([{"content": "hello"}], "message 1: role is null, not text"),
+        ([TALK[0], {"role": "user", "content": None}], "message 2: content is null, not text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 1: content is list"),
+    ],
+)
+def test_messages_of_the_wrong_type(messages: Any, problem: str) -> None:
+    with pytest.raises(RowError) as caught:
+        messages_of(Row("row 1", {"messages": messages}), "messages")
+    assert problem in str(caught.value) and "row 1" in str(caught.value)
+
+
+def test_a_message_that_calls_tools_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+    assert messages_of(Row("row 1", {"messages": [call]}), "messages") == [
+        {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    ]
+
+
+def test_a_template_can_refuse_messages(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = ChatTemplate("{{ raise_exception('no system here') }}", tokenizer)
+    with pytest.raises(RowError, match="row 1: the chat template refuses these messages: no system here"):
+        template.render(TALK, "row 1")
+
+
+def test_templates_run_in_a_sandbox(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", tokenizer)
+    with pytest.raises(RowError, match="unsafe"):
+        template.render(TALK, "row 1")

@@ -1,0 +1,104 @@
+"""Tokens and targets: clean boundaries, ends that are learned, tokenizers of other makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tasks.runtime.data.encode import Encoded, Encoder, head, split_long
+from tasks.runtime.data.formats import Document, Segment
+from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["Return the name of the thing.\n\nReturn the things that are there."] * 3)
+
+
+def _pair(prompt: str, completion: str) -> Document:
+    return Document((Segment(prompt, False), Segment(completion, True)), bare=False)
+
+
+def test_completion_and_end_are_learned_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("Return\n", "the thing.")])
+    assert tokenizer.decode(encoded.ids) == f"{BOS}Return\nthe thing.{EOS}"
+    assert tokenizer.decode(encoded.ids[encoded.targets]) == f"the thing.{EOS}"
+    assert encoded.ids.dtype == np.int32 and encoded.targets.dtype == np.bool_
+
+
+def test_in_pretraining_all_but_the_first_token_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Document((Segment("Return the thing.", True),), bare=False)
+    for encoded in Encoder(tokenizer, learn_all=True).encode([text, _pair("Return\n", "the thing.")]):
+        assert encoded.targets.tolist() == [False] + [True] * (len(encoded) - 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("Return the na", "me."), ("Return", " the"), ("a\n", "\nb"), ("", "b")]
+)
+def test_no_token_crosses_from_prompt_to_completion(
+    prompt: str, completion: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair(prompt, completion)])
+    begin, end = encoded.written
+    assert encoded.ids[:begin].tolist() == tokenizer(prompt)["input_ids"]
+    assert tokenizer.decode(encoded.ids[begin:end]) == completion
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == prompt + completion
+
+
+def _sentencepiece_like(prepend: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a space before every text it is given, in one of the two ways there are."""
+    letters = "▁abdehlorwxy:\n"
+    pieces = {piece: n for n, piece in enumerate(["<unk>", "<s>", "</s>", *letters, "he", "hel", "▁w"])}
+    backend = Tokenizer(models.BPE(pieces, [("h", "e"), ("he", "l"), ("▁", "w")], unk_token="<unk>"))
+    if prepend == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("prepend", ["normalizer", "pre-tokenizer"])
+def test_a_tokenizer_that_prepends_a_space_does_so_once(prepend: str) -> None:
+    tokenizer = _sentencepiece_like(prepend)
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("hello:\n", "hello world")])
+    assert tokenizer.decode(encoded.ids) == "<s> hello:\nhello world</s>"
+    assert encoded.ids.tolist() == tokenizer("hello:\nhello world</s>")["input_ids"]
+    assert tokenizer.decode(encoded.ids[encoded.targets]) == "hello world</s>"
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbors_is_refused() -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
+    with pytest.raises(ValueError, match="prompts cannot be told from completions"):
+        Encoder(tokenizer, learn_all=False)
+
+
+def test_what_the_tokenizer_puts_behind_a_text_is_not_doubled() -> None:
+    tokenizer = train_tokenizer(["Return"])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 1), (EOS, 2)]
+    )
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("Re", "turn")])
+    assert tokenizer.decode(encoded.ids) == f"{BOS}Return{EOS}"
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 10, 11])
+def test_long_documents_lose_no_target_when_split(length: int) -> None:
+    targets = np.array([False] + [True] * 9)
+    pieces = split_long(Encoded(np.arange(10, dtype=np.int32), targets, (0, 10)), length)
+    assert all(2 <= len(piece) <= length and not piece.targets[0] for piece in pieces)
+    assert [token for piece in pieces for token in piece.ids[piece.targets].tolist()] == list(range(1, 10))
+    context = [piece.ids[0] for piece in pieces[1:]]
+    assert context == [piece.ids[-1] for piece in pieces[:-1]]
+
+
+def test_head_keeps_the_bounds_of_what_is_written() -> None:
+    encoded = Encoded(np.arange(6, dtype=np.int32), np.array([0, 0, 0, 1, 1, 1], dtype=np.bool_), (3, 5))
+    cut = head(encoded, 4)
+    assert (cut.ids.tolist(), cut.targets.tolist(), cut.written) == ([0, 1, 2, 3], [False, False, False, True], (3, 4))

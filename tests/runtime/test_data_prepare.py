@@ -1,0 +1,407 @@
+"""Preparing: every sample is accounted for, the folder is whole or absent, and equal recipes give equal bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, prepare
+from tasks.runtime.data.encode import Encoded
+from tasks.runtime.data.manifest import Split
+from tasks.runtime.data.prepare import _held_out
+from tasks.runtime.data.spool import Spool
+
+ROWS = [
+    {"prompt": f"def name_{i}(value)\n", "completion": f"Return value number {'minus ' * (i % 5)}{i * 37 % 101}."}
+    for i in range(60)
+]
+TALK = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
+LONG = "very " * 200
+
+Prepare = Callable[..., PreparedData]
+
+
+def _write(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _recipe(path: Path, *, objective: str = "sft", seed: int = 0, **data: Any) -> DataRecipe:
+    values = {"source": str(path), "sequence_length": 64, "validation_fraction": 0.2, **data}
+    spec = RunSpec.model_validate({"data": values, "objective": {"type": objective}, "seed": seed})
+    return DataRecipe.from_spec(spec, fingerprint(spec))
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, lines: list[str]) -> Prepare:
+    """Prepare rows with fields of `data`; what is reported is in `lines`."""
+
+    def run(rows: list[Any], **options: Any) -> PreparedData:
+        _write(tmp_path / "rows.jsonl", rows)
+        return prepare(_recipe(tmp_path / "rows.jsonl", **options), tmp_path / "out", report=lines.append)
+
+    return run
+
+
+def _texts(data: PreparedData, split: str) -> list[str]:
+    """The documents of a split as text, without special tokens, sorted."""
+    tokenizer = data.tokenizer()
+    texts = []
+    for row in (getattr(data, split)[i] for i in range(len(getattr(data, split)))):
+        starts = [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), row["input_ids"].numel()]
+        pieces = [row["input_ids"][a:b] for a, b in pairwise(starts)]
+        texts += [tokenizer.decode(ids, skip_special_tokens=True) for ids in pieces]
+    return sorted(text for text in texts if text)
+
+
+def test_all_rows_come_back_and_no_sample_is_in_both_splits(prepared: Prepare) -> None:
+    data = prepared(ROWS)
+    train, validation = _texts(data, "train"), _texts(data, "validation")
+    assert sorted(train + validation) == sorted(row["prompt"] + row["completion"] for row in ROWS)
+    assert len(validation) == data.manifest.validation.samples > 0
+    assert len(train) == data.manifest.train.samples
+    assert (data.manifest.samples_read, data.manifest.samples_used) == (60, 60)
+
+
+def test_rows_are_what_a_model_trains_on(prepared: Prepare) -> None:
+    data = prepared(ROWS)
+    counts = {"tokens": 0, "targets": 0}
+    tokenizer = data.tokenizer()
+    for index in range(len(data.train)):
+        row = data.train[index]
+        assert {name: (tuple(t.shape), t.dtype) for name, t in row.items()} == dict.fromkeys(
+            ("input_ids", "labels", "position_ids"), ((64,), torch.int64)
+        )
+        learned = row["labels"] != -100
+        assert torch.equal(row["labels"][learned], row["input_ids"][learned])
+        assert not learned[row["position_ids"] == 0].any()
+        counts["targets"] += int(learned.sum())
+        counts["tokens"] += int((row["input_ids"] != tokenizer.pad_token_id).sum())
+        for text in tokenizer.decode(row["labels"][learned]).split("<|eos|>")[:-1]:
+            assert text.startswith("Return value number ") and text.endswith(".")
+    split = data.manifest.train
+    assert counts == {"tokens": split.tokens, "targets": split.target_tokens}
+    assert len(data.train) == split.rows and split.fill(64) > 0.8
+    with pytest.raises(IndexError):
+        data.train[len(data.train)]
+
+
+def test_padding_is_a_document_of_its_own_without_labels(prepared: Prepare) -> None:
+    row = prepared(ROWS[:2]).train[0]
+    end = int((row["position_ids"] == 0).nonzero()[-1])
+    assert end > 0 and (row["input_ids"][end:] == 0).all() and (row["labels"][end:] == -100).all()
+    assert row["position_ids"][end:].tolist() == list(range(64 - end))
+
+
+def test_without_packing_each_sample_is_a_row(prepared: Prepare) -> None:
+    data = prepared(ROWS, packing=False)
+    assert len(data.train) == data.manifest.train.samples
+    lengths = {data.train[i]["input_ids"].numel() for i in range(len(data.train))}
+    assert len(lengths) > 1 and max(lengths) < 64
+    batch = collate([data.train[i] for i in range(8)])
+    assert (
+        batch["input_ids"].shape
+        == batch["labels"].shape
+        == (8, max(int(n) for n in batch["position_ids"].max(1)[0]) + 1)
+    )
+
+
+def test_a_loaders_workers_read_the_same_rows(prepared: Prepare) -> None:
+    data = prepared(ROWS)
+    first = data.train[0]
+    copy = pickle.loads(pickle.dumps(data.train))
+    assert all(torch.equal(first[name], copy[0][name]) for name in first)
+    batches = [list(DataLoader(data.train, batch_size=4, collate_fn=collate, num_workers=n)) for n in (0, 1)]
+    assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(*batches, strict=True))
+
+
+def test_samples_are_raw_prompts_and_references(prepared: Prepare) -> None:
+    data = prepared(ROWS)
+    samples = data.samples(3)
+    assert len(samples) == 3 and len(data.samples(64)) == data.manifest.validation.samples
+    known = {(row["prompt"], row["completion"]) for row in ROWS}
+    for sample in samples:
+        assert (sample.prompt, sample.completion) in known
+        assert sample.prompt_ids == data.tokenizer()(sample.prompt)["input_ids"]
+
+
+def test_samples_of_texts_are_cut_in_the_middle(prepared: Prepare) -> None:
+    data = prepared([{"text": row["prompt"] + row["completion"]} for row in ROWS], objective="pretrain")
+    sample = data.samples(1)[0]
+    assert sample.prompt and sample.completion
+    assert sample.prompt + sample.completion in {row["prompt"] + row["completion"] for row in ROWS}
+
+
+def test_chats_are_prepared_with_their_template_and_stop_tokens(prepared: Prepare, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    data = prepared([{"messages": TALK}] * 10, chat_template=str(template))
+    tokenizer = data.tokenizer()
+    assert data.manifest.format == "chat"
+    assert tokenizer.chat_template == template.read_text()
+    assert tokenizer.convert_ids_to_tokens(list(data.manifest.stop_token_ids)) == ["<|eos|>", "<|im_end|>"]
+    sample = data.samples(1)[0]
+    assert (sample.prompt, sample.completion) == ("<|im_start|>user:Hello?<|im_end|><|im_start|>assistant:", "Hi.")
+    assert sample.prompt_ids == tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True)["input_ids"]
+
+
+def test_a_chat_template_without_an_end_warns(prepared: Prepare, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+                        "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    with pytest.warns(UserWarning, match="no special token ends the assistant's turns"):
+        prepared([{"messages": TALK}] * 10, chat_template=str(template))
+
+
+FAULTY = [
+    *ROWS[:10],
+    {"prompt": "p", "completion": 5},
+    {"prompt": "p"},
+    {"prompt": "p", "completion": " "},
+    {"prompt": "p", "completion": LONG},
+    ["p", "c"],
+]
+
+
+def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> None:
+    manifest = prepared(FAULTY, invalid="skip").manifest
+    assert manifest.skipped == {"invalid": 3, "no_target": 1, "overlong": 1}
+    assert (manifest.samples_read, manifest.samples_used) == (15, 10)
+    account = next(line for line in lines if "read =" in line)
+    assert account.endswith("15 samples read = 10 used + 3 skipped (not readable or of the wrong type) + "
+                            "1 skipped (without a token to learn) + 1 skipped (longer than a row)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "p", "completion": 5}, "column 'completion' holds int 5, not text"),
+        ({"prompt": None, "completion": "c"}, "column 'prompt' holds null, not text"),
+        ({"prompt": "p"}, "there is no column 'completion', only 'prompt'"),
+        ([1], r"an object with columns was expected, not list \[1\]"),
+    ],
+)
+def test_a_row_of_the_wrong_type_is_an_error_by_default(row: Any, problem: str, prepared: Prepare) -> None:
+    with pytest.raises(ValueError, match=f"rows.jsonl line 61: {problem}; correct it, or set data.invalid to 'skip'"):
+        prepared([*ROWS, row], max_samples=61)
+
+
+def test_overlong_samples(prepared: Prepare, tmp_path: Path) -> None:
+    rows = [*ROWS[:10], {"prompt": "p", "completion": LONG}, {"prompt": LONG, "completion": "c"}]
+    with pytest.raises(ValueError, match=r"rows.jsonl line 11: \d+ tokens, but data.sequence_length is 64; raise it"):
+        prepared(rows, overlong="error")
+    assert not (tmp_path / "out").exists()
+    manifest = prepared(rows, overlong="truncate").manifest
+    # The second one's prompt alone is longer than a row: nothing of it would be learned.
+    assert (manifest.truncated, manifest.skipped["no_target"], manifest.samples_used) == (1, 1, 11)
+    assert prepared(rows, overlong="skip").manifest.skipped["overlong"] == 2
+
+
+def test_long_documents_are_split_in_pretraining(prepared: Prepare) -> None:
+    data = prepared([{"text": LONG}, {"text": "short text"}], objective="pretrain", validation_fraction=0.0)
+    assert data.manifest.split_long == 1 and data.manifest.samples_used == 2
+    tokenizer = data.tokenizer()
+    whole = len(tokenizer(LONG)["input_ids"]) + len(tokenizer("short text")["input_ids"])
+    # Beginning and end of each text: the first is never a target, the second always is.
+    assert data.manifest.train.target_tokens == whole - 2 + 2
+    assert data.manifest.train.documents > 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "problem"),
+    [
+        ([], {}, "has no rows"),
+        (
+            [{"prompt": "p", "completion": ""}] * 3,
+            {},
+            "nothing is left to train on; 3 samples read = 0 used + 3 skipped",
+        ),
+        ([3, 4], {}, "none of the first 2 rows can be read; rows.jsonl line 1: an object with columns was expected"),
+        (ROWS, {"format": "chat"}, "'chat' needs the column 'messages', but the data has 'prompt', 'completion'"),
+        (
+            ROWS,
+            {"format": "prompt_completion", "completion_column": "completions"},
+            "needs the column 'completions', but the data has 'prompt', 'completion'; did you mean 'completion'",
+        ),
+        (
+            [{"question": "q"}],
+            {},
+            "'auto' knows none of the columns 'question'; it looks for 'messages' or 'prompt' and",
+        ),
+        ([{"text": "t"}], {}, "objective.type 'sft' needs prompts and completions, but the data has only texts"),
+    ],
+    ids=["no-rows", "nothing-left", "no-objects", "missing", "near", "auto", "objective"],
+)
+def test_data_that_cannot_be_used(
+    rows: list[Any], options: dict[str, Any], problem: str, prepared: Prepare, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        prepared(rows, **options)
+    assert {path.name for path in tmp_path.iterdir()} <= {"rows.jsonl", ".out.lock"}
+
+
+def test_auto_suits_the_objective(prepared: Prepare) -> None:
+    rows = [{"text": "a text", **row} for row in ROWS]
+    assert prepared(rows).manifest.format == "prompt_completion"
+    assert prepared(rows, objective="pretrain").manifest.format == "text"
+    assert prepared(rows, max_samples=7).manifest.samples_read == 7
+
+
+@pytest.mark.parametrize(("count", "fraction", "expected"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.5, 1), (9, 0.0, 0)])
+def test_the_smallest_validation_splits(count: int, fraction: float, expected: int, prepared: Prepare) -> None:
+    manifest = prepared(ROWS[:count], validation_fraction=fraction).manifest
+    assert manifest.validation.samples == expected and manifest.train.samples == count - expected
+
+
+def test_the_split_follows_the_seed_and_stays_when_rows_are_appended() -> None:
+    recipes = [_recipe(Path("python-docs"), seed=seed) for seed in (0, 1)]
+    shorter, longer = (_held_out(recipes[0], np.arange(n)) for n in (1000, 2000))
+    assert np.array_equal(shorter, longer[:1000])
+    assert not np.array_equal(shorter, _held_out(recipes[1], np.arange(1000)))
+    assert 0.15 < shorter.mean() < 0.25
+
+
+def test_equal_recipes_give_equal_bytes(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.jsonl", ROWS)
+    recipe = _recipe(tmp_path / "rows.jsonl")
+    for name in ("a", "b"):
+        prepare(recipe, tmp_path / name, report=lambda line: None)
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert len(files) >= 6
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+
+
+def test_a_prepared_folder_is_used_again_until_the_recipe_or_the_data_changes(tmp_path: Path, lines: list[str]) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    _write(path, ROWS)
+    # Without a fingerprint: `prepare` takes it itself.
+    recipe = _recipe(path).model_copy(update={"fingerprint": ""})
+    prepare(recipe, out, report=lines.append)
+    made = (out / "manifest.json").stat().st_mtime_ns
+    prepare(recipe, out, report=lines.append)
+    assert "already prepared" in lines[-1] and (out / "manifest.json").stat().st_mtime_ns == made
+    _write(path, ROWS[:30])
+    assert prepare(recipe, out, report=lines.append).manifest.samples_read == 30
+    changed = recipe.model_copy(update={"seed": 1})
+    assert prepare(changed, out, report=lines.append).manifest.recipe["seed"] == 1
+    # A shard that is not whole is no prepared data.
+    shard = out / "train-00000.safetensors"
+    os.truncate(shard, 100)
+    with pytest.raises(ValueError, match=r"train-00000.safetensors is missing or not whole"):
+        PreparedData.load(out)
+    prepare(changed, out, report=lines.append)
+    assert shard.stat().st_size > 100
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.lock", "out", "rows.jsonl"]
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="out holds other files; give a new or an empty folder"):
+        prepare(_recipe(tmp_path / "rows.jsonl"), tmp_path / "out", report=lambda line: None)
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+
+
+def test_preparations_at_the_same_time_do_the_work_once(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.jsonl", ROWS)
+    recipe, lines = _recipe(tmp_path / "rows.jsonl"), []
+    work = partial(prepare, recipe, tmp_path / "out", report=lines.append)
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("already prepared" in line for line in lines) == 2
+    assert len(PreparedData.load(tmp_path / "out").train) > 0
+
+
+def test_a_killed_preparation_leaves_nothing_in_the_place(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.jsonl", ROWS)
+    recipe, out = _recipe(tmp_path / "rows.jsonl"), tmp_path / "out"
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from strata_platform.spec import DataRecipe; from tasks.runtime.data import prepare\n"
+        "def report(line):\n"
+        "    if line.startswith('validation:'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(DataRecipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]), report=report)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, recipe.model_dump_json(), str(out)], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 3  # the rows, the lock, what was built
+    assert prepare(recipe, out, report=lambda line: None).manifest.samples_read == 60
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "out", "rows.jsonl"]
+
+
+def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no prepared data: there is no manifest.json"):
+        PreparedData.load(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 0}')
+    with pytest.raises(ValueError, match="is not of version 1; prepare the data anew"):
+        PreparedData.load(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version"')
+    with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):
+        PreparedData.load(tmp_path)
+
+
+def test_nothing_that_runs_code_is_written(prepared: Prepare) -> None:
+    data = prepared(ROWS)
+    suffixes = {path.suffix for path in data.folder.rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".jinja", ".safetensors"}
+    assert Manifest.read(data.folder) == data.manifest
+
+
+def test_rows_are_spread_over_shards(tmp_path: Path) -> None:
+    with Spool(tmp_path) as spool:
+        for number in range(50):
+            ids = np.full(1 + number % 7, number, dtype=np.int32)
+            spool.add(Encoded(ids, ids > 0, (0, len(ids))), number)
+        split = spool.write_shards(tmp_path, "train", np.arange(50), length=8, seed=0, shard_tokens=40)
+        whole = spool.write_shards(tmp_path, "whole", np.arange(50), length=8, seed=0)
+        empty = spool.write_shards(tmp_path, "none", np.arange(0), length=8, seed=0)
+    assert len(split.shards) > 3 and len(whole.shards) == 1
+    assert sum(shard.rows for shard in split.shards) == split.rows == whole.rows
+    assert empty == Split(samples=0, documents=0, tokens=0, target_tokens=0, rows=0, shards=())
+    from tasks.runtime.data.dataset import Rows
+
+    sharded, single, none = (Rows(tmp_path, s, length=8, pad_token_id=99) for s in (split, whole, empty))
+    assert len(none) == 0
+    for index in range(split.rows):
+        assert torch.equal(sharded[index]["input_ids"], single[index]["input_ids"])
+    seen = torch.cat([sharded[index]["input_ids"] for index in range(split.rows)])
+    assert torch.equal(torch.bincount(seen)[:50], torch.tensor([1 + number % 7 for number in range(50)]))
+    assert not list(tmp_path.glob("*.spool"))
+
+
+def test_the_built_in_data_end_to_end(tmp_path: Path, lines: list[str]) -> None:
+    spec = RunSpec()
+    data = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=lines.append)
+    manifest = data.manifest
+    assert manifest.samples_used > 5_000 and manifest.skipped["overlong"] < 50
+    assert manifest.train.fill(256) > 0.95 and manifest.vocabulary_size == 4096
+    assert data.samples(3)[0].prompt.startswith(("def ", "async def ", "class ", "module "))
+    assert len(lines) < 12
