@@ -126,6 +126,7 @@ def test_json_with_tabs_and_escapes(tmp_path):
         ("seed: !!python/name:os.system ''", 1, "could not determine a constructor"),
         ("name: a\nseed: \x01", 2, "special characters are not allowed"),
         ("seed: 2024-13-45", None, "month must be in 1..12; put it in quotes"),
+        ("[" * 5000, None, "nested too deeply"),
         ("", None, "empty"),
         ("# only a comment\n", None, "empty"),
         ("- a\n- b", None, "not a mapping"),

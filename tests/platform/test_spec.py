@@ -1,4 +1,5 @@
 import pickle
+from types import MappingProxyType
 
 import pytest
 
@@ -194,9 +195,29 @@ def test_keys_that_are_not_texts():
     assert set(problems_of(data={1: 2, "packing": 3}, **{"x": 1})) == {"data.1", "data.packing", "x"}
 
 
-def test_a_value_that_is_no_mapping():
-    with pytest.raises(SpecError, match="not a section; given: 3"):
-        RunSpec.model_validate(3)
+@pytest.mark.parametrize("value", [3, None, [], Optimizer()])
+def test_a_value_that_is_no_mapping(value):
+    with pytest.raises(SpecError, match=r"RunSpec has 1 problem:\n  (not a section|empty)"):
+        RunSpec.model_validate(value)
+
+
+def test_a_mapping_that_is_no_dict():
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate(MappingProxyType({"seed": -1, "resources": MappingProxyType({"gpu_type": "x"})}))
+    assert {problem.path for problem in caught.value.problems} == {"seed", "resources.gpu_type"}
+
+
+def test_a_section_in_the_place_of_another():
+    problems = problems_of(data=Optimizer(), parallel=Optimizer(), seed=-1, resources={"gpu_type": "x"})
+    assert set(problems) == {"data", "parallel", "seed", "resources.gpu_type"}
+
+
+def test_given_values_are_shown_short_however_nested():
+    bomb = "x"
+    for _ in range(40):
+        bomb = [bomb] * 40
+    assert problems_of(seed=bomb)["seed"].given.startswith("[..., ...")
+    assert problems_of(seed={"a": bomb, "b": 1})["seed"].given == "{a: ..., b: ...}"
 
 
 @pytest.mark.parametrize(

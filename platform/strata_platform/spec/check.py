@@ -132,13 +132,13 @@ def _locate(model: type[BaseModel], item: ErrorDetails) -> _Place:
         if field is None:
             wanted = ""
             break
-        wanted, options = (describe_field(field), literals(field.annotation))
+        wanted, options = describe_field(field), literals(field.annotation)
         choices = sections(field)
         if not choices:
             position = next(rest, None)
             if isinstance(position, int) and item["type"] != "missing":
                 item_type = element(field.annotation, position)
-                index, wanted, options = (f"[{position}]", describe(item_type), literals(item_type))
+                index, wanted, options = f"[{position}]", describe(item_type), literals(item_type)
             break
         tag = "" if field.discriminator is None else next(rest, None)
         if tag not in choices:
@@ -189,14 +189,16 @@ def _not_a_section(model: type[BaseModel], item: ErrorDetails, place: _Place) ->
 def _wrong_type(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
     """The `type` that picks the section is unknown, or not there."""
     assert place.field is not None
-    allowed, path, keys = (either(map(repr, sections(place.field))), f"{place.path}.type", (*place.keys, "type"))
+    allowed, path = either(map(repr, sections(place.field))), f"{place.path}.type"
     if item["type"] == "union_tag_not_found":
         return _Finding(Problem(path, "required", allowed=allowed), place.keys)
+    if not isinstance(item["input"], Mapping):
+        return _not_a_section(model, item, place)
     given = item["input"]["type"]
     suggestion = closest(given, sections(place.field))
     problem = Problem(path, "not a valid value", shown(given), allowed, suggestion)
     # With the type that was meant, the section's other fields are checked too.
-    return _Finding(problem, keys if suggestion else place.keys, suggestion)
+    return _Finding(problem, (*place.keys, "type") if suggestion else place.keys, suggestion)
 
 
 def _own_words(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:

@@ -109,13 +109,16 @@ def either(words: Iterable[str]) -> str:
 
 
 def shown(value: Any, width: int = 60) -> str:
-    """`value` as a person would have written it, on one line of at most `width` characters."""
+    """`value` as a person would have written it, on one line of at most `width` characters; nested values as `...`."""
     if isinstance(value, str):
         text = repr(value)
     elif value is None or isinstance(value, bool | int | float):
         text = json.dumps(value)
     elif isinstance(value, list | tuple):
-        text = f"[{', '.join(shown(item, width) for item in value[:width])}]"
+        items = ("..." if isinstance(item, list | tuple | dict) else shown(item, width) for item in value[:width])
+        text = f"[{', '.join(items)}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{key}: ...' for key in value)}}}"
     else:
         text = str(value).replace("\n", " ")
     return text if len(text) <= width else f"{text[: width - 3]}..."
@@ -123,7 +126,9 @@ def shown(value: Any, width: int = 60) -> str:
 
 def closest(word: object, options: Iterable[str]) -> str | None:
     """The option that a person who wrote `word` most likely meant, or None."""
+    if not isinstance(word, str):
+        return None
     by_key = {option.lower().replace("-", "_"): option for option in options}
-    key = str(word).lower().replace("-", "_")
+    key = word[:100].lower().replace("-", "_")
     matches = difflib.get_close_matches(key, by_key, n=1) or [name for name in by_key if name.startswith(f"{key}_")]
     return by_key[matches[0]] if matches else None

@@ -101,6 +101,8 @@ def _read(text: str, source: str) -> _Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise _unreadable(source, f"not valid YAML: {error.reason}: {error.character!r}", line=line) from None
+    except RecursionError:
+        raise _unreadable(source, "nested too deeply") from None
     except ValueError as error:
         # A value that looks like a date and is none, `2024-13-01`.
         raise _unreadable(source, f"not valid YAML: {error}; put it in quotes if it is text") from None

@@ -11,7 +11,7 @@ from strata_platform.spec.models import RunSpec
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a spec file.
 
-    What it refuses, `load_spec` refuses; contradictions between fields are beyond it.
+    Contradictions between fields are beyond it; and it wants numbers where `load_spec` also reads them from texts.
     """
     schema = RunSpec.model_json_schema()
     for field in RunSpec.model_fields.values():
