@@ -138,7 +138,7 @@ def rms_norm_bwd_wide_kernel(
     D: tl.constexpr, CAST: tl.constexpr, HAS_WEIGHT: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `rms_norm_bwd_kernel` for rows that do not fit in registers; the sum over tiles lives in p_dw, in L2."""
+    """As `rms_norm_bwd_kernel` for rows that do not fit in registers; dw is summed in p_dw, zeros at first, in L2."""
     for i_t in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         o_r = i_t * ROWS + tl.arange(0, ROWS)
         m_r = o_r < n_rows
@@ -168,8 +168,7 @@ def rms_norm_bwd_wide_kernel(
             if WEIGHT_GRAD:
                 p_dw_row = p_dw + tl.program_id(0) * D + o_d
                 b_dw = tl.sum(b_dy * _round_xhat(b_x, b_rstd, p_x.dtype.element_ty, CAST), 0)
-                b_dw += tl.load(p_dw_row, mask=m_d & (i_t >= tl.num_programs(0)), other=0.0)
-                tl.store(p_dw_row, b_dw, mask=m_d)
+                tl.store(p_dw_row, b_dw + tl.load(p_dw_row, mask=m_d, other=0.0), mask=m_d)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -248,7 +247,7 @@ def _forward_triton(x: Tensor, weight: Tensor | None, eps: float, offset: float,
     tile, tile_rows, block = _tile(_FORWARD, width)
     programs = _programs(tile, triton.cdiv(n_rows, tile_rows), x.device)
     launch(
-        rms_norm_fwd_kernel if width <= block else rms_norm_fwd_wide_kernel, (programs,),
+        rms_norm_fwd_wide_kernel if width > block else rms_norm_fwd_kernel, (programs,),
         rows, weight, y, rstd, n_rows, rows.stride(0), eps, offset,
         D=width, CAST=cast, HAS_WEIGHT=weight is not None,
         ROWS=tile_rows, BLOCK=block, STAGES=tile.stages, num_warps=tile.warps,
@@ -282,9 +281,11 @@ def _backward_triton(
     n_rows, width = rows.shape
     tile, tile_rows, block = _tile(_BACKWARD, width)
     programs = _programs(tile, triton.cdiv(n_rows, tile_rows), x.device)
-    partial = x.new_empty((programs, width) if weight_grad else (0,), dtype=torch.float32)
+    wide = width > block
+    # The wide kernel adds to its row of dw, the other one writes it once.
+    partial = (x.new_zeros if wide else x.new_empty)((programs, width) if weight_grad else (0,), dtype=torch.float32)
     launch(
-        rms_norm_bwd_kernel if width <= block else rms_norm_bwd_wide_kernel, (programs,),
+        rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel, (programs,),
         d_rows, rows, weight, rstd, dx, partial, n_rows, d_rows.stride(0), rows.stride(0), offset,
         D=width, CAST=cast, HAS_WEIGHT=weight is not None, WEIGHT_GRAD=weight_grad,
         ROWS=tile_rows, BLOCK=block, STAGES=tile.stages, num_warps=tile.warps,
@@ -345,7 +346,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 @once_differentiable
-def _autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     weight_grad = weight is not None and ctx.needs_input_grad[1]
     dx, dw = _rms_norm_bwd(dy, x, weight, rstd, ctx.offset, ctx.cast, weight_grad)

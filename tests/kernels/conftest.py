@@ -1,0 +1,111 @@
+"""What the kernel layer's tests share: the path under test, the error bar, and memory that is never clean.
+
+Three paths run the same tests. `reference` is plain PyTorch on the CPU. `gpu` is the kernels on a GPU, where there is
+one. `interpreter` is the kernels through Triton's interpreter; Triton decides at import, so TRITON_INTERPRET=1 must be
+set before, and `test_interpreter.py` starts these files again in processes of their own where there is no GPU.
+"""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PATHS = ["interpreter"] if INTERPRETED else ["reference"] + ["gpu"] * torch.cuda.is_available()
+
+Bar = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def device(path: str) -> torch.device:
+    return torch.device("cuda" if path == "gpu" else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def within_bar(path: str) -> Bar:
+    """`within_bar(ours, torchs, exact)`: never more than twice as far from fp64 as PyTorch at the same dtype.
+
+    Distances are relative to the largest exact value, at the worst element and in the mean square. Where PyTorch is
+    lucky, the exact result rounded once is as good as its. The interpreter truncates where a GPU rounds to bf16: there,
+    and only there, twice the distance and two last places are let pass.
+    """
+
+    def check(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor) -> None:
+        assert ours.shape == exact.shape and ours.dtype == torchs.dtype and exact.dtype == torch.float64
+        if exact.numel() == 0:
+            return
+        truncated = path == "interpreter" and ours.dtype == torch.bfloat16
+        factor, floor = (4, torch.bfloat16) if truncated else (2, torch.float32)
+        scale = exact.abs().max().clamp_min(torch.finfo(ours.dtype).tiny)
+        rounded = exact.to(ours.dtype)
+        for norm in (lambda error: error.abs().max(), lambda error: error.square().mean().sqrt()):
+            mine, theirs, once = (float(norm((x.double() - exact) / scale)) for x in (ours, torchs, rounded))
+            bar = max(factor * theirs, once) + 2 * torch.finfo(floor).eps
+            assert mine <= bar, f"{mine:.3e} from fp64, PyTorch {theirs:.3e}, rounded once {once:.3e}"
+
+    return check
+
+
+@pytest.fixture
+def compare(within_bar: Bar) -> Callable[..., list[torch.Tensor]]:
+    """`compare(ours, torchs, inputs, exact=torchs)` holds results and all gradients to the bar and returns ours.
+
+    `exact` is called with the inputs in fp64. The incoming gradients are random. The inputs must come out untouched.
+    """
+
+    def run(
+        ours: Function, torchs: Function, inputs: list[torch.Tensor], exact: Function | None = None
+    ) -> list[torch.Tensor]:
+        before = [x.clone() for x in inputs]
+        mine, theirs = gradients(ours, inputs), gradients(torchs, inputs)
+        truth = gradients(exact or torchs, [x.double() for x in inputs])
+        for results in zip(mine, theirs, truth, strict=True):
+            within_bar(*results)
+        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+        return mine
+
+    return run
+
+
+def gradients(function: Function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of `function` and the gradients of its inputs, for the same random incoming gradients every time."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    generator = torch.Generator().manual_seed(1)
+    # Values that bf16 and fp16 hold exactly, so that runs in two dtypes get the same.
+    incoming = [torch.randn(y.shape, generator=generator).bfloat16().to(y.device, y.dtype) for y in results]
+    return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, incoming)]
+
+
+@pytest.fixture(name="gradients")
+def gradients_fixture() -> Callable[..., list[torch.Tensor]]:
+    return gradients
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that an operator allocates holds NaN, or the largest integer, until it is written."""
+
+    def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+            x = allocate(*args, **kwargs)
+            return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

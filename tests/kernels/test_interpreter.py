@@ -1,0 +1,26 @@
+"""The kernels themselves, where there is no GPU: the same test files under Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FILES = ["test_launch.py", "test_linear_cross_entropy.py", "test_rms_norm.py", "test_rope.py", "test_swiglu.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is the interpreter's process")
+@pytest.mark.parametrize("file", FILES)
+def test_interpreted(file: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
