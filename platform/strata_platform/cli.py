@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-import yaml
 
 from strata_platform.errors import SpecError
-from strata_platform.spec import RunSpec, load_spec
+from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.schema import json_schema
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,11 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 def main() -> None:
     """Entry point of `strata`."""
-    try:
-        app()
-    except SpecError as error:
-        typer.echo(error, err=True)
-        sys.exit(error.exit_code)
+    app()
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,18 +54,14 @@ def spec(
             raise typer.BadParameter("--schema describes every spec and reads no FILE; leave one of them out")
         typer.echo(json.dumps(json_schema(), indent=2))
     else:
-        typer.echo(dump(_read(file), format), nl=False)
+        typer.echo(dump_spec(_read(file), format), nl=False)
 
 
 def _read(file: Path | None) -> RunSpec:
     if file is None:
         return RunSpec()
-    return load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file)
-
-
-def dump(spec: RunSpec, format: Literal["yaml", "json"]) -> str:
-    """`spec` as text that `load_spec` reads back to the same spec."""
-    values = spec.model_dump(mode="json")
-    if format == "json":
-        return json.dumps(values, indent=2) + "\n"
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    try:
+        return load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file)
+    except SpecError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(error.exit_code) from None

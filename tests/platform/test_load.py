@@ -6,9 +6,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata_platform.cli import dump
 from strata_platform.errors import SpecError
-from strata_platform.spec import RunSpec, load_spec
+from strata_platform.spec import RunSpec, dump_spec, load_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -54,8 +53,8 @@ def test_yaml_json_and_python_are_the_same_spec(values):
         yaml.safe_dump(values) + "\n",
         json.dumps(values) + "\n",
         json.dumps(values, indent="\t", ensure_ascii=False).replace("\t", " "),
-        dump(spec, "yaml"),
-        dump(spec, "json"),
+        dump_spec(spec, "yaml"),
+        dump_spec(spec, "json"),
     ]
     for text in texts:
         loaded = load_spec(text)
@@ -73,7 +72,7 @@ def error_of(path_or_text):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_load(path):
     spec = load_spec(path)
-    assert load_spec(dump(spec, "yaml")) == spec
+    assert load_spec(dump_spec(spec, "yaml")) == spec
 
 
 def test_the_tiny_example_is_the_default():

@@ -1,4 +1,4 @@
-"""A spec from a file or a text, YAML or JSON, with the line of every problem.
+"""A spec from a file or a text, YAML or JSON, with the line of every problem; and back to text.
 
 Values are read as `yaml.safe_load` reads them (YAML 1.1), so that a file means the same here and to every other tool.
 Two things are stricter: a key given twice is a problem where others silently take the last, and keys are always texts
@@ -7,9 +7,10 @@ Two things are stricter: a key given twice is a problem where others silently ta
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -42,6 +43,14 @@ def load_spec(path_or_text: str | Path) -> RunSpec:
         raise _unreadable(str(path), f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     # JSON may be indented with tabs, YAML may not; inside a JSON string a tab is always escaped.
     return _parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path))
+
+
+def dump_spec(spec: RunSpec, format: Literal["yaml", "json"] = "yaml") -> str:
+    """`spec` whole, defaults filled in, as text that `load_spec` reads back to an equal spec."""
+    values = spec.model_dump(mode="json")
+    if format == "json":
+        return json.dumps(values, indent=2) + "\n"
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _as_path(path_or_text: str | Path) -> Path | None:
