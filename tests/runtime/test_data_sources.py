@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,12 @@ def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> No
 
     assert order(str(tmp_path / "*.jsonl")) == "abc"
     assert order(str(tmp_path)) == "abc"
+    (tmp_path / "d[1]").mkdir()
+    _jsonl(tmp_path / "d[1]" / "literal.jsonl", [{"text": "d"}])
+    assert order(str(tmp_path / "d[1]" / "literal.jsonl")) == "d"
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"none': the folder holds no file of a known kind \(.jsonl, .json"):
+        _open(str(tmp_path / "none"))
     assert order([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]) == "cab"
 
 
@@ -95,7 +104,7 @@ def test_urls(scheme: str, tmp_path: Path) -> None:
 def test_a_row_names_its_line_and_its_fault(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n[1]\n')
     rows = list(_open(str(tmp_path / "a.jsonl")).rows())
-    assert [row.where for row in rows] == ["a.jsonl line 1", "a.jsonl line 3", "a.jsonl line 4"]
+    assert [row.where for row in rows] == [f"{tmp_path}/a.jsonl line {n}" for n in (1, 3, 4)]
     with pytest.raises(ValueError, match=r"a.jsonl line 3: not valid JSON: Expecting value"):
         rows[1].fields()
     with pytest.raises(ValueError, match=r"a.jsonl line 4: an object with columns was expected, not list \[1\]"):
@@ -106,7 +115,7 @@ def test_a_csv_row_with_a_field_too_many_is_a_faulty_row(tmp_path: Path) -> None
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\na,b,c\n")
     good, bad = _open(str(tmp_path / "a.csv")).rows()
     assert good.problem is None
-    assert (bad.where, bad.problem) == ("a.csv line 3", "3 fields, but the header has 2")
+    assert (bad.where, bad.problem) == (f"{tmp_path}/a.csv line 3", "3 fields, but the header has 2")
 
 
 def test_long_csv_fields_are_read(tmp_path: Path) -> None:
@@ -157,6 +166,33 @@ def test_kinds_are_not_mixed_and_must_be_known(tmp_path: Path) -> None:
         _open(str(tmp_path / "c.bin"))
     with pytest.raises(ValueError, match=r"'nosuch://a.jsonl': Protocol not known"):
         _open("nosuch://a.jsonl")
+
+
+@pytest.mark.parametrize("field", ["subset", "split", "revision"])
+def test_what_only_the_hub_has_is_not_skipped_silently(field: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"data.{field} 'x' has no effect: data.source .* is not on the Hub"):
+        _open(_jsonl(tmp_path / "a.jsonl", PAIRS), **{field: "x"})
+
+
+def test_a_web_address_with_a_query(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", PAIRS)
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_address[1]}"
+        source = _open(f"{base}/a.jsonl?signature=x")
+        assert _values(source) == PAIRS
+        before = source.digest()
+        _jsonl(tmp_path / "a.jsonl", PAIRS[:2])
+        assert _open(f"{base}/a.jsonl?signature=x").digest() != before
+        with pytest.raises(ValueError, match="was not found; looked for that URL"):
+            _open(f"{base}/none.jsonl")
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: Any) -> None:
+        pass
 
 
 def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:

@@ -134,12 +134,13 @@ def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> 
     prompt, completion = row.text(prompt_column), row.text(completion_column)
     if not completion.strip():
         return []
-    return [Document((Segment(prompt, False), Segment(completion, True)), bare=False)]
+    segments = (Segment(prompt, False), Segment(completion, True))
+    return [Document(tuple(segment for segment in segments if segment.text), bare=False)]
 
 
 def _chat(row: Row, column: str, template: ChatTemplate) -> list[Document]:
     rendered = template.render(messages_of(row, column), row.where)
-    return [Document(tuple(_cut(text, spans)), bare=True) for text, spans in rendered]
+    return [Document(tuple(_cut(text, spans)), bare=True) for text, spans in rendered if text]
 
 
 def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:

@@ -85,6 +85,8 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     name, columns = choose_format(recipe, first)
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
+    if recipe.data.chat_template and name != "chat":
+        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
     form = bind_format(name, columns, tokenizer, recipe.data.chat_template)
     if form.template is not None:
         tokenizer.chat_template = form.template

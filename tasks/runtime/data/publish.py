@@ -28,7 +28,7 @@ def locked(place: Path) -> Iterator[None]:
 
     Leftovers of killed preparations of this machine are removed on the way.
     """
-    with open(_beside(place, "lock"), "a", encoding="utf-8") as file:
+    with open(place.parent / f".{place.name}.lock", "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
@@ -38,8 +38,9 @@ def locked(place: Path) -> Iterator[None]:
                 f"{place.parent} has no file locks; preparations at the same time do the work twice", stacklevel=3
             )
         else:
-            for leftover in place.parent.glob(_beside(place, f"{socket.gethostname()}-*").name):
-                shutil.rmtree(leftover, ignore_errors=True)
+            for path in place.parent.iterdir():
+                if path.name.startswith(_build_prefix(place)):
+                    shutil.rmtree(path, ignore_errors=True)
         yield
 
 
@@ -53,7 +54,7 @@ def building(place: Path, *, usable: Callable[[], bool]) -> Iterator[Path]:
         ValueError: something that is no prepared data is in the place.
     """
     require_replaceable(place)
-    folder = _beside(place, f"{socket.gethostname()}-{uuid4().hex[:8]}")
+    folder = _build_folder(place)
     folder.mkdir()
     try:
         yield folder
@@ -61,7 +62,7 @@ def building(place: Path, *, usable: Callable[[], bool]) -> Iterator[Path]:
             if usable():
                 return
             require_replaceable(place)
-            old = _beside(place, f"{socket.gethostname()}-{uuid4().hex[:8]}")
+            old = _build_folder(place)
             os.rename(place, old)
             shutil.rmtree(old)
     finally:
@@ -84,5 +85,10 @@ def _renamed(folder: Path, place: Path) -> bool:
     return True
 
 
-def _beside(place: Path, suffix: str) -> Path:
-    return place.parent / f".{place.name}.{suffix}"
+def _build_folder(place: Path) -> Path:
+    return place.parent / f"{_build_prefix(place)}{uuid4().hex[:8]}"
+
+
+def _build_prefix(place: Path) -> str:
+    # With the machine's name: another machine's folder may be in use where locks do not reach across.
+    return f".{place.name}.{socket.gethostname()}-"

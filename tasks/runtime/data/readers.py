@@ -28,7 +28,7 @@ _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.
 def read(filesystem: Any, path: str) -> Iterator[Row]:
     """The rows of one file, by its extension. Raises ValueError, naming the file, when it cannot be read."""
     with readable(path), filesystem.open(path, "rb", compression="infer") as file:
-        yield from READERS[extension(path)](file, path.rsplit("/", 1)[-1])
+        yield from READERS[extension(path)](file, path)
 
 
 def extension(path: str) -> str:

@@ -16,8 +16,8 @@ class RowError(ValueError):
 class Row:
     """One row of a source.
 
-    `where` names it to a person (`train.jsonl line 17`). `problem` tells why it could not be read; then `values` is
-    None.
+    `where` names it to a person (`/data/train.jsonl line 17`). `problem` tells why it could not be read; then there
+    are no `values`.
     """
 
     where: str

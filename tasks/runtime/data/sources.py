@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.models import BUILTIN_SOURCES
+from strata_platform.spec.models import BUILTIN_SOURCES, Data
 from tasks.runtime.data import python_docs
 from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
 from tasks.runtime.data.rows import Row, closest
@@ -48,14 +48,15 @@ def open_source(recipe: DataRecipe) -> Source:
     Raises:
         ValueError: nothing is found under that name, or the files are of several kinds.
     """
-    given = recipe.data.source
-    names = (given,) if isinstance(given, str) else given
+    data = recipe.data
+    names = (data.source,) if isinstance(data.source, str) else data.source
     if len(names) == 1 and names[0] in BUILTIN_SOURCES:
+        _warn_of_hub_fields(data)
         return PythonDocs(seed=recipe.seed)
     if all(_names_files(name) for name in names):
+        _warn_of_hub_fields(data)
         return Files.find(names)
     if len(names) == 1 and _HUB_ID.match(names[0]):
-        data = recipe.data
         return HubDataset(names[0], data.subset, data.split, data.revision, streaming=data.max_samples is not None)
     raise _not_found(next(name for name in names if not _names_files(name)), len(names))
 
@@ -173,8 +174,23 @@ class HubDataset:
         return hashlib.sha256(f"{self.name}@{commit}".encode()).hexdigest()
 
 
+def _warn_of_hub_fields(data: Data) -> None:
+    for name, value in (("subset", data.subset), ("split", data.split), ("revision", data.revision)):
+        if value not in (None, "train"):
+            warnings.warn(
+                f"data.{name} {value!r} has no effect: data.source {data.source!r} is not on the Hub", stacklevel=3
+            )
+
+
 def _names_files(name: str) -> bool:
-    return "://" in name or extension(name) in READERS or any(c in name for c in "*?[") or _local(name).exists()
+    return "://" in name or extension(name) in READERS or _is_pattern(name) or _local(name).exists()
+
+
+def _is_pattern(name: str) -> bool:
+    # In a URL a question mark begins the query.
+    return (
+        any(c in name for c in "*[") if "://" in name else any(c in name for c in "*?[") and not _local(name).exists()
+    )
 
 
 def _local(name: str) -> Path:
@@ -186,13 +202,16 @@ def _matches(name: str) -> list[tuple[Any, str]]:
 
     try:
         filesystem, path = url_to_fs(name if "://" in name else str(_local(name).absolute()))
-        if any(c in path for c in "*?["):
+        if _is_pattern(name):
             paths = sorted(filesystem.glob(path))
-        elif filesystem.isdir(path):
+        # A web server is not asked for a listing: it would answer with the whole file.
+        elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
             paths = sorted(p for p in filesystem.find(path) if extension(p) in READERS)
+            if not paths:
+                raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
         else:
             paths = [path] if filesystem.exists(path) else []
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"data.source {name!r}: {error}") from error
     if not paths:
         raise _not_found(name)
