@@ -89,7 +89,10 @@ def describe(x: torch.Tensor) -> str:
 
 @contextmanager
 def recording() -> Iterator[list[Call]]:
-    """Note launches instead of running them; yields the list that fills."""
+    """Note this thread's launches instead of running them; yields the list that fills.
+
+    The backward pass of meta tensors runs in the thread that asks for it, so it is noted too.
+    """
     calls: list[Call] = []
     token = _calls.set(calls)
     try:

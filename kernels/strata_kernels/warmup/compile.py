@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,8 +25,6 @@ class Compiled:
     signature: str
     seconds: float
     hit: bool
-    registers: int
-    spills: int
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,13 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
     device = torch.cuda.get_device_name(index)
     if len(plan) == 0:
         return _skip(device, plan, start, "the plan is empty")
-    pool = ThreadPoolExecutor(workers or min(len(plan), len(os.sched_getaffinity(0))))
-    with _misses() as missed:
-        futures = [pool.submit(_prepare, item, index, missed) for item in plan.specializations]
-        wait(futures, timeout)
-    pool.shutdown(wait=False, cancel_futures=True)
-    results = [_result(item, future, timeout) for item, future in zip(plan.specializations, futures, strict=True)]
+
+    def load(item: Specialization) -> None:
+        with torch.cuda.device(index):
+            # Reading `run` builds the launcher, which may call the C compiler, and loads the binary onto the device.
+            assert item.compile().run is not None
+
+    results = _prepare(plan, load, workers or len(os.sched_getaffinity(0)), timeout)
     return WarmupReport(
         device=device,
         planned=len(plan),
@@ -126,15 +125,23 @@ def _misses() -> Iterator[local]:
         knobs.compilation.listener = previous
 
 
-def _prepare(item: Specialization, device: int, missed: local) -> Compiled:
-    start = time.perf_counter()
-    missed.happened = False
-    with torch.cuda.device(device):
-        kernel = item.compile()
-        # Reading `run` builds the launcher, which may call the C compiler, and loads the binary onto the device.
-        assert kernel.run is not None
-    seconds = time.perf_counter() - start
-    return Compiled(item.name, item.signature, seconds, not missed.happened, kernel.n_regs, kernel.n_spills)
+def _prepare(
+    plan: Plan, load: Callable[[Specialization], None], workers: int, timeout: float | None
+) -> list[Compiled | Failed]:
+    """Call `load` for every specialization, in threads: Triton leaves the interpreter's lock while it compiles."""
+
+    def timed(item: Specialization) -> Compiled:
+        start = time.perf_counter()
+        missed.happened = False
+        load(item)
+        return Compiled(item.name, item.signature, time.perf_counter() - start, not missed.happened)
+
+    pool = ThreadPoolExecutor(min(len(plan), workers))
+    with _misses() as missed:
+        futures = [pool.submit(timed, item) for item in plan.specializations]
+        wait(futures, timeout)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return [_result(item, future, timeout) for item, future in zip(plan.specializations, futures, strict=True)]
 
 
 def _result(item: Specialization, future: Future[Compiled], timeout: float | None) -> Compiled | Failed:

@@ -1,0 +1,84 @@
+"""Which path an operator takes, and what is noted in place of a launch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import strata_kernels
+from strata_kernels import rms_norm
+from strata_kernels.ops._launch import is_recording, launch, recording, runs_triton, takes_kernel
+
+
+@triton.jit
+def double_kernel(p_x, p_y, n, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_y + o, 2 * tl.load(p_x + o, mask=o < n), mask=o < n)
+
+
+def test_the_kernel_runs_where_triton_does(path, device) -> None:
+    x = torch.arange(5.0, device=device)
+    assert runs_triton(x) == takes_kernel(x) == (path != "reference")
+    assert not takes_kernel(x.double())
+    y = torch.zeros_like(x)
+    if path == "reference":
+        with pytest.raises(AssertionError, match="cpu tensors need TRITON_INTERPRET=1"):
+            launch(double_kernel, (1,), x, y, 5, BLOCK=8)
+    else:
+        launch(double_kernel, (1,), x, y, 5, BLOCK=8)
+        assert torch.equal(y, 2 * x)
+
+
+def test_an_empty_grid_launches_nothing(device) -> None:
+    x = torch.zeros(0, device=device)
+    launch(double_kernel, (0,), x, x, 0, BLOCK=8)
+
+
+def test_launches_are_noted_in_order_and_not_made(device) -> None:
+    x = torch.ones(4, device=device)
+    y = torch.zeros_like(x)
+    with recording() as calls:
+        launch(double_kernel, (1,), x, y, 4, BLOCK=4, num_warps=1)
+        launch(double_kernel, (0,), x, y, 0, BLOCK=8)
+    assert [(call.kernel, call.args[2], call.kwargs["BLOCK"]) for call in calls] == [
+        (double_kernel, 4, 4),
+        (double_kernel, 0, 8),
+    ]
+    assert calls[0].kwargs == {"BLOCK": 4, "num_warps": 1, "enable_fp_fusion": True}
+    assert torch.equal(y, torch.zeros_like(x))
+
+
+def test_recording_ends_with_its_block_and_nests() -> None:
+    with pytest.raises(KeyError), recording():
+        raise KeyError
+    assert not is_recording()
+    with recording() as outer:
+        with recording() as inner:
+            rms_norm(torch.empty(2, 4, device="meta"))
+        assert is_recording() and len(inner) == 1 and not outer
+
+
+def test_meta_tensors_take_the_kernel_path_only_while_recording() -> None:
+    x = torch.empty(6, 8, device="meta", requires_grad=True)
+    weight = torch.empty(8, device="meta", requires_grad=True)
+    rms_norm(x, weight).sum().backward()
+    assert x.grad.shape == (6, 8) and not takes_kernel(x)
+    with recording() as calls:
+        rms_norm(x, weight).sum().backward()
+    names = [call.kernel.__name__ for call in calls]
+    assert names == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel", "sum_rows_kernel"]
+
+
+def test_importing_starts_no_cuda_and_no_transformers() -> None:
+    code = "import sys, torch, strata_kernels as s, strata_kernels.warmup; [getattr(s, n) for n in s.__all__]; "
+    code += "assert not torch.cuda.is_initialized(); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_public_name_is_exported_once() -> None:
+    assert len(strata_kernels.__all__) == len(set(strata_kernels.__all__))
+    assert sorted(strata_kernels.__all__) == strata_kernels.__all__
