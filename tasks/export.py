@@ -9,12 +9,11 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec import RunSpec, dump_spec
 from tasks.paths import directory, file
 from tasks.prepare import LARGE
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export import export as export_run
-from tasks.runtime.folder import spec_yaml
 from tasks.runtime.log import configure_logging
 from tasks.runtime.metrics import read_points
 from tasks.runtime.record import CompletionRecord
@@ -29,12 +28,12 @@ class Exported(NamedTuple):
     record: FlyteFile
 
 
-@task(requests=LARGE, enable_deck=True)
+@task(requests=LARGE, enable_deck=True, deck_fields=())
 def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Write the model, the report and the record; the report is the task's Deck, too."""
     configure_logging()
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())
     folder = export_run(spec, record, prepared, trained)
-    Deck("Training", render_body(record, read_points(trained / folder.metrics.name), spec_yaml(spec)))
+    Deck("Training", render_body(record, read_points(trained / folder.metrics.name), dump_spec(spec)))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

@@ -1,0 +1,1 @@
+"""What a user runs: one file per workflow. A workflow only wires tasks together."""

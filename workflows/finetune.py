@@ -17,7 +17,8 @@ def finetune(spec: RunSpec = RunSpec()) -> Exported:
 
     `spec` is a YAML or JSON file. Without one a small Llama learns to write the docstrings of Python's standard library.
     """
-    data = prepare(recipe=plan(spec=spec))
+    planned = plan(spec=spec)
+    data = prepare(recipe=planned.recipe, output=planned.output)
     trained = train(spec=spec, data=data)
     record = evaluate(spec=spec, record=trained.record, weights=trained.weights, data=data)
     return export(spec=spec, record=record, weights=trained.weights, data=data)

@@ -1,0 +1,1 @@
+"""Training without Flyte: `python -m tasks.runtime SPEC`."""

@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec import RunSpec, dump_spec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.folder import RunFolder, spec_yaml
+from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import adopt_tokenizer, build_model
 from tasks.runtime.record import CompletionRecord
@@ -60,7 +60,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     _replace(temporary, folder.model)
 
     record.save(folder.record)
-    html = render_report(record, read_points(weights / folder.metrics.name), spec_yaml(spec))
+    html = render_report(record, read_points(weights / folder.metrics.name), dump_spec(spec))
     folder.report.write_text(html, encoding="utf-8")
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +19,6 @@ _FREE = {
     "checkpoint": True,
     "output": True,
     "kernels": {"warmup", "warmup_timeout"},
-    "topology": {"max_restarts"},
 }
 
 
@@ -74,7 +71,7 @@ class RunFolder:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if self.spec.exists():
-            earlier = RunSpec.model_validate(yaml.safe_load(self.spec.read_text(encoding="utf-8")))
+            earlier = load_spec(self.spec)
             changed = _differences(_bound(earlier), _bound(spec))
             if changed:
                 raise ValueError(
@@ -82,7 +79,7 @@ class RunFolder:
                     "Choose another name, restore these fields to continue that run, or remove the folder"
                 )
         temporary = self.spec.with_suffix(".tmp")
-        temporary.write_text(spec_yaml(spec), encoding="utf-8")
+        temporary.write_text(dump_spec(spec), encoding="utf-8")
         temporary.replace(self.spec)
 
     def begin_attempt(self) -> int:
@@ -96,11 +93,6 @@ class RunFolder:
 def data_folder(output: str, recipe: DataRecipe) -> Path:
     """Where prepared data is kept: shared by all runs of the output folder that read the same recipe."""
     return Path(output).absolute() / "data" / recipe.hash()
-
-
-def spec_yaml(spec: RunSpec) -> str:
-    """The whole spec as YAML, defaults included, in the order of its definition."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
 
 
 def _bound(spec: RunSpec) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -49,6 +50,9 @@ def session(spec: RunSpec) -> Iterator[Session]:
     """Check the job's shape, warm up, join the process group, and leave it at the end; SIGTERM raises `Preempted`."""
     processes, folder = Processes.from_environment(), RunFolder.of(spec)
     processes.require(spec)
+    if not torch.cuda.is_available():
+        # Unset, each library below makes a guess of its own, and accelerate warns of it.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     with preemptible():
         # Before the process group exists: a long compilation must not look like a hanging collective.
         warmup = ensure_warm(spec, folder)

@@ -26,7 +26,7 @@ MISTAKES = {
     "objective": {"type": "stf"},
     "training": {"micro_batch_size": 0, "gradient_accumulation_steps": 1.5, "steps": 20, "epochs": 2},
     "optimizer": [1],
-    "schedule": {"type": "cosine", "warmup_steps": "ten"},
+    "schedule": {"type": "cosine", "warmup_ratio": "ten"},
     "parallel": {"type": "ddp", "bucket_cap": 25},
     "kernels": {"exclude": ["rope", "softmax"]},
     "runtime": None,
@@ -36,7 +36,7 @@ MISTAKES = {
 PATHS = {
     "naem", "name", "seed", "output", "model.dtype", "model.revison", "data.source", "data.sequence_length",
     "data.packing", "data.validation_fraction", "objective.type", "training.micro_batch_size",
-    "training.gradient_accumulation_steps", "training.steps", "optimizer", "schedule.warmup_steps",
+    "training.gradient_accumulation_steps", "training.steps", "optimizer", "schedule.warmup_ratio",
     "parallel.bucket_cap", "kernels.exclude[1]", "runtime", "evaluation.samples", "resources.memory",
     "resources.gpu_type",
 }  # fmt: skip

@@ -146,7 +146,6 @@ def test_a_long_value_is_shortened():
     ("fields", "path", "other"),
     [
         ({"training": {"steps": 20, "epochs": 1}}, "training.steps", "training.epochs"),
-        ({"training": {"steps": 5}}, "schedule.warmup_steps", "training.steps"),
         ({"topology": {"nnodes": 2}}, "parallel.type", "topology.nnodes"),
         (
             {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 8}, "resources": {"gpu": 4}},

@@ -6,6 +6,7 @@ import pytest
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.models.core.types import BlobType
+from flytekit.models.task import Resources
 from flytekit.tools.translator import get_serializable
 from flytekitplugins.kfpytorch import CleanPodPolicy
 
@@ -122,8 +123,8 @@ def test_only_what_the_spec_asks_for_reaches_the_pods():
     )
     node = compiled_training_node(spec)
     asked = {(entry.name, entry.value) for entry in node.task_node.overrides.resources.requests}
-    resources = type(node.task_node.overrides.resources.requests[0]).ResourceName
-    assert asked == {(resources.CPU, "32"), (resources.MEMORY, "512Gi"), (resources.GPU, "8")}
+    names = Resources.ResourceName
+    assert asked == {(names.CPU, "32"), (names.MEMORY, "512Gi"), (names.GPU, "8")}
     extended = node.task_node.overrides.extended_resources
     assert extended.gpu_accelerator.device == "NVIDIA-H200"
     assert extended.shared_memory.size_limit == "64Gi"

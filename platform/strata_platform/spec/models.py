@@ -191,7 +191,7 @@ class Schedule(Section):
     """Learning rate over the run: linear warm-up, then the shape."""
 
     type: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
-    warmup_steps: Whole = Field(10, ge=0, description="Steps from 0 to the peak learning rate.")
+    warmup_ratio: Number = Field(0.05, ge=0, le=1, description="Share of the steps from 0 to the peak learning rate.")
 
 
 class Training(Section):
@@ -264,7 +264,6 @@ class Topology(Section):
 
     nnodes: Whole = Field(1, ge=1, le=4096, description="Pods.")
     nproc_per_node: Whole = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
-    max_restarts: Whole = Field(3, ge=0, le=100, description="Restarts of a pod's processes within one attempt.")
 
     @property
     def world_size(self) -> int:
@@ -278,7 +277,7 @@ class Resources(Section):
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
     gpu: Whole = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
-    gpu_type: Text | None = Field(None, description="Value of the node label `nvidia.com/gpu.product`.")
+    gpu_type: Text | None = Field(None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names.")
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
 
 
@@ -325,12 +324,6 @@ class RunSpec(Section):
             training.steps is not None and training.epochs is not None,
             ("training.steps", "training.epochs"),
             "contradicts training.epochs; give one of them",
-        )
-        yield Contradiction(
-            training.steps is not None and self.schedule.warmup_steps > training.steps,
-            ("schedule.warmup_steps", "training.steps"),
-            f"{self.schedule.warmup_steps} exceeds training.steps {training.steps}: the peak learning rate would never "
-            "be reached; lower the one or raise the other",
         )
         yield Contradiction(
             self.parallel.type == "single" and topology.world_size > 1,

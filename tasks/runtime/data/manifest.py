@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+KIND = "prepared data"
 # Raised when the same recipe would be prepared differently, or stored differently.
 VERSION = 1
 
@@ -72,6 +73,7 @@ class Manifest:
     stop_token_ids: tuple[int, ...]
     versions: dict[str, str]
     version: int = VERSION
+    kind: str = KIND
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""
@@ -80,23 +82,37 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises ValueError when the folder holds no prepared data, or some of another version, or not all of it."""
-        path = folder / MANIFEST
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{folder} holds no prepared data: there is no {MANIFEST}") from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-        if not isinstance(values, dict) or values.get("version") != VERSION:
-            raise ValueError(f"{path} is not of version {VERSION}; prepare the data anew")
-        splits = {name: _split(values.pop(name)) for name in ("train", "validation")}
-        for split in splits.values():
-            for shard in split.shards:
+        values = _values(folder)
+        if values is None:
+            raise ValueError(f"{folder} holds no prepared data: there is no {MANIFEST} of it")
+        if values["version"] != VERSION:
+            raise ValueError(f"{folder} is not of version {VERSION}; prepare the data anew")
+        for name in ("train", "validation"):
+            values[name] = _split(values[name])
+            for shard in values[name].shards:
                 file = folder / shard.file
                 if not file.is_file() or file.stat().st_size != shard.bytes:
                     raise ValueError(f"{file} is missing or not whole; remove {folder} and prepare the data anew")
-        tuples = {name: tuple(values.pop(name)) for name in ("columns", "stop_token_ids")}
-        return cls(**values, **tuples, **splits)
+        for name in ("columns", "stop_token_ids"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether the folder holds prepared data, of whichever version."""
+    return _values(folder) is not None
+
+
+def _values(folder: Path) -> dict[str, Any] | None:
+    """What the manifest says, or None when there is none: other folders have a file of that name too."""
+    path = folder / MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    return values if isinstance(values, dict) and values.get("kind") == KIND else None
 
 
 def _split(values: dict[str, Any]) -> Split:

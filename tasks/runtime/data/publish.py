@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from tasks.runtime.data.manifest import MANIFEST
+from tasks.runtime.data.manifest import is_prepared
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -71,7 +71,7 @@ def building(place: Path, *, usable: Callable[[], bool]) -> Iterator[Path]:
 
 def require_replaceable(place: Path) -> None:
     """Raise ValueError when `place` holds files that are no prepared data."""
-    if place.exists() and not (place / MANIFEST).exists() and (not place.is_dir() or any(place.iterdir())):
+    if place.exists() and not is_prepared(place) and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} holds other files; give a new or an empty folder for the prepared data")
 
 

@@ -33,7 +33,9 @@ _VERSION_FIELDS = (
 class Source(Protocol):
     """Rows, their name, and a digest that changes when they do."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
 
     def rows(self) -> Iterator[Row]:
         """All rows, in the same order every time."""

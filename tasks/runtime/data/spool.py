@@ -92,7 +92,8 @@ class Spool:
         ids, targets = self._map()
         shards: list[Shard] = []
         learned = 0
-        for first, last in _cuts(np.bincount(row_of, weights=lengths[documents], minlength=count), shard_tokens):
+        row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
+        for first, last in _cuts(row_tokens, shard_tokens):
             here = slice(*np.searchsorted(row_of, [first, last]))
             parts = [slice(begins[document], begins[document + 1]) for document in documents[here]]
             tensors: dict[str, npt.NDArray[np.generic]] = {
@@ -120,7 +121,7 @@ class Spool:
         return np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
 
 
-def _cuts(row_tokens: npt.NDArray[np.float64], shard_tokens: int) -> list[tuple[int, int]]:
+def _cuts(row_tokens: Ints, shard_tokens: int) -> list[tuple[int, int]]:
     """Ranges of rows with about `shard_tokens` each."""
     shard_of = (np.cumsum(row_tokens) - row_tokens) // shard_tokens
     bounds = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), row_tokens.size]

@@ -1,0 +1,1 @@
+"""What drives the training loop: one module per framework."""

@@ -6,11 +6,20 @@ without a synchronisation per step, checkpoints that count only when they are wh
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
@@ -60,7 +69,7 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
         weight_decay=spec.optimizer.weight_decay,
         max_grad_norm=spec.optimizer.max_grad_norm,
         lr_scheduler_type=spec.schedule.type if spec.schedule.type != "constant" else "constant_with_warmup",
-        warmup_steps=spec.schedule.warmup_steps,
+        warmup_steps=math.ceil(spec.schedule.warmup_ratio * steps),
         save_strategy="steps",
         save_steps=spec.checkpoint.every,
         # Old checkpoints go when the new one is whole, which the Trainer cannot know.

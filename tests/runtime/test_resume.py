@@ -1,0 +1,167 @@
+"""Killed at any step and started again, a run computes what it would have computed undisturbed, bit for bit."""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.folder import RunFolder, data_folder
+from tasks.runtime.metrics import read_points
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run import session, train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("train_only.py"))
+STEPS = 14
+
+# Two epochs and a half, checkpoints that do not fall on their borders, and two micro-batches to a step.
+SMALL = {
+    "data": {"sequence_length": 64, "max_samples": 200},
+    "training": {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    "checkpoint": {"every": 4},
+    "tracking": {"log_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+def make_spec(output, name, processes, **changes):
+    spec = RunSpec.model_validate(
+        {
+            **SMALL,
+            "name": name,
+            "output": str(output),
+            "topology": {"nproc_per_node": processes},
+            "parallel": {"type": "ddp" if processes > 1 else "single"},
+            **changes,
+        }
+    )
+    file = output / f"{name}.json"
+    file.write_text(spec.model_dump_json())
+    return spec, file
+
+
+def start(file, processes):
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", "0"]
+    return subprocess.Popen(
+        [*launcher, SCRIPT, str(file)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def losses(spec):
+    points = read_points(RunFolder.of(spec).metrics)
+    assert [point.step for point in points] == list(range(1, STEPS + 1))
+    return [(point.loss, point.grad_norm, point.learning_rate, point.tokens, point.target_tokens) for point in points]
+
+
+def wait_for_step(process, step):
+    """Read the run's output until it reports `step`."""
+    for line in process.stdout:
+        if f"step {step:>2}/{STEPS}" in line:
+            return
+    pytest.fail(f"the run ended before step {step}")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def undisturbed(request, output):
+    spec, file = make_spec(output, f"undisturbed-{request.param}", request.param)
+    finish(start(file, request.param))
+    return request.param, losses(spec)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
+    processes, expected = undisturbed
+    step = random.Random(f"{processes} {number.name}").randint(5, STEPS - 2)
+    spec, file = make_spec(output, f"killed-{processes}-{number.name.lower()}", processes)
+    first = start(file, processes)
+    wait_for_step(first, step)
+    # All processes of the job, as when a machine is lost.
+    kill_tree(first.pid, number)
+    first.communicate(timeout=120)
+    assert first.returncode != 0
+    assert not RunFolder.of(spec).record.exists()
+
+    said = finish(start(file, processes))
+    assert "continuing after step" in said
+    record = CompletionRecord.load(RunFolder.of(spec).record)
+    assert (record.status, record.steps, record.restarts) == ("complete", STEPS, 1)
+    assert losses(spec) == expected
+
+
+def kill_tree(pid, number):
+    """Signal the launcher's workers, then the launcher."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in [*map(int, children), pid]:
+        os.kill(child, number)
+
+
+@pytest.fixture
+def finished(output):
+    """The undisturbed run of one process, and this process in its place."""
+    spec, _ = make_spec(output, "undisturbed-1", 1)
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return spec, prepare(recipe, data_folder(spec.output, recipe), report=print)
+
+
+# These run in this process, in the folder of the run above.
+@pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["one process"])
+class TestFinishedRun:
+    def test_is_not_trained_again(self, undisturbed, finished, caplog):
+        spec, data = finished
+        before = CompletionRecord.load(RunFolder.of(spec).record)
+        with caplog.at_level(logging.INFO, "tasks"), session(spec) as run:
+            assert train(run, data) == before
+        assert f"all {STEPS} steps are done already" in caplog.text
+
+    def test_whose_record_is_lost_gets_it_back_without_training(self, undisturbed, finished):
+        spec, data = finished
+        before = CompletionRecord.load(RunFolder.of(spec).record)
+        RunFolder.of(spec).record.unlink()
+        with session(spec) as run:
+            assert train(run, data).model_copy(update={"restarts": before.restarts}) == before
+
+    def test_resume_never_refuses_its_checkpoints(self, undisturbed, finished):
+        spec, data = finished
+        never = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"resume": "never"})})
+        with (
+            pytest.raises(ValueError, match=r"checkpoint\.resume is 'never' but .* has checkpoints"),
+            session(never) as run,
+        ):
+            train(run, data)
+
+    def test_with_a_damaged_last_checkpoint_continues_from_the_one_before(self, undisturbed, finished, caplog):
+        spec, data = finished
+        folder = RunFolder.of(spec)
+        newest = checkpoint.latest(folder.checkpoints)
+        weights = newest / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with caplog.at_level(logging.INFO, "tasks"), session(spec) as run:
+            assert train(run, data).status == "complete"
+        assert f"{newest} is not used: model.safetensors has" in caplog.text
+        assert "continuing after step 12" in caplog.text
+        assert losses(spec) == undisturbed[1]
