@@ -329,6 +329,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     _write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
+    (tmp_path / "out" / "manifest.json").write_text('{"version": 1, "files": {}}')
     with pytest.raises(ValueError, match="out holds other files; give a new or an empty folder"):
         prepare(_recipe(tmp_path / "rows.jsonl"), tmp_path / "out", report=lambda line: None)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
@@ -367,7 +368,10 @@ def test_a_killed_preparation_leaves_nothing_in_the_place(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no prepared data: there is no manifest.json"):
         PreparedData.load(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"version": 0}')
+    (tmp_path / "manifest.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match=r"holds no prepared data"):
+        PreparedData.load(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
     with pytest.raises(ValueError, match="is not of version 1; prepare the data anew"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
