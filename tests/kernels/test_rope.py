@@ -147,7 +147,7 @@ def test_compiled_equals_eager(device, gradients) -> None:
 def test_is_a_well_formed_operator(device) -> None:
     q, k = (x.requires_grad_() for x in tensors((2, 4, 3, 8), 2, torch.float32, device))
     cos, sin = angles(torch.arange(3, device=device)[None], 8, torch.float32)
-    torch.library.opcheck(torch.ops.strata.rope.default, (q, k, cos, sin, False))
+    torch.library.opcheck(torch.ops.strata.rope.default, (q, k, cos, sin, False, True))
 
 
 Q, K, ANGLE = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8), torch.ones(3, 8)

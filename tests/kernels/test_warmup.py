@@ -81,6 +81,16 @@ def test_a_plan_of_a_layer_names_every_kernel() -> None:
     assert "p_x=*bfloat16, " in item.signature and "D=256, CAST=llama" in item.signature
 
 
+def test_the_layout_of_a_gradient_does_not_change_the_plan() -> None:
+    def step(transpose: bool) -> None:
+        q, k = (meta(2, 64, heads, 32).transpose(1, 2) for heads in (8, 4))
+        cos, sin = torch.empty(2, 2, 64, 32, dtype=torch.bfloat16, device="meta")
+        y = rope(q, k, cos, sin)
+        torch.autograd.backward(y, [torch.empty_like(x) if transpose else torch.empty_like(x).contiguous() for x in y])
+
+    assert record(lambda: step(True)) == record(lambda: step(False))
+
+
 INTEGERS = [0, 1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1]
 
 

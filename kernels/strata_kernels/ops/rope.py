@@ -8,8 +8,8 @@ The gradient is the rotation by the opposite angle: the same kernel with the sig
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
 
 Axes: B batch, S positions, H query heads, K key heads, D features. One program rotates a few heads at a few positions,
-of queries and keys alike, so an angle is read once per program. Which of the two it takes more of follows the strides:
-neighbors in memory go to one program. Bytes moved per element at the least: 2·itemsize, each way.
+of queries and keys alike, so an angle is read once per program. Which of the two it takes more of follows the strides
+of q: neighbors in memory go to one program. Bytes moved per element at the least: 2·itemsize, each way.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -103,9 +103,9 @@ _HEADS_ADJACENT = Launch(elements=2048, heads=64, warps=4)
 _POSITIONS_ADJACENT = Launch(elements=2048, heads=4, warps=4)
 
 
-def _blocks(q: Tensor, k: Tensor, half: int) -> dict[str, int]:
+def _blocks(q: Tensor, k: Tensor, half: int, heads_adjacent: bool) -> dict[str, int]:
     """Block sizes and warps for q: [B, H, S, D] and k: [B, K, S, D] of any strides."""
-    table = _HEADS_ADJACENT if q.stride(1) <= q.stride(2) else _POSITIONS_ADJACENT
+    table = _HEADS_ADJACENT if heads_adjacent else _POSITIONS_ADJACENT
     block_r = triton.next_power_of_2(half)
     most = min(table.heads, max(1, table.elements // block_r))
     block_h = min(triton.next_power_of_2(q.shape[1]), most)
@@ -123,16 +123,18 @@ def _dense_features(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, heads_adjacent: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    y_q, y_k = _fake(q, k, cos, sin, inverse)
+def _triton(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, heads_adjacent: bool
+) -> tuple[Tensor, Tensor]:
+    y_q, y_k = _fake(q, k, cos, sin, inverse, heads_adjacent)
     q, k, cos, sin = (_dense_features(x) for x in (q, k, cos, sin))
     cos, sin = cos.expand(q.shape[0], -1, -1), sin.expand(q.shape[0], -1, -1)
     half = cos.shape[-1] // 2
-    blocks = _blocks(q, k, half)
+    blocks = _blocks(q, k, half, heads_adjacent)
     launch(
         rope_kernel, (q.shape[0] * triton.cdiv(q.shape[2], blocks["BLOCK_S"]) if q.numel() + k.numel() else 0,),
         q, k, cos, sin, y_q, y_k, q.shape[2],
@@ -155,27 +157,31 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, heads_adjacent: bool
+) -> tuple[Tensor, Tensor]:
     half = cos.shape[-1] // 2
     cos, sin = (x[:, None, :, :half].to(accumulator(q.dtype)) for x in (cos, -sin if inverse else sin))
     return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
 
 
-def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    return (_triton if takes_kernel(q) else _reference)(q, k, cos, sin, inverse)
+def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, heads_adjacent: bool) -> tuple[Tensor, Tensor]:
+    return (_triton if takes_kernel(q) else _reference)(q, k, cos, sin, inverse, heads_adjacent)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, ctx.inverse = inputs
+    _, _, cos, sin, ctx.inverse, ctx.heads_adjacent = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _autograd(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
-    return *_rope(d_q, d_k, *ctx.saved_tensors, not ctx.inverse), None, None, None
+    # Cut as the forward pass was: which kernel runs must not hang on the layout that attention gives its gradients, or
+    # the plan, taken with another attention, would miss it.
+    return *_rope(d_q, d_k, *ctx.saved_tensors, not ctx.inverse, ctx.heads_adjacent), None, None, None, None
 
 
 _rope = register(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)",
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse, bool heads_adjacent) -> (Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,
@@ -216,7 +222,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "bh
     if cos.dim() == 2 and sin.dim() == 2:
         cos, sin = cos[None], sin[None]
     _check(q, k, cos, sin)
-    y_q, y_k = _rope(q, k, cos, sin, False)
+    y_q, y_k = _rope(q, k, cos, sin, False, q.stride(1) <= q.stride(2))
     return (y_q.transpose(1, 2), y_k.transpose(1, 2)) if layout == "bshd" else (y_q, y_k)
 
 
