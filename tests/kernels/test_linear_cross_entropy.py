@@ -1,5 +1,6 @@
 """linear_cross_entropy against PyTorch in the same dtype and in fp64."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,10 @@ from strata_kernels.ops.linear_cross_entropy import chunk_plan
 # The package's attribute of this name is the function.
 module = sys.modules["strata_kernels.ops.linear_cross_entropy"]
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# The matrix products around the kernel are PyTorch's; the kernel itself computes in fp32, which is slow to emulate.
+DTYPES = [torch.float32] if "TRITON_INTERPRET" in os.environ else [torch.float32, torch.float16, torch.bfloat16]
 # Rows, vocabulary, features: one row, odd sizes, more than one chunk, more than one block of the vocabulary.
-SHAPES = [(1, 7, 301), (7, 130, 33), (130, 1000, 17), (3, 40000, 8)]
+SHAPES = [(1, 7, 301), (7, 130, 33), (130, 300, 17), (3, 40000, 8)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
@@ -55,7 +57,7 @@ def plain(
 
 @pytest.fixture
 def problem(device: torch.device) -> Callable[..., tuple[list[Tensor], Tensor]]:
-    """`problem(rows, vocabulary, features, dtype)`: x, weight and bias, and targets of which every fourth is ignored."""
+    """`problem(rows, vocabulary, features)`: x, weight and bias, and targets of which every fourth is ignored."""
 
     def make(
         rows: int, vocabulary: int, features: int, dtype: torch.dtype = torch.float32, ignore_index: int = -100
@@ -85,16 +87,10 @@ def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def skip_slow_emulation(path: str, dtype: torch.dtype) -> None:
-    if path == "interpreter" and dtype != torch.float32:
-        pytest.skip("the matrix products around the kernel are PyTorch's; the kernel's own arithmetic is fp32")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_matches_fp64(options, shape, dtype, path, problem, compare_trained, poisoned, monkeypatch) -> None:
-    skip_slow_emulation(path, dtype)
+def test_matches_fp64(options, shape, dtype, problem, compare_trained, poisoned, monkeypatch) -> None:
     monkeypatch.setattr(module, "_CPU_CHUNK_BYTES", 2**18)
     inputs, target = problem(*shape, dtype, options.get("ignore_index", -100))
 
@@ -106,8 +102,7 @@ def test_matches_fp64(options, shape, dtype, path, problem, compare_trained, poi
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["none"]], ids=["mean", "none"])
-def test_incoming_gradient(options, dtype, path, problem, compare, poisoned) -> None:
-    skip_slow_emulation(path, dtype)
+def test_incoming_gradient(options, dtype, problem, compare, poisoned) -> None:
     inputs, target = problem(64, 200, 64, dtype)
 
     def call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -118,8 +113,7 @@ def test_incoming_gradient(options, dtype, path, problem, compare, poisoned) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"], OPTIONS["none"]], ids=["plain", "all", "none"])
-def test_bias(options, dtype, path, problem, compare_trained, poisoned) -> None:
-    skip_slow_emulation(path, dtype)
+def test_bias(options, dtype, problem, compare_trained, poisoned) -> None:
     inputs, target = problem(9, 50, 16, dtype, options.get("ignore_index", -100))
 
     def call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -128,9 +122,9 @@ def test_bias(options, dtype, path, problem, compare_trained, poisoned) -> None:
     compare_trained(call(linear_cross_entropy), call(plain), inputs)
 
 
-def test_many_chunks_accumulate_in_fp32(path, problem, compare_trained, monkeypatch) -> None:
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="what is tested is around the kernel")
+def test_many_chunks_accumulate_in_fp32(problem, compare_trained, monkeypatch) -> None:
     """With a budget of 16 rows and 128 rows to a chunk, six chunks: one more than bf16 accumulation would stand."""
-    skip_slow_emulation(path, torch.bfloat16)
     monkeypatch.setattr(module, "_CPU_CHUNK_BYTES", 2**12)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 2**12)
     inputs, target = problem(768, 40, 4, torch.bfloat16)
@@ -158,7 +152,7 @@ def test_chunk_plan(rows, vocabulary, hidden, itemsize, weight_grad, expected) -
 
 
 def test_logits_are_never_held_whole(problem, monkeypatch) -> None:
-    inputs, target = problem(512, 300, 8)
+    inputs, target = problem(160, 300, 8)
     monkeypatch.setattr(module, "_CPU_CHUNK_BYTES", 2**17)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 2**17)
     sizes = []
@@ -171,7 +165,7 @@ def test_logits_are_never_held_whole(problem, monkeypatch) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_runs_repeat_bit_for_bit(reduction, problem, gradients, monkeypatch) -> None:
     monkeypatch.setattr(module, "_CPU_CHUNK_BYTES", 2**12)
-    inputs, target = problem(200, 60, 8)
+    inputs, target = problem(140, 60, 8)
     first, second = (
         gradients(lambda x, w, b: linear_cross_entropy(x, w, target, bias=b, reduction=reduction), inputs) for _ in "ab"
     )
@@ -254,12 +248,11 @@ def test_backward_twice_over_a_kept_graph(reduction, factor, problem) -> None:
 
 def test_weight_gradient_is_handed_over_without_a_copy(problem, monkeypatch) -> None:
     (x, weight, _), target = problem(5, 20, 8)
-    made = []
+    addresses = []
     run = module._run
-    monkeypatch.setattr(module, "_run", lambda *args: made.append(result := run(*args)) or result)
+    monkeypatch.setattr(module, "_run", lambda *args: addresses.append((result := run(*args))[2].data_ptr()) or result)
     linear_cross_entropy(x, weight.requires_grad_(), target).backward()
-    address = made.pop()[2].data_ptr()
-    assert takes_kernel(x) == (weight.grad.data_ptr() == address)
+    assert takes_kernel(x) == (addresses == [weight.grad.data_ptr()])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -283,8 +276,7 @@ def test_fp64_is_differentiated_exactly(device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype, path, problem) -> None:
-    skip_slow_emulation(path, dtype)
+def test_autocast(dtype, problem) -> None:
     (x, weight, bias), target = problem(5, 20, 8)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     with torch.autocast(x.device.type, dtype):

@@ -11,8 +11,8 @@ arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemm
 
 Axes: N rows, H features, V vocabulary entries. Rows are taken in chunks. A chunk is one matrix product into a reused
 buffer, one kernel that reads the logits, gives the losses and overwrites the logits by dz, and the products for dx and
-dW: 6·N·H·V FLOPs and no recomputation, since a scalar loss is linear in its incoming gradient, which backward multiplies
-in. Nothing is accumulated with atomics: results repeat bit for bit.
+dW: 6·N·H·V FLOPs and no recomputation, since a scalar loss is linear in its incoming gradient, which the backward pass
+multiplies in. Nothing is accumulated with atomics: results repeat bit for bit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -35,7 +35,8 @@ Reduction = Literal["mean", "sum", "none"]
 _CHUNK_BYTES = 512 * 2**20
 # On a CPU a chunk that stays in the last-level cache is faster than one that does not.
 _CPU_CHUNK_BYTES = 16 * 2**20
-# dW is rounded to its dtype once per chunk. Up to this many roundings its error stays within twice that of one.
+# dW is rounded to its dtype once per chunk. Up to this many roundings its error stays within twice that of one: with
+# bf16, 8192 rows and 4, 8 or 32 chunks it is 1.8, 2.9 or 4.8 times as large at the worst element.
 _MAX_ROUNDINGS = 4
 # Rows of the buffer start at multiples of this many elements: the matrix products and the kernel then move 16 bytes.
 _ALIGNMENT = 64
@@ -48,10 +49,10 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 def _tanh(b_u):
     """tanh to 2e-7 relative: an odd polynomial near zero, where the exponential form would cancel."""
     b_w = b_u * b_u
-    b_small = -0.0083017 * b_w + 0.0217557
-    b_small = b_small * b_w - 0.0539576
-    b_small = b_small * b_w + 0.13333296
-    b_small = b_small * b_w - 0.33333333
+    b_small = -0.00599296 * b_w + 0.02092415
+    b_small = b_small * b_w - 0.05383514
+    b_small = b_small * b_w + 0.13332663
+    b_small = b_small * b_w - 0.33333328
     b_small = b_u + b_u * b_w * b_small
     b_e = tl.exp(-2.0 * tl.abs(b_u))
     b_large = (1.0 - b_e) / (1.0 + b_e)
@@ -162,8 +163,8 @@ def _tile(vocabulary: int) -> tuple[int, int, int]:
     """(BLOCK, warps, stages) for a row.
 
     A thread holds 16 elements of a block. One program of 32 warps fills a multiprocessor's registers without spills (58
-    to 64 a thread on sm_90), and the pipelined loads keep memory busy through the reductions. More programs with smaller
-    blocks would put more rows in flight than L2 holds for the second walk.
+    to 64 a thread on sm_90), and the pipelined loads keep memory busy through the reductions. More programs with
+    smaller blocks would put more rows in flight than L2 holds for the second walk.
     """
     block = min(max(triton.next_power_of_2(vocabulary), 256), 16384)
     return block, max(block // 512, 1), 3
@@ -200,7 +201,7 @@ class _Options:
 
 
 def _rows_kernel(z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: _Options, gradient: bool) -> None:
-    """Fill `loss` [N] and, if asked, overwrite the logits `z` [N, V] by scale · dloss/dz. `z` is a view of the buffer."""
+    """Fill `loss` [N] and, if asked, overwrite the logits `z` [N, V] by scale · dloss/dz; z is a view of the buffer."""
     vocabulary = z.shape[1]
     block, warps, stages = _tile(vocabulary)
     launch(
@@ -339,9 +340,9 @@ def _refuse_double_backward() -> None:
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor for a scalar on the device: in place, and without traffic for a factor of one, where that is safe.
 
-    It is not when the graph is kept for another backward pass, and a compiler does it by itself.
+    It is not when the graph is kept for another backward pass, nor while a compiler traces (x then is of a subclass).
     """
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph() or not takes_kernel(x):
+    if type(x) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph() or not takes_kernel(x):
         return x * factor
     block = 8192
     launch(multiply_kernel, (triton.cdiv(x.numel(), block),), x, factor, x.numel(), BLOCK=block, num_warps=8)
@@ -423,10 +424,10 @@ def linear_cross_entropy(
 
     The z-loss thus is averaged over the same rows, by the same divisor, as the cross entropy.
 
-    The gradients for x, weight and bias are computed in the forward pass, those that are needed; the chunk of logits is
-    all that is held beside them (512 MiB at most on a GPU, or a quarter of the rows where that saves an fp32 copy of the
-    weight's gradient). With reduction="none" a row's incoming gradient is known only in the backward pass, which then
-    computes the logits a second time. Double backward is not supported.
+    The gradients for x, weight and bias are computed in the forward pass, those that are needed; one chunk of logits is
+    all that is held beside them (about 512 MiB at most on a GPU, or a quarter of the rows where that saves an fp32 copy
+    of the weight's gradient). With reduction="none" a row's incoming gradient is known only in the backward pass, which
+    then computes the logits a second time. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.

@@ -54,7 +54,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
     """Make a transformers model run the fused operators, in place.
 
     Equivalent in what it computes, up to rounding. With labels in training mode the model's loss comes from
-    `linear_cross_entropy` and `logits` of the output is None; pass `skip_logits=False` to the forward call to get logits
+    `linear_cross_entropy` and the output's `logits` is None; pass `skip_logits=False` to the forward call to get logits
     too, `skip_logits=True` to save them in evaluation. A model that is patched already is patched anew: the result
     depends on the last call alone.
 

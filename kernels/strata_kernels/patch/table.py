@@ -1,8 +1,8 @@
 """Which transformers models can be patched, and how they differ: one row per `config.model_type`.
 
 All of them are decoders whose modeling file follows one naming scheme (`<Prefix>RMSNorm`, `<Prefix>MLP`,
-`<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row needs
-no code where that holds; `tests/kernels/test_patch.py` trains a small model of every row, patched and not.
+`<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row
+needs no code where that holds; `tests/kernels/test_patch.py` trains a small model of every row, patched and not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Norm:
 class Row:
     """One model family.
 
-    swiglu: its MLP is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with nothing around it; whether `act_fn` is SiLU is
-        seen on the module.
+    swiglu: its MLP is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with nothing around it; whether `act_fn` is SiLU
+        is seen on the module.
     softcap: the config's field with the cap on the head's logits, where it has one.
     """
 

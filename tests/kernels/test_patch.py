@@ -1,0 +1,343 @@
+"""Patching: every row of the table trains and generates like the model it was, and gives it back untouched."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from strata_kernels import PatchReport, patch_model, unpatch_model
+from strata_kernels.ops._launch import recording
+from strata_kernels.patch.table import OPERATORS, ROWS
+
+VOCABULARY, LAYERS = 67, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def build(model_type: str = "llama", **changes: object) -> nn.Module:
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Weights other than one, so that a wrong offset or a wrong cast shows.
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 0.5, 0.2)
+    return model.train()
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, VOCABULARY, (2, 13))
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def train(model: nn.Module, **inputs: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss, and the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def snapshot(model: nn.Module) -> list[tuple[object, ...]]:
+    return [(path, type(m), m.forward.__func__, sorted(vars(m))) for path, m in model.named_modules()]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied head"])
+@pytest.mark.parametrize("model_type", ROWS)
+def test_every_row(model_type, tied, batch) -> None:
+    model = build(model_type, tie_word_embeddings=tied)
+    before, state = snapshot(model), copy.deepcopy(model.state_dict())
+    expected_loss, expected_gradients = train(model, **batch)
+    expected_logits = model(batch["input_ids"]).logits
+    signature = inspect.signature(model.forward)
+
+    report = patch_model(model)
+    assert set(report.replaced) | set(report.unsupported) == set(OPERATORS) and report.excluded == ()
+    assert report.counts["linear_cross_entropy"] == 1 and report.counts["rope"] == LAYERS
+    assert report.counts["rms_norm"] == sum("norm" in path.rpartition(".")[2] for path, _ in model.named_modules())
+    assert inspect.signature(model.forward) == signature
+    loss, gradients = train(model, **batch)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(model(batch["input_ids"]).logits, expected_logits, atol=1e-5, rtol=1e-4)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+    unpatch_model(model)
+    assert snapshot(model) == before
+    assert torch.equal(model(batch["input_ids"]).logits, expected_logits)
+
+
+@pytest.mark.parametrize("model_type", ROWS)
+def test_generates_with_a_cache(model_type, batch) -> None:
+    model = build(model_type).eval()
+    prompt = {"input_ids": batch["input_ids"][:, :5], "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+    expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+    patch_model(model)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+# One with llama's code, one with norms inside the attention, one with a cap and norms of its own.
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+def test_compiles_whole(model_type, batch) -> None:
+    model = build(model_type)
+    patch_model(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    (loss, gradients), (expected_loss, expected_gradients) = train(compiled, **batch), train(model, **batch)
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(7)},
+        {"ignore_index": -7},
+        {"shift_labels": torch.randint(VOCABULARY, (2, 13))},
+        {"return_dict": False},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0, 1]] * 2)},
+        {"output_hidden_states": True},
+        {"use_cache": False},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_arguments_mean_what_they_meant(extra, batch) -> None:
+    model = build()
+    batch["labels"][batch["labels"] == -100] = extra.get("ignore_index", -100)
+    expected = model(**batch, **extra)
+    patch_model(model)
+    given = model(**batch, **extra)
+    torch.testing.assert_close(given[0], expected[0])
+    if extra.get("return_dict", True):
+        assert given.logits is None and type(given) is type(expected)
+        assert (given.past_key_values is None) == (expected.past_key_values is None)
+        torch.testing.assert_close(given.hidden_states, expected.hidden_states)
+
+
+def test_logits_to_keep(batch) -> None:
+    model = build()
+    inputs = {"input_ids": batch["input_ids"], "labels": batch["labels"][:, -5:], "logits_to_keep": 5}
+    expected = model(**inputs).loss
+    patch_model(model)
+    torch.testing.assert_close(model(**inputs).loss, expected)
+
+
+def test_logits_are_there_when_asked_for(batch) -> None:
+    model = build()
+    expected = model(**batch)
+    patch_model(model, exclude=["rms_norm", "rope", "swiglu"])
+    with_logits = model(**batch, skip_logits=False)
+    assert torch.equal(with_logits.logits, expected.logits) and torch.equal(with_logits.loss, expected.loss)
+    model.eval()
+    assert model(**batch).logits is not None
+    assert model(**batch, skip_logits=True).logits is None
+
+
+def test_loss_function_set_later_counts(batch) -> None:
+    model = build()
+    patch_model(model)
+    model.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 3
+    assert model(**batch).loss == 3
+
+
+def test_gradient_checkpointing(batch) -> None:
+    model = build()
+    patch_model(model)
+    expected = train(model, **batch, use_cache=False)
+    model.model.gradient_checkpointing = True
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)
+    torch.testing.assert_close(train(model, **batch, use_cache=False), expected, atol=0, rtol=0)
+
+
+def test_bfloat16_and_autocast(batch) -> None:
+    model = build()
+    expected = train(model, **batch)[0]
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(train(model, **batch)[0], expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(train(model.bfloat16(), **batch)[0], expected, atol=2e-2, rtol=0)
+
+
+def test_other_models_are_not_touched(batch) -> None:
+    model, other = build(), build()
+    before = snapshot(other)
+    modeling = transformers.models.llama.modeling_llama
+    rope = modeling.apply_rotary_pos_emb
+    patch_model(model)
+    assert snapshot(other) == before and modeling.apply_rotary_pos_emb is rope
+    assert transformers.LlamaForCausalLM.forward is type(other).forward
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_patched_and_can_be_undone(duplicate, batch) -> None:
+    model = build()
+    patch_model(model)
+    twin = duplicate(model)
+    assert torch.equal(train(twin, **batch)[0], train(model, **batch)[0])
+    unpatch_model(twin)
+    assert (
+        twin(**batch).logits is not None
+        and type(twin.model.norm) is transformers.models.llama.modeling_llama.LlamaRMSNorm
+    )
+    assert model(**batch).logits is None
+
+
+def test_patching_again_follows_the_last_call(batch) -> None:
+    model = build()
+    before = snapshot(model)
+    first = patch_model(model)
+    assert patch_model(model) == first
+    assert patch_model(model, exclude=["linear_cross_entropy"]).excluded == ("linear_cross_entropy",)
+    assert model(**batch).logits is not None
+    unpatch_model(model)
+    unpatch_model(model)
+    assert snapshot(model) == before
+
+
+def test_report() -> None:
+    report = patch_model(build(), exclude=["rope"])
+    assert report == PatchReport(
+        model_type="llama",
+        replaced={
+            "rms_norm": (
+                "model.layers.0.input_layernorm",
+                "model.layers.0.post_attention_layernorm",
+                "model.layers.1.input_layernorm",
+                "model.layers.1.post_attention_layernorm",
+                "model.norm",
+            ),
+            "swiglu": ("model.layers.0.mlp", "model.layers.1.mlp"),
+            "linear_cross_entropy": ("(model)",),
+        },
+        excluded=("rope",),
+        unsupported=(),
+    )
+    assert report.summary() == "llama: rms_norm x5, swiglu x2, linear_cross_entropy x1, rope excluded"
+    assert patch_model(build("gemma")).summary().endswith("swiglu has no place in it")
+
+
+def test_inside_wrappers(batch) -> None:
+    model = build()
+    wrapped = torch.compile(model, backend="eager")
+    patch_model(wrapped)
+    assert wrapped(**batch).logits is None
+    unpatch_model(wrapped)
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_inside_ddp(batch, tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = build()
+        expected = train(model, **batch)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        patch_model(wrapped)
+        torch.testing.assert_close(train(wrapped, **batch), expected, atol=1e-6, rtol=1e-4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
+def test_inside_peft(batch) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "gate_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(build(), config)
+    expected = model(**batch).loss
+    assert patch_model(model).counts == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    loss = model(**batch).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("lm_head" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
+def test_head_inside_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"needs an output head that is a plain nn\.Linear, not Linear"):
+        patch_model(model)
+    assert snapshot(model) == before
+    patch_model(model, exclude=["linear_cross_entropy"])
+
+
+def test_on_meta_launches_are_recorded() -> None:
+    with torch.device("meta"):
+        model = build(tie_word_embeddings=True).bfloat16()
+        patch_model(model)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        with recording() as calls:
+            model(input_ids=tokens, position_ids=torch.arange(16)[None], labels=tokens).loss.backward()
+    names = {call.kernel.fn.__name__ for call in calls}
+    assert {"cross_entropy_kernel", "multiply_kernel"} < names and len(names) > 5
+
+
+@pytest.mark.parametrize(
+    ("make", "exclude", "message"),
+    [
+        (build, ["rmsnorm"], "unknown operator 'rmsnorm', did you mean 'rms_norm'\\? known are rms_norm, rope, swiglu"),
+        (build, "flash", "unknown operator 'flash'; known are"),
+        (lambda: nn.Linear(2, 2), [], "Linear has no config.model_type"),
+        (lambda: build().model, [], "linear_cross_entropy found no LlamaForCausalLM to replace in LlamaModel"),
+        (lambda: build(hidden_act="gelu"), [], r"swiglu needs SiLU, but model.layers.0.mlp.act_fn is GELU"),
+    ],
+    ids=["misspelled", "unknown", "no config", "no head", "another activation"],
+)
+def test_what_cannot_be_patched_raises(make, exclude, message) -> None:
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, exclude=exclude)
+    assert snapshot(model) == before
+
+
+def test_unknown_model_type() -> None:
+    model = build()
+    model.config.model_type = "lama"
+    with pytest.raises(ValueError, match="unknown model type 'lama', did you mean 'llama'\\? known are llama, mistral"):
+        patch_model(model)
+
+
+def test_forward_of_its_own() -> None:
+    model = build()
+    model.model.norm.forward = model.model.norm.forward
+    with pytest.raises(ValueError, match=r"model\.norm has a forward of its own"):
+        patch_model(model)
+
+
+def test_loss_of_its_own() -> None:
+    model = build()
+    model.loss_function = lambda **_: None
+    with pytest.raises(ValueError, match="stands for the loss ForCausalLMLoss"):
+        patch_model(model)
+
+
+def test_class_derived_from_a_patched_one() -> None:
+    model = build()
+    patch_model(model)
+    model.model.norm.__class__ = type("Sharded", (type(model.model.norm),), {})
+    with pytest.raises(ValueError, match="Sharded was derived from a patched class"):
+        unpatch_model(model)
