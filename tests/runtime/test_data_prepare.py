@@ -325,14 +325,15 @@ def test_a_prepared_folder_is_used_again_until_the_recipe_or_the_data_changes(tm
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.lock", "out", "rows.jsonl"]
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, lines: list[str]) -> None:
     _write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     (tmp_path / "out" / "manifest.json").write_text('{"version": 1, "files": {}}')
     with pytest.raises(ValueError, match="out holds other files; give a new or an empty folder"):
-        prepare(_recipe(tmp_path / "rows.jsonl"), tmp_path / "out", report=lambda line: None)
+        prepare(_recipe(tmp_path / "rows.jsonl"), tmp_path / "out", report=lines.append)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+    assert not lines  # refused before any work is done
 
 
 def test_preparations_at_the_same_time_do_the_work_once(tmp_path: Path) -> None:

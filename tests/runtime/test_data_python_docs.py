@@ -31,7 +31,7 @@ def test_parsing_imports_nothing() -> None:
     before = set(sys.modules)
     path = python_docs._standard_library() / "mailbox.py"
     assert len(list(python_docs._module_pairs(path, "mailbox"))) > 100
-    assert set(sys.modules) == before and "mailbox" not in before
+    assert set(sys.modules) == before
 
 
 _NINE = f"def m.f({', '.join('abcdefghij' + str(i) for i in range(8))}, ...)"

@@ -115,15 +115,15 @@ class ChatTemplate:
                 )
             return [(text, spans)]
         whole = self._render(messages, where)
-        rendered = [self._turn(messages, index, where) for index in turns]
+        rendered = [self._turn(messages, index, where, whole) for index in turns]
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
 
-    def _turn(self, messages: Messages, index: int, where: str) -> tuple[str, Span]:
-        """The chat up to and including the turn, and the span of the turn in it."""
+    def _turn(self, messages: Messages, index: int, where: str, whole: str) -> tuple[str, Span]:
+        """The chat up to and including the turn, and the span of the turn in it; `whole` is all of the chat."""
         prompt = self._render(messages[:index], where, add_generation_prompt=True)
-        text = self._render(messages[: index + 1], where)
+        text = whole if index == len(messages) - 1 else self._render(messages[: index + 1], where)
         if not text.startswith(prompt):
             raise ValueError(
                 f"{where}: what the chat template renders for message {index + 1} does not begin with its own "

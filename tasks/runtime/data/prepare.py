@@ -36,7 +36,7 @@ _BATCH = 512
 # Rows that are looked at to learn which columns there are.
 _PEEK = 100
 _MAX_SHOWN = 64
-_SECONDS_BETWEEN_REPORTS = 5.0
+_SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
