@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import accumulator, describe, launch, takes_kernel
+from ._launch import describe, launch, takes_kernel
 from ._register import register
 
 Layout = Literal["bhsd", "bshd"]
@@ -147,21 +147,22 @@ def _triton(
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    wide = x.to(accumulator(x.dtype))
-    x1, x2 = wide[..., :half], wide[..., half : 2 * half]
+    width = cos.shape[-1]
     y = torch.empty_like(x)
-    y[..., :half] = x1 * cos - x2 * sin
-    y[..., half : 2 * half] = x2 * cos + x1 * sin
-    y[..., 2 * half :] = x[..., 2 * half :]
+    torch.mul(x[..., :width], cos, out=y[..., :width])
+    x1, x2 = x[..., :width].chunk(2, dim=-1)
+    y1, y2 = y[..., :width].chunk(2, dim=-1)
+    sin = sin[..., : width // 2]
+    y1.addcmul_(x2, sin, value=-1)
+    y2.addcmul_(x1, sin)
+    y[..., width:] = x[..., width:]
     return y
 
 
 def _reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, heads_adjacent: bool
 ) -> tuple[Tensor, Tensor]:
-    half = cos.shape[-1] // 2
-    cos, sin = (x[:, None, :, :half].to(accumulator(q.dtype)) for x in (cos, -sin if inverse else sin))
+    cos, sin = (x[:, None].to(q.dtype) for x in (cos, -sin if inverse else sin))
     return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
 
 
@@ -190,16 +191,16 @@ _rope = register(
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "bhsd") -> tuple[Tensor, Tensor]:
-    """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`, fused, computed in fp32 and rounded once.
+    """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU fused, in fp32 and rounded once.
 
     Neither q nor k is copied or written to, whatever their strides. The results keep their memory layout.
 
     Args:
         q: [B, H, S, D] ("bhsd") or [B, S, H, D] ("bshd"), bf16 | fp16 | fp32 | fp64.
         k: the same with its own number of heads and the dtype of q.
-        cos, sin: [S, R] or [B, S, R] (or [1, S, R]), R even and at most D, any floating dtype. The second half of R
-            repeats the first, which alone is read, as in `transformers`. Features from R on are passed through. They
-            get no gradient.
+        cos, sin: [S, R] or [B, S, R] (or [1, S, R]), R even and at most D, any floating dtype, without gradient. The
+            second half of R must repeat the first, as it does in `transformers`: the kernel reads only one. Features
+            from R on are passed through.
         layout: the order of axes of q and k.
 
     Returns:
