@@ -1,4 +1,10 @@
-"""Fused operators for training language models: Triton on a GPU, plain PyTorch elsewhere."""
+"""Fused operators for training language models: Triton on a GPU, plain PyTorch elsewhere.
+
+Importing this starts neither CUDA nor a compiler and needs only torch and triton. `AutoModelForCausalLM` is here too,
+but imports transformers when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import rms_norm
@@ -6,4 +12,15 @@ from .ops.rope import rope
 from .ops.swiglu import swiglu
 from .patch import PatchReport, patch_model, unpatch_model
 
+if TYPE_CHECKING:
+    from .auto import AutoModelForCausalLM as AutoModelForCausalLM
+
 __all__ = ["PatchReport", "linear_cross_entropy", "patch_model", "rms_norm", "rope", "swiglu", "unpatch_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoModelForCausalLM":
+        from .auto import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
