@@ -310,6 +310,14 @@ def test_strided_inputs(view, problem, gradients, poisoned) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_strided_targets(problem) -> None:
+    (x, weight, _), _ = problem(6, 20, 8)
+    target = torch.randint(20, (12,), device=x.device)[::2]
+    for given in (target, target[:1].expand(6)):
+        expected = linear_cross_entropy(x, weight, given.contiguous(), reduction="none")
+        assert torch.equal(linear_cross_entropy(x, weight, given, reduction="none"), expected)
+
+
 def test_all_rows_ignored(problem) -> None:
     (x, weight, _), target = problem(5, 20, 8)
     inputs = [x.requires_grad_(), weight.requires_grad_()]

@@ -18,7 +18,6 @@ multiplies in. Nothing is accumulated with atomics: results repeat bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._cross_entropy import Options, cross_entropy_rows, padded
 from ._launch import accumulator, describe, launch, takes_kernel
 from ._register import register
 
@@ -38,114 +38,6 @@ _CPU_CHUNK_BYTES = 16 * 2**20
 # dW is rounded to its dtype once per chunk. Up to this many roundings its error stays within twice that of one: with
 # bf16, 8192 rows and 4, 8 or 32 chunks it is 1.8, 2.9 or 4.8 times as large at the worst element.
 _MAX_ROUNDINGS = 4
-# Rows of the buffer start at multiples of this many elements: the matrix products and the kernel then move 16 bytes.
-_ALIGNMENT = 64
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _tanh(b_u):
-    """tanh to 2e-7 relative: an odd polynomial near zero, where the exponential form would cancel."""
-    b_w = b_u * b_u
-    b_small = -0.00599296 * b_w + 0.02092415
-    b_small = b_small * b_w - 0.05383514
-    b_small = b_small * b_w + 0.13332663
-    b_small = b_small * b_w - 0.33333328
-    b_small = b_u + b_u * b_w * b_small
-    b_e = tl.exp(-2.0 * tl.abs(b_u))
-    b_large = (1.0 - b_e) / (1.0 + b_e)
-    return tl.where(b_w < 0.4, b_small, tl.where(b_u < 0.0, -b_large, b_large))
-
-
-@triton.jit
-def _cap(b_z, SOFTCAP: tl.constexpr):
-    b_z = b_z.to(tl.float32)
-    if SOFTCAP > 0.0:
-        b_z = SOFTCAP * _tanh(b_z / SOFTCAP)
-    return b_z
-
-
-@triton.jit
-def _gradient(
-    b_z, o_v, target, lse, scale,
-    V: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    b_dz = tl.exp2((b_z - lse) * _LOG2E) * (1.0 + 2.0 * Z_LOSS * lse)
-    b_dz -= tl.where(o_v == target, 1.0 - SMOOTHING, 0.0)
-    b_dz = (b_dz - SMOOTHING / V) * scale
-    if SOFTCAP > 0.0:
-        b_z = b_z / SOFTCAP
-        b_dz *= 1.0 - b_z * b_z
-    return b_dz
-
-
-@triton.jit
-def cross_entropy_kernel(
-    p_z, p_target, p_scale, p_loss, stride_z, stride_scale, ignore_index,
-    V: tl.constexpr, V_PADDED: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One row: its loss, and dz in place of its logits.
-
-    The row's last block stays in registers between the two walks, and the second walk goes backwards, so that it meets
-    first what the first one left in L2.
-    """
-    i_n = tl.program_id(0).to(tl.int64)
-    p_z += i_n * stride_z
-    target = tl.load(p_target + i_n)
-    TAIL: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    o_b = tl.arange(0, BLOCK)
-    o_t = TAIL + o_b
-    # The buffer's padding may be read: a mask at its end, a multiple of 16 bytes, keeps the loads vectorized.
-    m_t = o_t < V_PADDED
-    if target == ignore_index:
-        if GRADIENT:
-            b_zero = tl.zeros([BLOCK], p_z.dtype.element_ty)
-            for i_v in range(0, TAIL, BLOCK):
-                tl.store(p_z + i_v + o_b, b_zero)
-            tl.store(p_z + o_t, b_zero, mask=m_t)
-        tl.store(p_loss + i_n, 0.0)
-        return
-
-    # A target outside the vocabulary is the caller's bug; there is no way to raise from here, so the row turns to NaN.
-    valid = (target >= 0) & (target < V)
-    poison = tl.where(valid, 0.0, float("nan"))
-    z_target = _cap(tl.load(p_z + target, mask=valid, other=0.0), SOFTCAP)
-
-    # Finite, so that a block of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
-    z_max = -1e30
-    z_exp = 0.0
-    z_sum = 0.0
-    for i_v in tl.range(0, TAIL, BLOCK, num_stages=STAGES):
-        b_z = _cap(tl.load(p_z + i_v + o_b), SOFTCAP)
-        m_new = tl.maximum(z_max, tl.max(b_z, 0))
-        z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
-        z_max = m_new
-        if SMOOTHING > 0.0:
-            z_sum += tl.sum(b_z, 0)
-    b_tail = tl.where(o_t < V, tl.load(p_z + o_t, mask=m_t, other=0.0), 0.0)
-    b_z = tl.where(o_t < V, _cap(b_tail, SOFTCAP), -float("inf"))
-    m_new = tl.maximum(z_max, tl.max(b_z, 0))
-    z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
-    if SMOOTHING > 0.0:
-        z_sum += tl.sum(tl.where(o_t < V, b_z, 0.0), 0)
-
-    lse = m_new + tl.log2(z_exp) * _LN2
-    loss = lse - (1.0 - SMOOTHING) * z_target - SMOOTHING / V * z_sum + Z_LOSS * lse * lse
-    tl.store(p_loss + i_n, loss + poison)
-
-    if GRADIENT:
-        scale = tl.load(p_scale + i_n * stride_scale) + poison
-        b_z = _cap(b_tail, SOFTCAP)
-        b_dz = _gradient(b_z, o_t, target, lse, scale, V, SMOOTHING, Z_LOSS, SOFTCAP)
-        tl.store(p_z + o_t, b_dz.to(p_z.dtype.element_ty), mask=m_t)
-        for i_v in tl.range(BLOCK, TAIL + BLOCK, BLOCK, num_stages=STAGES):
-            o_v = TAIL - i_v + o_b
-            b_z = _cap(tl.load(p_z + o_v), SOFTCAP)
-            b_dz = _gradient(b_z, o_v, target, lse, scale, V, SMOOTHING, Z_LOSS, SOFTCAP)
-            tl.store(p_z + o_v, b_dz.to(p_z.dtype.element_ty))
 
 
 @triton.jit
@@ -159,17 +51,6 @@ def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
         tl.store(p_x + o_x, (b_x.to(tl.float32) * factor).to(b_x.dtype), mask=m_x)
 
 
-def _tile(vocabulary: int) -> tuple[int, int, int]:
-    """(BLOCK, warps, stages) for a row.
-
-    A thread holds 16 elements of a block. One program of 32 warps fills a multiprocessor's registers without spills (58
-    to 64 a thread on sm_90), and the pipelined loads keep memory busy through the reductions. More programs with
-    smaller blocks would put more rows in flight than L2 holds for the second walk.
-    """
-    block = min(max(triton.next_power_of_2(vocabulary), 256), 16384)
-    return block, max(block // 512, 1), 3
-
-
 def chunk_plan(
     n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, budget: int
 ) -> tuple[int, bool]:
@@ -179,7 +60,7 @@ def chunk_plan(
     than `_MAX_ROUNDINGS` times gets fewer and larger chunks as long as those take less memory than an fp32 copy of dW
     (up to about N = 8 H rows), and beyond that the copy.
     """
-    row_bytes = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT * itemsize
+    row_bytes = padded(vocabulary) * itemsize
     chunks = -(-n_rows * row_bytes // budget)
     wide = False
     if weight_grad and itemsize == 2 and chunks > _MAX_ROUNDINGS:
@@ -190,66 +71,20 @@ def chunk_plan(
     return max(min(-(-rows // 128) * 128, n_rows), 1), wide
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What shapes the loss of a row; a softcap of 0.0 is none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-
-
-def _rows_kernel(z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: _Options, gradient: bool) -> None:
-    """Fill `loss` [N] and, if asked, overwrite the logits `z` [N, V] by scale · dloss/dz; z is a view of the buffer."""
-    vocabulary = z.shape[1]
-    block, warps, stages = _tile(vocabulary)
-    launch(
-        cross_entropy_kernel, (z.shape[0],),
-        z, target, scale, loss, z.stride(0), scale.stride(0), options.ignore_index,
-        V=vocabulary, V_PADDED=-(-vocabulary // _ALIGNMENT) * _ALIGNMENT,
-        SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
-        GRADIENT=gradient, BLOCK=block, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-
-
-def _rows_reference(z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: _Options, gradient: bool) -> None:
-    """`_rows_kernel` in plain PyTorch, on any device."""
-    valid = target != options.ignore_index
-    index = target.where(valid, 0)[:, None]
-    smoothing, softcap = options.label_smoothing, options.softcap
-    wide = z.to(loss.dtype)
-    if softcap:
-        wide = softcap * torch.tanh(wide / softcap)
-    log_p = torch.log_softmax(wide, -1)
-    lse = wide.gather(1, index) - log_p.gather(1, index)
-    row = -(1 - smoothing) * log_p.gather(1, index)
-    if smoothing:
-        row -= smoothing * log_p.mean(-1, keepdim=True)
-    loss.copy_((row + options.z_loss * lse.square()).where(valid[:, None], 0)[:, 0])
-    if gradient:
-        dz = log_p.exp_().mul_(1 + 2 * options.z_loss * lse).scatter_add_(1, index, torch.full_like(lse, smoothing - 1))
-        dz.sub_(smoothing / z.shape[1]).mul_(scale.where(valid, 0)[:, None])
-        if softcap:
-            dz.mul_(1 - (wide / softcap).square_())
-        z.copy_(dz)
-
-
 def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, options: _Options,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, options: Options,
     want_dx: bool, want_dw: bool, want_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses of the rows [N], and dx, dW, db of their sum weighted by `scale` [N]; empty where not wanted."""
     (n_rows, hidden), vocabulary = x.shape, weight.shape[0]
     budget = _CPU_CHUNK_BYTES if x.device.type == "cpu" else _CHUNK_BYTES
     chunk, wide = chunk_plan(n_rows, vocabulary, hidden, x.itemsize, want_dw, budget)
-    rows = _rows_kernel if takes_kernel(x) else _rows_reference
 
     loss = x.new_empty(n_rows, dtype=accumulator(x.dtype))
     dx = torch.empty_like(x) if want_dx else x.new_empty(0)
     dw = x.new_empty(weight.shape if want_dw else 0, dtype=accumulator(x.dtype) if wide else None)
     db = x.new_zeros(vocabulary if want_db else 0, dtype=loss.dtype)
-    buffer = x.new_empty(chunk, -(-vocabulary // _ALIGNMENT) * _ALIGNMENT)
+    buffer = x.new_empty(chunk, padded(vocabulary))
     for start in range(0, n_rows, chunk):
         x_chunk = x[start : start + chunk]
         part = slice(start, start + x_chunk.shape[0])
@@ -258,7 +93,7 @@ def _run(
             torch.mm(x_chunk, weight.t(), out=z)
         else:
             torch.addmm(bias, x_chunk, weight.t(), out=z)
-        rows(z, target[part], scale[part], loss[part], options, want_dx or want_dw or want_db)
+        cross_entropy_rows(z, target[part], scale[part], loss[part], options, want_dx or want_dw or want_db)
         if want_dx:
             torch.mm(z, weight, out=dx[part])
         if want_dw:
@@ -303,7 +138,7 @@ def _total(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
     want_dx: bool, want_dw: bool, want_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     scale = divisor.to(accumulator(x.dtype)).reciprocal().expand(x.shape[0])
     loss, dx, dw, db = _run(x, weight, bias, target, scale, options, want_dx, want_dw, want_db)
     return loss.sum() / divisor, dx, dw, db
@@ -353,7 +188,7 @@ def _rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, *_: bool,
 ) -> Tensor:  # fmt: skip
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     scale = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
     return _run(x, weight, bias, target, scale, options, False, False, False)[0]
 
@@ -369,7 +204,7 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _refuse_double_backward()
-    gradients = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options)
+    gradients: tuple[Tensor, ...] = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options)
     return *(g if want else None for g, want in zip(gradients, ctx.options[-3:], strict=True)), *(None,) * 8
 
 
@@ -378,7 +213,7 @@ def _rows_bwd(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
     want_dx: bool, want_dw: bool, want_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _Options(ignore_index, label_smoothing, z_loss, softcap)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     return _run(x, weight, bias, target, grad, options, want_dx, want_dw, want_db)[1:]
 
 
@@ -461,7 +296,7 @@ def linear_cross_entropy(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check_dtypes(x, weight, bias)
 
-    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, weight, bias)]
     options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), *wanted)
     if reduction == "none":

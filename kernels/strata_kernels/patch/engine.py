@@ -84,7 +84,8 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
     unpatch_model(base)
     for operator, found in matches.items():
         for _, module in found:
-            module.__class__ = _patched(type(module), row.model_type, operator)
+            cls: Any = type(module)
+            module.__class__ = _patched(cls, row.model_type, operator)
     return PatchReport(
         model_type=row.model_type,
         replaced={operator: tuple(path or "(model)" for path, _ in found) for operator, found in matches.items()},
@@ -172,7 +173,7 @@ def _check(model: nn.Module, row: Row, operator: str, path: str, module: nn.Modu
 
 
 @cache
-def _patched(cls: type[nn.Module], model_type: str, operator: str) -> type[nn.Module]:
+def _patched(cls: Any, model_type: str, operator: str) -> Any:
     """The subclass of `cls` that runs `operator`, under the same name: configs and wrapping policies go by the name."""
     row = ROWS[model_type]
     make: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -194,10 +195,10 @@ def _patched(cls: type[nn.Module], model_type: str, operator: str) -> type[nn.Mo
 
 
 def _reduce(module: nn.Module, protocol: Any, key: tuple[type[nn.Module], str, str]) -> tuple[Any, ...]:
-    _, _, *state = object.__reduce_ex__(module, protocol)
-    return _new, key, *state
+    reduced: Any = object.__reduce_ex__(module, protocol)
+    return _new, key, *reduced[2:]
 
 
-def _new(cls: type[nn.Module], model_type: str, operator: str) -> nn.Module:
+def _new(cls: Any, model_type: str, operator: str) -> Any:
     patched = _patched(cls, model_type, operator)
     return patched.__new__(patched)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -25,7 +27,8 @@ def linear_head(head: nn.Module) -> nn.Linear:
         ValueError: the head does more than a matrix product with its own weight.
     """
     if type(head).__module__.startswith("peft.") and hasattr(head, "modules_to_save"):
-        head = head.modules_to_save[head.active_adapter]  # type: ignore[index, operator]
+        adapters: Any = head.modules_to_save
+        head = adapters[head.active_adapter]
     if type(head) is not nn.Linear:
         raise ValueError(
             f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(head).__name__}; "
