@@ -17,7 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
@@ -57,16 +57,12 @@ class TrainingTask(PytorchElasticFunctionTask):
                 _recoverable(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
             raise
         except FlyteUserRuntimeException as error:
-            failure = first_failure(error.value)
-            if failure is not None and failure.exitcode < 0:
-                _recoverable(f"rank {failure.rank} was killed: {describe_exit(failure.exitcode)}", error)
+            if isinstance(error.value, ChildFailedError):
+                rank, failure = error.value.get_first_failure()
+                if failure.exitcode < 0:
+                    _recoverable(f"rank {rank} was killed: {describe_exit(failure.exitcode)}", error)
             raise
         return trained._replace(weights=directory(trained.weights.path))
-
-
-def first_failure(error: BaseException) -> ProcessFailure | None:
-    """The worker that failed first, when workers are what failed."""
-    return error.get_first_failure()[1] if isinstance(error, ChildFailedError) else None
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

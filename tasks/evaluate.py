@@ -9,8 +9,6 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks.prepare import LARGE
-from tasks.runtime.data import PreparedData
-from tasks.runtime.evaluate import evaluate as evaluate_run
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 
@@ -21,6 +19,9 @@ def evaluate(
 ) -> CompletionRecord:
     """Refuse an incomplete run, then add losses and samples to its record."""
     configure_logging()
+    from tasks.runtime.data import PreparedData
+    from tasks.runtime.evaluate import evaluate
+
     record.require_complete()
     prepared = PreparedData.load(Path(data.download()))
-    return evaluate_run(spec, record, prepared, Path(weights.download()))
+    return evaluate(spec, record, prepared, Path(weights.download()))

@@ -12,8 +12,6 @@ from flytekit.types.file import FlyteFile
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.paths import directory, file
 from tasks.prepare import LARGE
-from tasks.runtime.data import PreparedData
-from tasks.runtime.export import export as export_run
 from tasks.runtime.log import configure_logging
 from tasks.runtime.metrics import read_points
 from tasks.runtime.record import CompletionRecord
@@ -32,8 +30,11 @@ class Exported(NamedTuple):
 def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Write the model, the report and the record; the report is the task's Deck, too."""
     configure_logging()
+    from tasks.runtime.data import PreparedData
+    from tasks.runtime.export import export
+
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())
-    folder = export_run(spec, record, prepared, trained)
+    folder = export(spec, record, prepared, trained)
     Deck("Training", render_body(record, read_points(trained / folder.metrics.name), dump_spec(spec)))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

@@ -11,9 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.paths import directory, is_local
-from tasks.runtime.data import fingerprint
-from tasks.runtime.data import prepare as prepare_data
-from tasks.runtime.data.manifest import VERSION
+from tasks.runtime import version
 from tasks.runtime.folder import data_folder
 from tasks.runtime.log import configure_logging
 from tasks.topology import task_for
@@ -39,6 +37,8 @@ class Planned(NamedTuple):
 def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
+    from tasks.runtime.data import fingerprint
+
     task_for(spec.topology)
     if not is_local() and not os.path.isabs(spec.output):
         log.warning(
@@ -49,10 +49,12 @@ def plan(spec: RunSpec) -> Planned:
     return Planned(DataRecipe.from_spec(spec, fingerprint(spec)), spec.output)
 
 
-@task(requests=LARGE, cache=Cache(version=str(VERSION), ignored_inputs=("output",)))
+@task(requests=LARGE, cache=Cache(version=str(version.DATA), ignored_inputs=("output",)))
 def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
     configure_logging()
+    from tasks.runtime.data import prepare
+
     folder = data_folder(output, recipe)
-    prepare_data(recipe, folder, report=log.info)
+    prepare(recipe, folder, report=log.info)
     return directory(folder)

@@ -21,12 +21,8 @@ from kubernetes.client import V1PodSpec
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Topology
 from tasks.elastic import Training
-from tasks.runtime.data import PreparedData
-from tasks.runtime.export import collect_weights
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
-from tasks.runtime.run import session
-from tasks.runtime.run import train as train_run
 from tasks.runtime.signals import Preempted
 
 # Restarts of a pod's processes before the attempt is given up: a lost process comes back in seconds, a lost pod does not.
@@ -54,9 +50,13 @@ class Trained(NamedTuple):
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
+    from tasks.runtime.data import PreparedData
+    from tasks.runtime.export import collect_weights
+    from tasks.runtime.run import session, train
+
     try:
         with session(spec) as run:
-            record = train_run(run, PreparedData.load(Path(data.path)))
+            record = train(run, PreparedData.load(Path(data.path)))
             weights = collect_weights(run.folder, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name

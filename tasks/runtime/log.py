@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 
-from transformers.utils.logging import disable_progress_bar
-
 
 def configure_logging() -> None:
     """Plain lines on standard output: everything of the main process, warnings and errors of the others with their rank."""
@@ -20,5 +18,5 @@ def configure_logging() -> None:
         logger.handlers = [handler]
         logger.propagate = False
     if not sys.stderr.isatty():
-        # Bars are for eyes; in a file each of their updates is a line.
-        disable_progress_bar()
+        # Bars are for eyes; in a file each of their updates is a line. Read when transformers is imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.runtime import version
+
 MANIFEST = "manifest.json"
 KIND = "prepared data"
-# Raised when the same recipe would be prepared differently, or stored differently.
-VERSION = 1
+VERSION = version.DATA
 
 SKIP_REASONS = {
     "invalid": "not readable or of the wrong type",

@@ -1,0 +1,46 @@
+"""What a run compiles, and compiling it: `python -m tasks.runtime.plan REPORT` with a spec as JSON on standard input."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from strata_kernels.warmup import Plan, record, warmup
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import collator
+from tasks.runtime.log import configure_logging
+from tasks.runtime.model import build_meta_model, prepare_for_training
+from tasks.runtime.record import write_json
+
+log = logging.getLogger("tasks.runtime.plan")
+
+
+def plan_of(spec: RunSpec) -> Plan:
+    """Every kernel that a training step of this spec launches, found by running the real step on meta tensors."""
+    model = build_meta_model(spec)
+    prepare_for_training(model, spec)
+    model.train()
+    row = {"input_ids": torch.zeros(spec.data.sequence_length, dtype=torch.int64, device="meta")}
+    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)["input_ids"]
+
+    def step() -> None:
+        targets = torch.zeros((), dtype=torch.int64, device="meta")
+        model(input_ids=batch, labels=batch, position_ids=batch, num_items_in_batch=targets).loss.backward()
+
+    return record(step)
+
+
+def main() -> None:
+    """Compile the kernels of a spec and write the report to the path given."""
+    configure_logging()
+    spec = RunSpec.model_validate_json(sys.stdin.read())
+    report = warmup(plan_of(spec))
+    log.info("warm-up: %s", report.summary())
+    write_json(Path(sys.argv[1]), report.to_dict())
+
+
+if __name__ == "__main__":
+    main()

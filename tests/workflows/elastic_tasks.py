@@ -1,0 +1,75 @@
+"""Training tasks that end badly, each in its own way. Real processes under a real elastic agent."""
+
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import task
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
+
+from strata_platform.spec import RunSpec
+from tasks.elastic import Training
+from tasks.runtime.processes import Processes
+from tasks.runtime.signals import Preempted, preemptible
+
+LAUNCH = Training(nnodes=1, nproc_per_node=2, max_restarts=0)
+
+
+class Result(NamedTuple):
+    record: str
+    weights: FlyteDirectory
+
+
+@task(task_config=LAUNCH)
+def finishes(spec: RunSpec, data: FlyteDirectory) -> Result:
+    processes = Processes.from_environment()
+    processes.connect()
+    processes.barrier()
+    processes.disconnect()
+    return Result(
+        f"{processes.rank} of {processes.world_size}, {sorted(os.listdir(data.path))}", FlyteDirectory(data.path)
+    )
+
+
+@task(task_config=LAUNCH)
+def is_killed(spec: RunSpec, data: FlyteDirectory) -> Result:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Result("not reached", data)
+
+
+@task(task_config=LAUNCH)
+def is_preempted(spec: RunSpec, data: FlyteDirectory) -> Result:
+    try:
+        with preemptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+    except Preempted as stop:
+        raise FlyteRecoverableException(f"stopped by {stop}") from stop
+    return Result("not reached", data)
+
+
+@task(task_config=LAUNCH)
+def whose_pod_is_stopped(spec: RunSpec, data: FlyteDirectory) -> Result:
+    if Processes.from_environment().is_main:
+        # What the kubelet does: SIGTERM to the pod's first process, the agent.
+        os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+    return Result("not reached", data)
+
+
+@task(task_config=LAUNCH)
+def is_misused(spec: RunSpec, data: FlyteDirectory) -> Result:
+    if data.path:
+        raise ValueError("training.micro_batch_size is too large")
+    return Result("not reached", data)
+
+
+TASKS = {
+    function.task_function.__name__: function
+    for function in (finishes, is_killed, is_preempted, whose_pod_is_stopped, is_misused)
+}
+
+
+def run(name: str, folder: Path) -> Result:
+    return TASKS[name](spec=RunSpec(output=str(folder)), data=FlyteDirectory(str(folder)))
