@@ -147,6 +147,23 @@ def test_samples_are_raw_prompts_and_references(prepared: Prepare) -> None:
         assert sample.prompt_ids == data.tokenizer()(sample.prompt)["input_ids"]
 
 
+def test_the_tokenizer_is_not_trained_on_what_is_held_out(prepared: Prepare) -> None:
+    letters = np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), (40, 8))
+    words = [f" {''.join(word)}" for word in letters]
+    data = prepared([{"prompt": "p", "completion": word * 3} for word in words])
+    tokenizer = data.tokenizer()
+    held_out = {word for word in words if any(word in text for text in _texts(data, "validation"))}
+    whole = {word for word in words if len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1}
+    assert held_out and whole == set(words) - held_out
+
+
+def test_rows_are_not_left_sorted_by_the_lengths_of_their_documents(prepared: Prepare) -> None:
+    data = prepared([{"prompt": "p", "completion": "word " * (1 + i % 40)} for i in range(120)])
+    # The last learned token of a row's longest document has the row's highest position outside of its padding.
+    longest = [int(row["position_ids"][row["labels"] != -100].max()) for row in map(data.train.__getitem__, range(9))]
+    assert len(set(longest)) > 5 and longest != sorted(longest, reverse=True)
+
+
 def test_samples_of_texts_are_cut_in_the_middle(prepared: Prepare) -> None:
     data = prepared([{"text": row["prompt"] + row["completion"]} for row in ROWS], objective="pretrain")
     sample = data.samples(1)[0]
