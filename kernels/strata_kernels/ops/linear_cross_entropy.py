@@ -160,7 +160,7 @@ def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     _refuse_double_backward()
-    nothing = (None,) * ctx.n_inputs
+    nothing: tuple[None, ...] = (None,) * ctx.n_inputs
     if grad is None:
         return nothing
     dx, dw, db = (_scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
