@@ -1,14 +1,10 @@
 """Which path an operator takes, and what is noted in place of a launch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-import strata_kernels
 from strata_kernels import rms_norm
 from strata_kernels.ops._launch import is_recording, launch, recording, runs_triton, takes_kernel
 
@@ -70,22 +66,3 @@ def test_meta_tensors_take_the_kernel_path_only_while_recording() -> None:
         rms_norm(x, weight).sum().backward()
     names = [call.kernel.__name__ for call in calls]
     assert names == ["rms_norm_fwd_kernel", "rms_norm_bwd_kernel", "sum_rows_kernel"]
-
-
-def test_importing_starts_no_cuda_and_no_transformers() -> None:
-    code = "import sys, torch, strata_kernels as s, strata_kernels.warmup; [getattr(s, n) for n in s.__all__]; "
-    code += "assert not torch.cuda.is_initialized(); print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-def test_every_public_name_is_exported_once() -> None:
-    assert len(strata_kernels.__all__) == len(set(strata_kernels.__all__))
-    assert sorted(strata_kernels.__all__) == strata_kernels.__all__
-
-
-def test_the_auto_model_is_imported_when_asked_for() -> None:
-    pytest.importorskip("transformers")
-    assert strata_kernels.AutoModelForCausalLM.__module__ == "strata_kernels.auto"
-    with pytest.raises(AttributeError, match="'strata_kernels' has no attribute 'rmsnorm'"):
-        strata_kernels.rmsnorm  # noqa: B018

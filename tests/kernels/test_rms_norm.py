@@ -1,9 +1,12 @@
 """rms_norm against PyTorch in the same dtype and in fp64."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strata_kernels import rms_norm
 
@@ -129,7 +132,7 @@ def test_repeats_bit_for_bit(device, gradients) -> None:
 
 def test_is_functional_rms_norm_under_gemma(device) -> None:
     x, weight = torch.randn(3, 40, device=device), torch.randn(40, device=device)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, cast="gemma"), functional.rms_norm(x, (40,), weight, 1e-5))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, cast="gemma"), torch_rms_norm(x, (40,), weight, 1e-5))
 
 
 def test_fp64_is_differentiated_exactly(device) -> None:
@@ -147,6 +150,26 @@ def test_compiled_equals_eager(device, gradients) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     eager, traced = (gradients(f, [x, weight]) for f in (function, compiled))
     assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+
+
+def test_selective_checkpointing_sees_the_operator(device, gradients) -> None:
+    operator, forwards = torch.ops.strata.rms_norm.default, []
+
+    def policy(context, op, *args, **kwargs):
+        forwards.extend([context.is_recompute] * (op == operator))
+        return CheckpointPolicy.MUST_SAVE if op == operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(x, w):
+        return rms_norm(x.sin(), w).cos()
+
+    def checkpointed(x, w):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(function, x, w, use_reentrant=False, context_fn=contexts)
+
+    inputs = [torch.randn(6, 16, device=device), torch.randn(16, device=device)]
+    plain, saved = (gradients(f, inputs) for f in (function, checkpointed))
+    assert all(torch.equal(a, b) for a, b in zip(plain, saved, strict=True))
+    assert forwards == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies

@@ -220,6 +220,13 @@ def test_without_a_gpu_there_is_nothing_to_do() -> None:
     assert report.summary() == "nothing to warm up on cpu: no GPU here, operators run their PyTorch reference"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_does_not_start_is_reported(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    report = warmup(record(lambda: layer(2, 64)))
+    assert report.skipped is not None and report.skipped.startswith("CUDA does not start (")
+
+
 def test_the_report_is_plain_data_and_one_line() -> None:
     kernel, failure = Compiled("a", "x=*bfloat16", 0.25, True), Failed("b", "n=2", "ValueError: no")
     report = WarmupReport("NVIDIA H200", 3, (kernel, Compiled("c", "", 1.0, False)), (failure,), 1.25)

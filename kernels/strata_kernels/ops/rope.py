@@ -40,7 +40,7 @@ def _rotate_heads(
     p_xs = p_x + o_s[:, None, None] * stride_xs
     p_ys = p_y + o_s[:, None, None] * stride_ys
     for i_h in tl.static_range(0, HEADS, BLOCK_H):
-        o_h = i_h + tl.arange(0, BLOCK_H)[None, :, None]
+        o_h = (i_h + tl.arange(0, BLOCK_H)[None, :, None]).to(tl.int64)
         m_h = m_s[:, None, None] & (o_h < HEADS)
         m = m_h & (o_r < HALF)
         p_x1 = p_xs + o_h * stride_xh + o_r

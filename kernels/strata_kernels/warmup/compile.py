@@ -83,8 +83,11 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
     start = time.perf_counter()
     if not torch.cuda.is_available():
         return _skip("cpu", plan, start, "no GPU here, operators run their PyTorch reference")
-    index = torch.cuda.current_device()
-    device = torch.cuda.get_device_name(index)
+    try:
+        index = torch.cuda.current_device()
+        device = torch.cuda.get_device_name(index)
+    except RuntimeError as error:
+        return _skip("cuda", plan, start, f"CUDA does not start ({error})")
     if len(plan) == 0:
         return _skip(device, plan, start, "the plan is empty")
 
