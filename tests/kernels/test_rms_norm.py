@@ -96,6 +96,10 @@ def test_strided_inputs(view, device, compare, poisoned) -> None:
     compare(inputs=[x, torch.randn(x.shape[-1], device=device)], **functions())
 
 
+def test_a_strided_weight(device, compare) -> None:
+    compare(inputs=[torch.randn(5, 16, device=device), torch.randn(32, device=device)[::2]], **functions())
+
+
 @pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED.keys())
 def test_strided_gradients(view, device) -> None:
     dy = view(torch.randn(4, 6, 64, device=device))

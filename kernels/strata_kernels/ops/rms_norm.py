@@ -230,6 +230,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _dense(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
 def _output_dtype(x: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
     """As eager PyTorch promotes; "gemma" rounds after the weight, so it keeps the dtype of x."""
     return x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype)
@@ -248,7 +252,7 @@ def _forward_triton(x: Tensor, weight: Tensor | None, eps: float, offset: float,
     programs = _programs(tile, triton.cdiv(n_rows, tile_rows), x.device)
     launch(
         rms_norm_fwd_wide_kernel if width > block else rms_norm_fwd_kernel, (programs,),
-        rows, weight, y, rstd, n_rows, rows.stride(0), eps, offset,
+        rows, _dense(weight), y, rstd, n_rows, rows.stride(0), eps, offset,
         D=width, CAST=cast, HAS_WEIGHT=weight is not None,
         ROWS=tile_rows, BLOCK=block, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
@@ -286,7 +290,7 @@ def _backward_triton(
     partial = (x.new_zeros if wide else x.new_empty)((programs, width) if weight_grad else (0,), dtype=torch.float32)
     launch(
         rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel, (programs,),
-        d_rows, rows, weight, rstd, dx, partial, n_rows, d_rows.stride(0), rows.stride(0), offset,
+        d_rows, rows, _dense(weight), rstd, dx, partial, n_rows, d_rows.stride(0), rows.stride(0), offset,
         D=width, CAST=cast, HAS_WEIGHT=weight is not None, WEIGHT_GRAD=weight_grad,
         ROWS=tile_rows, BLOCK=block, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
