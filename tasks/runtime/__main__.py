@@ -9,6 +9,7 @@ import sys
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, load_spec
+from tasks.runtime.log import configure_logging
 
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 128 + signal.SIGTERM
@@ -25,16 +26,15 @@ def main() -> int:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
 
+    configure_logging()
     # Only a good spec is worth the seconds that torch takes to import.
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
     from tasks.runtime.export import collect_weights, export
     from tasks.runtime.folder import data_folder
-    from tasks.runtime.log import configure_logging
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted
 
-    configure_logging()
     log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:

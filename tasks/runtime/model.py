@@ -98,7 +98,10 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
     """The same modules without memory: for planning what a run will compile."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            load_config(spec), attn_implementation=spec.model.attention, dtype=dtype_of(spec)
+            # Attention is not the kernel layer's, and this one runs on meta tensors.
+            load_config(spec),
+            attn_implementation="sdpa",
+            dtype=dtype_of(spec),
         )
     model.config.use_cache = False
     return model

@@ -24,11 +24,17 @@ def plan_of(spec: RunSpec) -> Plan:
     prepare_for_training(model, spec)
     model.train()
     row = {"input_ids": torch.zeros(spec.data.sequence_length, dtype=torch.int64, device="meta")}
-    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)["input_ids"]
+    tokens = collator(spec.model.attention)([row] * spec.training.micro_batch_size)["input_ids"]
+    rows, length = tokens.shape
+    # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
+    targets = torch.zeros((), dtype=torch.int64, device="meta")
 
     def step() -> None:
-        targets = torch.zeros((), dtype=torch.int64, device="meta")
-        model(input_ids=batch, labels=batch, position_ids=batch, num_items_in_batch=targets).loss.backward()
+        output = model(
+            input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=mask, num_items_in_batch=targets
+        )
+        output.loss.backward()
 
     return record(step)
 

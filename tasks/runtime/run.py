@@ -106,9 +106,10 @@ def total_steps(spec: RunSpec, rows: int) -> int:
             f"{spec.training.micro_batch_size} x {spec.topology.world_size} processes; "
             "lower training.micro_batch_size or give more data"
         )
-    if spec.training.steps is not None:
+    if spec.passes is None:
+        assert spec.training.steps is not None
         return spec.training.steps
-    return math.ceil((spec.training.epochs or 1.0) * math.ceil(batches / spec.training.gradient_accumulation_steps))
+    return math.ceil(spec.passes * math.ceil(batches / spec.training.gradient_accumulation_steps))
 
 
 def _resume_point(run: Session, steps: int) -> Path | None:

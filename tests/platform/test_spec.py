@@ -23,11 +23,23 @@ def test_default_is_a_complete_run():
     assert spec.topology.world_size == 1
 
 
+def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
+    assert RunSpec().peak_lr == 2e-3
+    assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}).peak_lr == 2e-5
+    assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
+
+
+def test_passes_are_two_unless_something_else_is_asked_for():
+    assert RunSpec().passes == 2
+    assert RunSpec(training={"epochs": 0.5}).passes == 0.5
+    assert RunSpec(training={"steps": 3}).passes is None
+
+
 def test_a_spec_is_frozen_and_hashable_by_content():
     spec = RunSpec()
     with pytest.raises(ValueError, match="frozen"):
         spec.seed = 1
-    assert spec.hash() == RunSpec(seed=0, optimizer={"lr": 2e-3}).hash()
+    assert spec.hash() == RunSpec(seed=0, optimizer={"eps": 1e-8}).hash()
     assert spec.hash() != RunSpec(seed=1).hash()
     assert len(spec.hash()) == 16
 

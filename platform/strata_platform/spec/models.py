@@ -180,7 +180,9 @@ class Optimizer(Section):
     """AdamW and how its gradients are treated."""
 
     type: Literal["adamw"] = Field("adamw", description="Optimizer; AdamW runs fused.")
-    lr: Number = Field(2e-3, gt=0, le=1.0, description="Peak learning rate.")
+    lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] | None = Field(
+        None, description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model."
+    )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
@@ -198,12 +200,12 @@ class Training(Section):
     """How long, and how much at a time."""
 
     steps: Count | None = Field(
-        None, description="Optimizer steps. Give this or `epochs`; with neither, one pass over the data."
+        None, description="Optimizer steps. Give this or `epochs`; with neither, two passes over the data."
     )
     epochs: Annotated[float, Field(gt=0), BeforeValidator(_number)] | None = Field(
         None, description="Passes over the data. Give this or `steps`."
     )
-    micro_batch_size: Count = Field(8, description="Rows per process and forward pass.")
+    micro_batch_size: Count = Field(4, description="Rows per process and forward pass.")
     gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
     gradient_checkpointing: Flag = Field(
         False, description="Recompute activations in the backward pass to save memory."
@@ -317,6 +319,20 @@ class RunSpec(Section):
     @classmethod
     def _all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         return check(cls, value, handler, cls._contradictions)
+
+    @property
+    def peak_lr(self) -> float:
+        """`optimizer.lr`, or the default for this kind of model: new weights bear a hundred times the rate."""
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        return 2e-3 if self.model.name in PRESETS else 2e-5
+
+    @property
+    def passes(self) -> float | None:
+        """Passes over the data: None when `training.steps` decides the length."""
+        if self.training.steps is not None:
+            return None
+        return self.training.epochs if self.training.epochs is not None else 2.0
 
     def _contradictions(self) -> Iterator[Contradiction]:
         training, topology = self.training, self.topology

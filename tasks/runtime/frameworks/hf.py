@@ -62,7 +62,7 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
         per_device_train_batch_size=spec.training.micro_batch_size,
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
         optim="adamw_torch_fused",
-        learning_rate=spec.optimizer.lr,
+        learning_rate=spec.peak_lr,
         adam_beta1=spec.optimizer.betas[0],
         adam_beta2=spec.optimizer.betas[1],
         adam_epsilon=spec.optimizer.eps,
