@@ -129,9 +129,9 @@ def cross_entropy_kernel(
 def _tile(vocabulary: int) -> tuple[int, int, int]:
     """(BLOCK, warps, stages) for a row.
 
-    A thread holds 16 elements of a block. One program of 32 warps fills a multiprocessor's registers without spills (64 a
-    thread on sm_90), and the pipelined loads keep memory busy through the reductions. More programs with smaller blocks
-    would put more rows in flight than L2 holds for the second walk.
+    A thread holds 16 elements of a block. One program of 32 warps fills a multiprocessor's registers without spills (64
+    a thread on sm_90), and the pipelined loads keep memory busy through the reductions. More programs with smaller
+    blocks would put more rows in flight than L2 holds for the second walk.
     """
     block = min(max(triton.next_power_of_2(vocabulary), 256), 16384)
     return block, max(block // 512, 1), 3
