@@ -56,13 +56,18 @@ def _measure(
     tokenizer = data.tokenizer()
     model = build_model(spec, weights=str(weights) if weights else None).to(device).eval()
     adopt_tokenizer(model, tokenizer)
-    patch(model, spec)
-    return mean_loss(model, data, spec), [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
+    patched = patch(model, spec)
+    # In evaluation the patched forward returns logits, as transformers does, unless it is told that nobody wants them.
+    quiet = {"skip_logits": True} if patched and "linear_cross_entropy" in patched.counts else {}
+    return mean_loss(model, data, spec, **quiet), [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
 
 
 @torch.inference_mode()
-def mean_loss(model: PreTrainedModel, data: PreparedData, spec: RunSpec) -> float | None:
-    """Mean loss per target token of the validation split, nats; None when the split is empty."""
+def mean_loss(model: PreTrainedModel, data: PreparedData, spec: RunSpec, **forward: bool) -> float | None:
+    """Mean loss per target token of the validation split, nats; None when the split is empty.
+
+    `forward` are further arguments of the model.
+    """
     batches = DataLoader(
         data.validation, batch_size=spec.training.micro_batch_size, collate_fn=collator(spec.model.attention)
     )
@@ -72,7 +77,7 @@ def mean_loss(model: PreTrainedModel, data: PreparedData, spec: RunSpec) -> floa
         count = int((batch["labels"][:, 1:] != -100).sum())
         if count:
             # Divided by one: the sum, so that every token weighs the same.
-            total += float(model(**batch, num_items_in_batch=1).loss)
+            total += float(model(**batch, num_items_in_batch=1, **forward).loss)
             targets += count
     return total / targets if targets else None
 

@@ -111,7 +111,9 @@ def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport |
     """Patch the model, and set what it recomputes in the backward pass."""
     report = patch(model, spec)
     if spec.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed it within the range of versions that we support.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return report
 
 

@@ -1,0 +1,62 @@
+"""`python -m tasks.runtime`: exit codes, and errors that come early and say the way out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.processes import Processes
+from tasks.runtime.run import total_steps
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments, env=None):
+    command = [sys.executable, "-X", "importtime", "-m", "tasks.runtime", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, env=env)
+
+
+def test_a_wrong_spec_ends_with_code_2_before_torch_is_loaded(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("training: {steps: 0}\nmodle: x\n")
+    ended = start(spec)
+    assert ended.returncode == 2
+    assert "training.steps" in ended.stderr
+    assert "modle" in ended.stderr
+    loaded = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    assert "strata_platform.spec" in loaded
+    assert "torch" not in loaded
+
+
+def test_a_shape_that_was_not_started_is_refused_with_the_command():
+    spec = RunSpec.model_validate({"topology": {"nproc_per_node": 4}, "parallel": {"type": "ddp"}})
+    with pytest.raises(ValueError, match=r"= 4 processes, but 1 were started.*torchrun --nnodes 1 --nproc-per-node 4"):
+        Processes().require(spec)
+
+
+def test_the_environment_of_torchrun_is_read(monkeypatch):
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    processes = Processes.from_environment()
+    assert (processes.rank, processes.local_rank, processes.world_size, processes.is_main) == (5, 1, 8, False)
+
+
+@pytest.mark.parametrize(
+    ("training", "rows", "steps"),
+    [
+        ({"steps": 7}, 1000, 7),
+        ({"epochs": 1, "micro_batch_size": 4}, 101, 25),
+        ({"epochs": 0.5, "micro_batch_size": 4}, 101, 13),
+        ({"epochs": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 8}, 101, 12),
+        ({"micro_batch_size": 4}, 101, 50),
+    ],
+)
+def test_steps_of_a_run(training, rows, steps):
+    assert total_steps(RunSpec(training=training), rows) == steps
+
+
+def test_data_smaller_than_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"3 rows, fewer than one batch: training\.micro_batch_size 4 x 1 processes"):
+        total_steps(RunSpec(training={"steps": 10}), 3)

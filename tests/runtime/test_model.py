@@ -1,0 +1,44 @@
+"""Building models: presets, dtypes, tokenizers."""
+
+import pytest
+import torch
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import PRESETS as NAMES
+from tasks.runtime.model import PRESETS, build_meta_model, build_model, prepare_for_training
+
+
+def test_every_preset_of_the_spec_can_be_built():
+    assert set(PRESETS) == set(NAMES)
+
+
+def test_a_preset_starts_from_the_seed():
+    first, again, other = (build_model(RunSpec(seed=seed)) for seed in (1, 1, 2))
+    pairs = zip(first.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
+
+
+def test_every_dtype_starts_from_the_same_weights():
+    exact = build_model(RunSpec(model={"dtype": "float32"}))
+    rounded = build_model(RunSpec(model={"dtype": "bfloat16"}))
+    assert rounded.dtype == rounded.config.dtype == torch.bfloat16
+    assert torch.equal(exact.model.embed_tokens.weight.bfloat16(), rounded.model.embed_tokens.weight)
+
+
+def test_building_one_model_leaves_the_next_as_it_was():
+    build_model(RunSpec(model={"attention": "eager"})).config.hidden_size = 1
+    assert build_model(RunSpec()).config.hidden_size == PRESETS["tiny-llama"]["hidden_size"]
+
+
+def test_the_meta_model_has_the_same_parameters():
+    meta, real = build_meta_model(RunSpec()), build_model(RunSpec())
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (meta, real)]
+    assert shapes[0] == shapes[1]
+    assert all(p.is_meta for p in meta.parameters())
+
+
+def test_kernels_can_be_turned_off():
+    assert prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"enabled": False})) is None
+    report = prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"exclude": ["rope"]}))
+    assert set(report.counts) == {"rms_norm", "swiglu", "linear_cross_entropy"}

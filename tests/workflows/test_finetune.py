@@ -1,0 +1,116 @@
+"""The command of the README, from the spec's file to the exported model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.runtime.record import CompletionRecord
+
+ROOT = Path(__file__).parents[2]
+PYFLYTE = Path(sys.executable).with_name("pyflyte")
+
+SMALL = {
+    "name": "small",
+    "data": {"sequence_length": 64, "max_samples": 300},
+    "training": {"steps": 6},
+    "checkpoint": {"every": 4},
+    "evaluation": {"samples": 1, "max_new_tokens": 4, "max_batches": 2},
+}
+
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer("def sum(iterable)", return_tensors="pt").input_ids
+torch.save(AutoModelForCausalLM.from_pretrained(sys.argv[1])(ids).logits, sys.argv[2])
+"""
+
+
+def pyflyte(spec: Path):
+    return subprocess.run(
+        [PYFLYTE, "run", "workflows/finetune.py", "finetune", "--spec", str(spec)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    file = folder / "spec.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "output": str(folder / "out")}))
+    return folder / "out" / "small", pyflyte(file)
+
+
+def test_it_leaves_the_model_the_report_and_the_record_and_says_so(finished):
+    folder, ended = finished
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    last = " ".join(ended.stdout.split("\n")[-6:])
+    for name in ("model", "report.html", "record.json"):
+        assert str(folder / name) in last
+        assert (folder / name).exists()
+    assert "complete, 6 of 6 steps" in last
+
+
+def test_nothing_is_pickled_and_nothing_third_party_clutters_the_output(finished):
+    _, ended = finished
+    said = ended.stdout + ended.stderr
+    assert "Pickle" not in said
+    assert "Warning" not in said
+    assert "WARNING" not in said
+
+
+def test_the_record_has_what_was_asked_and_what_was_done(finished):
+    record = json.loads((finished[0] / "record.json").read_text())
+    assert (record["status"], record["steps"], record["steps_asked"], record["restarts"]) == ("complete", 6, 6, 0)
+    assert record["tokens"] == 6 * 4 * 64
+    assert 0 < record["target_tokens"] < record["tokens"]
+    assert record["eval_loss_after"] < record["eval_loss_before"]
+    assert Path(record["checkpoint"]).name == "checkpoint-6"
+    assert record["warmup"]
+    assert {"python", "torch", "triton", "transformers", "strata"} <= set(record["versions"])
+    assert len(record["spec_hash"]) == 16
+    assert record["data"]["read"] == record["data"]["used"] + sum(
+        number for name, number in record["data"].items() if name.startswith("skipped_")
+    )
+
+
+def test_the_model_loads_in_a_fresh_interpreter_with_the_logits_of_the_checkpoint(finished, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _ = finished
+    subprocess.run([sys.executable, "-c", LOGITS, folder / "model", tmp_path / "logits"], check=True, timeout=120)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = tokenizer("def sum(iterable)", return_tensors="pt").input_ids
+    trained = AutoModelForCausalLM.from_pretrained(CompletionRecord.load(folder / "record.json").checkpoint)
+    assert torch.equal(torch.load(tmp_path / "logits"), trained(ids).logits)
+    assert trained.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_report_shows_the_run(finished):
+    page = (finished[0] / "report.html").read_text()
+    assert "small" in page
+    assert "no GPU here" in page
+
+
+def test_mistakes_are_told_at_once_with_exit_code_2(tmp_path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(
+        yaml.safe_dump({"training": {"stpes": 3}, "optimizer": {"lr": -1}, "output": str(tmp_path / "out")})
+    )
+    ended = pyflyte(file)
+    assert ended.returncode == 2
+    said = ended.stdout + ended.stderr
+    for words in ("training.stpes", "steps", "optimizer.lr", "-1"):
+        assert words in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
