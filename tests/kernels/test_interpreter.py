@@ -9,15 +9,19 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FILES = ["test_launch.py", "test_linear_cross_entropy.py", "test_rms_norm.py", "test_rope.py", "test_swiglu.py"]
+# Two processes, about as long as each other, since a process takes some seconds to start.
+FILES = {
+    "elementwise": ["test_launch.py", "test_rms_norm.py", "test_rope.py", "test_swiglu.py"],
+    "loss": ["test_linear_cross_entropy.py"],
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is the interpreter's process")
-@pytest.mark.parametrize("file", FILES)
-def test_interpreted(file: str) -> None:
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES.keys())
+def test_interpreted(files: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,
