@@ -198,6 +198,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
 
+    # One function is compiled for every shape, with gradients and without.
+    torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda", torch.cuda.current_device())
     limit = limits(device)
     head = header(device, limit, arguments.commit)

@@ -291,7 +291,8 @@ def linear_cross_entropy(
     """
     _check(x, weight, target, bias, label_smoothing, softcap, reduction, num_items)
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    # Meta tensors have no autocast, and torch.amp.is_autocast_available cannot be traced by torch 2.11.
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check_dtypes(x, weight, bias)
