@@ -195,11 +195,7 @@ def warmed_kernels(record: CompletionRecord) -> Html | None:
     """The warm-up kernel by kernel: first what failed, then what is ready."""
     failed = [(_kernel(kernel), kernel["error"]) for kernel in record.warmup.get("failed", ())]
     ready = [
-        (
-            _kernel(kernel, f"{count(kernel['registers'], 'register')}, {count(kernel['spills'], 'spill')}"),
-            "hit" if kernel["hit"] else "compiled",
-            _value(kernel["seconds"]),
-        )
+        (_kernel(kernel), "hit" if kernel["hit"] else "compiled", _value(kernel["seconds"]))
         for kernel in record.warmup.get("compiled", ())
     ]
     if not failed and not ready:
@@ -212,9 +208,8 @@ def warmed_kernels(record: CompletionRecord) -> Html | None:
     )
 
 
-def _kernel(kernel: Mapping[str, Any], *more: str) -> Html:
-    details = (kernel["signature"], *more)
-    return join((element("code", kernel["name"]), *(element("small", detail) for detail in details)))
+def _kernel(kernel: Mapping[str, Any]) -> Html:
+    return join((element("code", kernel["name"]), element("small", kernel["signature"])))
 
 
 def kernels(record: CompletionRecord) -> Html:
