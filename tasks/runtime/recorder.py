@@ -127,6 +127,10 @@ class Recorder:
         self._plot(points)
         self._show(points[-1])
 
+    def restart_clock(self) -> None:
+        """Leave out what was not training, such as a checkpoint, from the next rate."""
+        self._flushed_at = time.monotonic()
+
     def close(self) -> None:
         """Close the files. Pending steps of a broken attempt are dropped: they are after its last checkpoint."""
         if self._file is not None:

@@ -137,3 +137,4 @@ class _Checkpoints(TrainerCallback):
             checkpoint.commit(path, spec_hash=self._spec.hash(), world_size=self._processes.world_size)
             checkpoint.prune(self._folder.checkpoints, self._spec.checkpoint.keep_last)
         self._processes.barrier()
+        self._recorder.restart_clock()
