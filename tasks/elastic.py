@@ -1,8 +1,8 @@
 """How a training task runs in its pod: warm up, start the elastic agent, turn the end of a machine into a new attempt.
 
-Flyte's own elastic task calls a pod that is told to stop a success without outputs, and a worker that is killed an error
-of the user. Both are the cluster's doing: here they end the attempt as recoverable, so that Flyte starts the next one,
-which continues from the last checkpoint.
+Flyte's own elastic task calls a pod that is told to stop a success without outputs, and a worker that is killed an
+error of the user. Both are the cluster's doing: here they end the attempt as recoverable, so that Flyte starts the next
+one, which continues from the last checkpoint.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def is_local() -> bool:
 
 
 def directory(path: Path | str) -> FlyteDirectory:
-    """A folder as a task's output. A local run hands on the path itself: weights are large, and the copy would be in /tmp."""
+    """A folder as a task's output. A local run hands on the path: weights are large, and the copy would be in /tmp."""
     return FlyteDirectory(str(path), remote_directory=False if is_local() else None)
 
 

@@ -22,7 +22,7 @@ SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="4", mem="16Gi")
 
 
-# Flyte's local cache remembers a path that may be gone tomorrow; prepared data is content-addressed in the output folder.
+# Flyte's local cache remembers paths that may be gone tomorrow; prepared data has its own place in the output folder.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 
@@ -42,8 +42,8 @@ def plan(spec: RunSpec) -> Planned:
     task_for(spec.topology)
     if not is_local() and not os.path.isabs(spec.output):
         log.warning(
-            "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step 0; "
-            "set output to a folder on a volume that all pods of the run mount",
+            "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step "
+            "0; set output to a folder on a volume that all pods of the run mount",
             spec.output,
         )
     return Planned(DataRecipe.from_spec(spec, fingerprint(spec)), spec.output)

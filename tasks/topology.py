@@ -1,7 +1,7 @@
 """The shapes a training job can have: one Flyte task for each, because a task's shape is fixed when it is registered.
 
-A shape is stated once, below. It makes the task's elastic configuration, and the spec's topology chooses the task, so that
-what is launched and what the trainer expects cannot differ.
+A shape is stated once, below. It makes the task's elastic configuration, and the spec's topology chooses the task, so
+that what is launched and what the trainer expects cannot differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.signals import Preempted
 
-# Restarts of a pod's processes before the attempt is given up: a lost process comes back in seconds, a lost pod does not.
+# Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
 MAX_RESTARTS = 2
 # Attempts after the first; a preempted or failed one is continued from its last checkpoint.
 RETRIES = 5
@@ -64,7 +64,7 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
 
 
 def _training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
-    """The task for a shape. Assign it to a module-level name `train_<nnodes>x<nproc_per_node>`: Flyte loads it by that."""
+    """The task for a shape. Assign it to the module-level name `train_<nnodes>x<nproc_per_node>`: Flyte loads that."""
 
     @wraps(_train)
     def function(spec: RunSpec, data: FlyteDirectory) -> Trained:

@@ -10,12 +10,14 @@ from tasks.export import Exported, export
 from tasks.prepare import plan, prepare
 from tasks.train import train
 
+DEFAULT = RunSpec()
+
 
 @workflow
-def finetune(spec: RunSpec = RunSpec()) -> Exported:
+def finetune(spec: RunSpec = DEFAULT) -> Exported:
     """Prepare the data, train, evaluate before and after, export.
 
-    `spec` is a YAML or JSON file. Without one a small Llama learns to write the docstrings of Python's standard library.
+    `spec` is a YAML or JSON file. Without one a small Llama learns to write docstrings from Python's standard library.
     """
     planned = plan(spec=spec)
     data = prepare(recipe=planned.recipe, output=planned.output)

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or do not count.
 
-A step's folder is filled by all processes, then one process writes `manifest.json` with the size and SHA-256 of every file:
-the checkpoint exists from that rename on. A folder without a manifest is what a killed save left; a folder whose files
-differ from its manifest is damaged. Both are passed over, never loaded.
+A step's folder is filled by all processes, then one process writes `manifest.json` with the size and SHA-256 of every
+file: the checkpoint exists from that rename on. A folder without a manifest is what a killed save left; a folder whose
+files differ from its manifest is damaged. Both are passed over, never loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PREFIX = "checkpoint-"
 
 
 def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was taken, from its name."""
     return int(folder.name.removeprefix(PREFIX))
 
 

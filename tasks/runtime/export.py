@@ -24,7 +24,7 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "config.json",
 
 def collect_weights(folder: RunFolder, record: CompletionRecord) -> Path:
     """A folder with the trained weights and the run's metrics: all that evaluation and export need, and no more."""
-    weights = folder.root / "weights"
+    weights = folder.weights
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
     for pattern in _WEIGHTS:

@@ -34,34 +34,47 @@ class RunFolder:
 
     @property
     def spec(self) -> Path:
+        """The run's spec, whole."""
         return self.root / "spec.yaml"
 
     @property
     def checkpoints(self) -> Path:
+        """Checkpoints by step."""
         return self.root / "checkpoints"
 
     @property
     def metrics(self) -> Path:
+        """One line per step."""
         return self.root / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """Event files."""
         return self.root / "tensorboard"
 
     @property
     def attempts(self) -> Path:
+        """One line per start of the training processes."""
         return self.root / "attempts.txt"
 
     @property
+    def weights(self) -> Path:
+        """The trained weights on their way to evaluation and export."""
+        return self.root / "weights"
+
+    @property
     def model(self) -> Path:
+        """The exported model."""
         return self.root / "model"
 
     @property
     def report(self) -> Path:
+        """The report."""
         return self.root / "report.html"
 
     @property
     def record(self) -> Path:
+        """The completion record; there only when the run has one."""
         return self.root / "record.json"
 
     def claim(self, spec: RunSpec) -> None:

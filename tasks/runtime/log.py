@@ -8,7 +8,7 @@ import sys
 
 
 def configure_logging() -> None:
-    """Plain lines on standard output: everything of the main process, warnings and errors of the others with their rank."""
+    """Plain lines on standard output: all of the main process, warnings and errors of the others with their rank."""
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))

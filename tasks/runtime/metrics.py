@@ -56,10 +56,12 @@ class MetricsFile:
             self._file.write("\n")
 
     def write(self, points: list[Point]) -> None:
+        """Append the points, one line each."""
         self._file.write("".join(json.dumps(asdict(point)) + "\n" for point in points))
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -79,7 +79,7 @@ def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel
 
 
 def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a model from scratch the special tokens of the tokenizer that was trained for it; a pretrained one has its own.
+    """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own.
 
     Raises ValueError when the tokenizer has tokens that the model has no embedding for.
     """

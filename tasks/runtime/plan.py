@@ -1,4 +1,4 @@
-"""What a run compiles, and compiling it: `python -m tasks.runtime.plan REPORT` with a spec as JSON on standard input."""
+"""What a run compiles, and compiling it: `python -m tasks.runtime.plan REPORT`, the spec as JSON on standard input."""
 
 from __future__ import annotations
 

@@ -25,16 +25,19 @@ class Processes:
 
     @classmethod
     def from_environment(cls) -> Processes:
+        """This process as torch elastic started it."""
         if "RANK" not in os.environ:
             return cls()
         return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
 
     @property
     def is_main(self) -> bool:
+        """Whether this process writes what the job writes once."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
+        """This process's GPU, or the CPU where there is none."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def require(self, spec: RunSpec) -> None:
@@ -59,9 +62,11 @@ class Processes:
             dist.init_process_group("gloo", timeout=TIMEOUT)
 
     def barrier(self) -> None:
+        """Wait for all processes of the job."""
         if self.world_size > 1:
             dist.barrier()
 
     def disconnect(self) -> None:
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -78,6 +78,7 @@ class CompletionRecord(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> CompletionRecord:
+        """Read what `save` wrote. Raises pydantic's ValidationError, a ValueError, for anything else."""
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
 

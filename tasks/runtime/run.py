@@ -206,6 +206,7 @@ def _counts(data: PreparedData) -> dict[str, int]:
 
 
 def device_name(processes: Processes) -> str:
+    """The device by the name its maker gave it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(processes.device)
     return f"CPU ({torch.get_num_threads()} threads)"

@@ -20,8 +20,8 @@ class Preempted(BaseException):
 def preemptible() -> Iterator[None]:
     """Turn SIGTERM into `Preempted`, raised where the main thread is at that moment.
 
-    Raising at once, rather than at the next step, is safe because a checkpoint counts only when its manifest is written,
-    and that is written last. Outside the main thread signals cannot be handled; then nothing is changed.
+    Raising at once, rather than at the next step, is safe because a checkpoint counts only when its manifest is
+    written, and that is written last. Outside the main thread signals cannot be handled; then nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

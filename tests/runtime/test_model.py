@@ -1,6 +1,5 @@
 """Building models: presets, dtypes, tokenizers."""
 
-import pytest
 import torch
 
 from strata_platform.spec import RunSpec

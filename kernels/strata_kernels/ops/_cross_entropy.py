@@ -129,8 +129,8 @@ def cross_entropy_kernel(
 def _tile(vocabulary: int) -> tuple[int, int, int]:
     """(BLOCK, warps, stages) for a row.
 
-    A thread holds 32 elements of a block. On an H200, 2048 rows of 128256 bf16 logits took 0.374 ms with 8192 elements, 8
-    warps and 4 stages, against 0.385 with 4096, 0.406 with 16384 and 0.377 with 32768 elements unpipelined.
+    A thread holds 32 elements of a block. On an H200, 2048 rows of 128256 bf16 logits took 0.374 ms with 8192 elements,
+    8 warps and 4 stages, against 0.385 with 4096, 0.406 with 16384 and 0.377 with 32768 elements unpipelined.
     """
     block = min(max(triton.next_power_of_2(vocabulary), 256), 8192)
     return block, max(block // 1024, 1), 4

@@ -279,7 +279,9 @@ class Resources(Section):
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
     gpu: Whole = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
-    gpu_type: Text | None = Field(None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names.")
+    gpu_type: Text | None = Field(
+        None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
+    )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
 
 

@@ -1,7 +1,7 @@
 """Training under the Hugging Face Trainer.
 
-The Trainer owns the loop, the optimizer and the wrapping. What it leaves open is added at its hooks: metrics of every step
-without a synchronisation per step, checkpoints that count only when they are whole, and one line of progress.
+The Trainer owns the loop, the optimizer and the wrapping. What it leaves open is added at its hooks: metrics of every
+step without a synchronization per step, checkpoints that count only when they are whole, and a line of progress.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
         save_steps=spec.checkpoint.every,
         # Old checkpoints go when the new one is whole, which the Trainer cannot know.
         save_total_limit=None,
-        # Metrics, progress and TensorBoard are the recorder's: the Trainer's own logging waits for the GPU at every step.
+        # Metrics, progress and TensorBoard are the recorder's: the Trainer's logging waits for the GPU at every step.
         logging_strategy="no",
         logging_nan_inf_filter=False,
         disable_tqdm=True,
@@ -110,8 +110,8 @@ class _Trainer(Trainer):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        # The one place where the Trainer has the norm and the rate of the step just done, before it saves. It comes here
-        # at the end of an epoch, too, when no step is open.
+        # The one place where the Trainer has the norm and the rate of the step just done, before it saves. It comes
+        # here at the end of an epoch, too, when no step is open.
         if self._recorder.step_is_open:
             self._recorder.end_step(self.state.global_step, grad_norm, kwargs["learning_rate"])
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
