@@ -31,7 +31,7 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 	$(BIN)/pyflyte run workflows/finetune.py finetune
 
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY) ## Check style, types, layering and spelling
 	$(BIN)/ruff check .

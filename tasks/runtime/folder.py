@@ -30,6 +30,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
+        """The folder of this spec's run; nothing is created."""
         return cls(Path(spec.output).absolute() / spec.name)
 
     @property

@@ -143,7 +143,9 @@ class TestFinishedRun:
         before = CompletionRecord.load(RunFolder.of(spec).record)
         RunFolder.of(spec).record.unlink()
         with session(spec) as run:
-            assert train(run, data).model_copy(update={"restarts": before.restarts}) == before
+            again = train(run, data)
+        # Another start, in a process with other threads: all that it computed is the same.
+        assert again.model_copy(update={"restarts": before.restarts, "device": before.device}) == before
 
     def test_resume_never_refuses_its_checkpoints(self, undisturbed, finished):
         spec, data = finished
