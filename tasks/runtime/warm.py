@@ -23,7 +23,7 @@ from tasks.runtime.record import write_json
 
 log = logging.getLogger(__name__)
 
-# Set where the pod's warm-up was made or tried, for the processes that are started from there.
+# Names the report of the warm-up that was made or tried, for the processes that are started from there.
 DONE = "STRATA_WARMUP_DONE"
 
 
@@ -33,18 +33,20 @@ def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
     Never raises: a failed warm-up costs compile time during training, nothing else.
     """
     reason = _reason_to_skip(spec)
+    report = folder.root / f"warmup-{socket.gethostname()}.json"
+    done = os.environ.get(DONE) == str(report)
+    os.environ[DONE] = str(report)
     if reason is not None:
-        log.info("warm-up: %s", reason)
+        if not done:
+            log.info("warm-up: %s", reason)
         return {"skipped": reason}
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return {}
-    report = folder.root / f"warmup-{socket.gethostname()}.json"
-    if DONE not in os.environ:
+    if not done:
         problem = _run(spec, report)
         if problem is not None:
             log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
             write_json(report, {"skipped": problem})
-        os.environ[DONE] = "1"
     return dict(json.loads(report.read_text(encoding="utf-8")))
 
 
