@@ -39,10 +39,10 @@ def main() -> int:
     try:
         with session(spec) as run:
             recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-            if run.processes.is_main:
-                prepare(recipe, data_folder(spec.output, recipe), report=log.info)
-            run.processes.barrier()
-            data = prepare(recipe, data_folder(spec.output, recipe), report=log.debug)
+            folder = data_folder(spec.output, recipe)
+            # The others take what the main process leaves; sending it would copy it.
+            run.processes.on_main(lambda: prepare(recipe, folder, report=log.info).folder)
+            data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
             weights = collect_weights(run.folder, record)

@@ -33,7 +33,7 @@ def folders(root: Path) -> list[Path]:
     return sorted((p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
-def commit(folder: Path, *, spec_hash: str, world_size: int) -> None:
+def commit(folder: Path, *, spec_hash: str, data_hash: str, world_size: int) -> None:
     """Declare the checkpoint whole. Call on one process, after every process has written its files."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     with ThreadPoolExecutor() as pool:
@@ -43,6 +43,7 @@ def commit(folder: Path, *, spec_hash: str, world_size: int) -> None:
         {
             "step": step_of(folder),
             "spec_hash": spec_hash,
+            "data_hash": data_hash,
             "world_size": world_size,
             "files": {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest}
@@ -76,6 +77,11 @@ def damage(folder: Path) -> str | None:
         if _digest(file) != expected["sha256"]:
             return f"{name} has changed since it was written"
     return None
+
+
+def data_of(folder: Path) -> str:
+    """Which data a whole checkpoint was trained on: the hash of their recipe."""
+    return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("data_hash"))
 
 
 def latest(root: Path) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -59,6 +60,10 @@ class MetricsFile:
         """Append the points, one line each."""
         self._file.write("".join(json.dumps(asdict(point)) + "\n" for point in points))
         self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all points are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from strata_platform.spec import RunSpec
 
 # Long enough for one rank to load and pack data while the others wait, short enough that a dead peer ends the attempt.
 TIMEOUT = timedelta(minutes=30)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,35 @@ class Processes:
         """Wait for all processes of the job."""
         if self.world_size > 1:
             dist.barrier()
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Call `function` on the main process; every process gets its result, or raises its ValueError.
+
+        A collective: what one process reads or refuses, all do, and none waits for one that has given up.
+        """
+        if self.world_size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        refusal: ValueError | None = None
+        if self.is_main:
+            try:
+                outcome[0] = function()
+            except ValueError as error:
+                refusal, outcome[1] = error, str(error)
+        # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise refusal or ValueError(outcome[1])
+        result: T = outcome[0]
+        return result
+
+    def all_true(self, value: bool) -> bool:
+        """Whether `value` is true in every process. A collective."""
+        if self.world_size == 1:
+            return value
+        verdict = torch.tensor(int(value))
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        return bool(verdict)
 
     def disconnect(self) -> None:
         """Leave the process group."""

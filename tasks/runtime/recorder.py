@@ -7,6 +7,7 @@ over the processes the main one writes them to the metrics file and TensorBoard 
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import statistics
 import time
@@ -85,7 +86,10 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending. A collective: every process calls it at the same step."""
+        """Write what is pending. A collective: every process calls it at the same step.
+
+        Raises ValueError, on every process, when a loss or a gradient norm is not finite: no later step can mend that.
+        """
         steps, self._pending = self._pending, []
         if not steps:
             return
@@ -97,15 +101,33 @@ class Recorder:
             losses /= self._processes.world_size
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         values = losses.tolist()
+        norms = [None if step.grad_norm is None else float(step.grad_norm) for step in steps]
         now = time.monotonic()
         seconds = (now - self._flushed_at) / (steps[-1].step - self._flushed_step)
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
         self._flushed_at, self._flushed_step = now, steps[-1].step
-        if self._file is None:
-            return
+        if self._file is not None:
+            self._write(steps, values, norms, seconds, rate, int(peak))
+        for step, loss, norm in zip(steps, values, norms, strict=True):
+            if not math.isfinite(loss) or not math.isfinite(norm or 0.0):
+                raise ValueError(
+                    f"step {step.step}: the loss is {loss} and the gradient norm {norm}, so the weights are lost; "
+                    "start anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio"
+                )
+
+    def _write(
+        self,
+        steps: list[_Step],
+        losses: list[float],
+        norms: list[float | None],
+        seconds: float,
+        rate: float,
+        memory: int,
+    ) -> None:
+        assert self._file is not None
         tokens, targets = self._totals
         points = []
-        for step, loss in zip(steps, values, strict=True):
+        for step, loss, norm in zip(steps, losses, norms, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
             points.append(
                 Point(
@@ -114,18 +136,23 @@ class Recorder:
                     time=time.time(),
                     loss=loss,
                     learning_rate=step.learning_rate,
-                    grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+                    grad_norm=norm,
                     tokens=tokens,
                     target_tokens=targets,
                     tokens_per_second=rate,
                     step_seconds=seconds,
-                    memory_bytes=int(peak),
+                    memory_bytes=memory,
                 )
             )
         self._totals = (tokens, targets)
         self._file.write(points)
         self._plot(points)
         self._show(points[-1])
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""
+        if self._file is not None:
+            self._file.sync()
 
     def restart_clock(self) -> None:
         """Leave out what was not training, such as a checkpoint, from the next rate."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
@@ -58,9 +58,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
         warmup = ensure_warm(spec, folder)
         processes.connect()
         try:
-            if processes.is_main:
-                folder.claim(spec)
-            processes.barrier()
+            processes.on_main(lambda: folder.claim(spec))
+            _require_shared(spec, folder, processes)
             yield Session(spec, folder, processes, warmup)
         finally:
             processes.disconnect()
@@ -72,14 +71,15 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
 
     Raises:
-        ValueError: the data has too few rows for one batch, or the run's folder may not be continued.
+        ValueError: the data has too few rows for one batch, the run's folder may not be continued, or the loss is not
+            finite.
     """
     steps = total_steps(run.spec, len(data.train))
-    resume_from = _resume_point(run, steps)
-    done = checkpoint.step_of(resume_from) if resume_from else 0
-    if done == steps and run.folder.record.exists():
+    resume_from, finished = run.processes.on_main(lambda: _look_back(run, data, steps))
+    if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
-        return CompletionRecord.load(run.folder.record)
+        return finished
+    done = checkpoint.step_of(resume_from) if resume_from else 0
     attempt = run.folder.begin_attempt() if run.processes.is_main else 0
     model = build_model(run.spec)
     adopt_tokenizer(model, data.tokenizer())
@@ -90,11 +90,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         # Killed between the last checkpoint and the record: nothing is left to train.
         if done < steps:
             hf.train(run.spec, model, data, run.processes, run.folder, recorder, steps=steps, resume_from=resume_from)
-    if run.processes.is_main:
-        warmup = {**run.warmup, "later_compiles": compiles.count}
-        _record(run, data, model, patched, steps, attempt, warmup).save(run.folder.record)
-    run.processes.barrier()
-    return CompletionRecord.load(run.folder.record)
+    warmup = {**run.warmup, "later_compiles": compiles.count}
+    return run.processes.on_main(lambda: _record(run, data, model, patched, steps, attempt, warmup))
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:
@@ -112,25 +109,50 @@ def total_steps(spec: RunSpec, rows: int) -> int:
     return math.ceil(spec.passes * math.ceil(batches / spec.training.gradient_accumulation_steps))
 
 
-def _resume_point(run: Session, steps: int) -> Path | None:
-    """The checkpoint to continue from, the same on every process; clears away what a killed save left."""
-    step = torch.zeros((), dtype=torch.int64)
-    if run.processes.is_main:
-        latest = checkpoint.latest(run.folder.checkpoints)
-        step += checkpoint.step_of(latest) if latest else 0
-        if latest and run.spec.checkpoint.resume == "never":
-            step.fill_(-1)
-        elif not (latest and int(step) == steps):
-            checkpoint.discard_after(run.folder.checkpoints, int(step))
-            run.folder.record.unlink(missing_ok=True)
-    if run.processes.world_size > 1:
-        dist.broadcast(step, src=0)
-    if int(step) < 0:
+def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+    """Raises ValueError when the run's folder is not one and the same for all processes."""
+    if processes.world_size == 1:
+        return
+    # A new name: a network file system may remember for seconds that a file of an old name was not there.
+    mark = folder.root / processes.on_main(lambda: f".shared-{uuid4().hex}")
+    if processes.is_main:
+        mark.touch()
+    processes.barrier()
+    shared = processes.all_true(mark.exists())
+    if processes.is_main:
+        mark.unlink()
+    if not shared:
+        raise ValueError(
+            f"output {spec.output!r} is not the same folder for all {processes.world_size} processes, which read their "
+            "checkpoints there; set output to a folder on a volume that every pod of the run mounts"
+        )
+
+
+def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
+    """The checkpoint to continue from, and the record of a run that is complete; clears away what a killed save left.
+
+    For the main process: what it finds, the others are told.
+    """
+    latest = checkpoint.latest(run.folder.checkpoints)
+    if latest and run.spec.checkpoint.resume == "never":
         raise ValueError(
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
             "set it to 'auto' to continue, choose another name, or remove the folder"
         )
-    return run.folder.checkpoints / f"{checkpoint.PREFIX}{int(step)}" if int(step) else None
+    if latest and checkpoint.data_of(latest) != data.manifest.recipe_hash:
+        raise ValueError(
+            f"{latest} was trained on other data than data.source {run.spec.data.source!r} gives now: its files, the "
+            "tokenizer or Python changed. Restore them to continue that run, choose another name, or remove "
+            f"{run.folder.root}"
+        )
+    done = checkpoint.step_of(latest) if latest else 0
+    if done == steps and run.folder.record.exists():
+        record = CompletionRecord.load(run.folder.record)
+        if record.status == "complete":
+            return latest, record
+    checkpoint.discard_after(run.folder.checkpoints, done)
+    run.folder.record.unlink(missing_ok=True)
+    return latest, None
 
 
 def _announce(
@@ -162,10 +184,11 @@ def _record(
     attempt: int,
     warmup: dict[str, Any],
 ) -> CompletionRecord:
+    """Write and return the record; for the main process."""
     points = read_points(run.folder.metrics)
     latest = checkpoint.folders(run.folder.checkpoints)[-1]
     done = checkpoint.step_of(latest)
-    return CompletionRecord(
+    record = CompletionRecord(
         status="complete" if done == steps == points[-1].step else "incomplete",
         name=run.spec.name,
         spec_hash=run.spec.hash(),
@@ -187,6 +210,8 @@ def _record(
         warmup=warmup,
         versions=versions(),
     )
+    record.save(run.folder.record)
+    return record
 
 
 def _counts(data: PreparedData) -> dict[str, int]:

@@ -19,7 +19,7 @@ def write(root, step, content=b"weights", committed=True):
     (folder / "model.safetensors").write_bytes(content)
     (folder / "sub" / "state").write_bytes(content[::-1])
     if committed:
-        checkpoint.commit(folder, spec_hash="abc", world_size=1)
+        checkpoint.commit(folder, spec_hash="abc", data_hash="def", world_size=1)
     return folder
 
 
@@ -36,6 +36,7 @@ def test_no_folder_has_no_checkpoint(root):
 def test_manifest_names_every_file(root):
     manifest = json.loads((write(root, 3) / checkpoint.MANIFEST).read_text())
     assert manifest["step"] == 3
+    assert checkpoint.data_of(root / "checkpoint-3") == "def"
     assert set(manifest["files"]) == {"model.safetensors", "sub/state"}
 
 

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,22 @@ class TestFinishedRun:
             again = train(run, data)
         # Another start, in a process with other threads: all that it computed is the same.
         assert again.model_copy(update={"restarts": before.restarts, "device": before.device}) == before
+
+    def test_whose_record_says_incomplete_is_looked_at_again(self, undisturbed, finished):
+        spec, data = finished
+        record = CompletionRecord.load(RunFolder.of(spec).record)
+        record.model_copy(update={"status": "incomplete"}).save(RunFolder.of(spec).record)
+        with session(spec) as run:
+            assert train(run, data).status == "complete"
+
+    def test_is_not_continued_on_other_data(self, undisturbed, finished, monkeypatch):
+        spec, data = finished
+        monkeypatch.setattr(data, "manifest", replace(data.manifest, recipe_hash="other"))
+        with (
+            pytest.raises(ValueError, match=r"trained on other data than data\.source 'python-docs'"),
+            session(spec) as run,
+        ):
+            train(run, data)
 
     def test_resume_never_refuses_its_checkpoints(self, undisturbed, finished):
         spec, data = finished

@@ -47,7 +47,7 @@ def train(
         args=_arguments(spec, folder, steps),
         train_dataset=data.train,
         data_collator=collator(spec.model.attention),
-        callbacks=[_Checkpoints(spec, processes, folder, recorder)],
+        callbacks=[_Checkpoints(spec, data, processes, folder, recorder)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
@@ -120,8 +120,11 @@ class _Trainer(Trainer):
 class _Checkpoints(TrainerCallback):
     """Declares a checkpoint whole after all processes have written it, then removes the oldest."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, folder: RunFolder, recorder: Recorder) -> None:
-        self._spec, self._processes, self._folder, self._recorder = spec, processes, folder, recorder
+    def __init__(
+        self, spec: RunSpec, data: PreparedData, processes: Processes, folder: RunFolder, recorder: Recorder
+    ) -> None:
+        self._spec, self._data = spec, data
+        self._processes, self._folder, self._recorder = processes, folder, recorder
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,10 +134,16 @@ class _Checkpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Metrics first: a whole checkpoint implies that every step up to it is on record.
         self._recorder.flush()
+        self._recorder.sync()
         self._processes.barrier()
         if self._processes.is_main:
             path = self._folder.checkpoints / f"{checkpoint.PREFIX}{state.global_step}"
-            checkpoint.commit(path, spec_hash=self._spec.hash(), world_size=self._processes.world_size)
+            checkpoint.commit(
+                path,
+                spec_hash=self._spec.hash(),
+                data_hash=self._data.manifest.recipe_hash,
+                world_size=self._processes.world_size,
+            )
             checkpoint.prune(self._folder.checkpoints, self._spec.checkpoint.keep_last)
         self._processes.barrier()
         self._recorder.restart_clock()

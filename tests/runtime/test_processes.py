@@ -1,0 +1,63 @@
+"""What one process refuses, all refuse, and none waits for another that has given up."""
+
+import pytest
+import torch.multiprocessing as multiprocessing
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.processes import Processes
+from tasks.runtime.run import session
+
+
+def test_one_process_calls_the_function_itself():
+    assert Processes().on_main(lambda: 3) == 3
+
+
+def make_spec(output, **changes):
+    return RunSpec.model_validate(
+        {"output": str(output), "topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}, **changes}
+    )
+
+
+def refusal(spec):
+    with pytest.raises(ValueError) as error, session(spec):
+        pass
+    return str(error.value)
+
+
+def work(local_rank, folder, port):
+    """What a training process meets, in each of two processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RANK": local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            patch.setenv(name, str(value))
+        with session(make_spec(folder / "shared")) as run:
+            assert run.processes.on_main(lambda: f"from {run.processes.rank}") == "from 0"
+            assert run.processes.all_true(True)
+            assert not run.processes.all_true(run.processes.is_main)
+        assert sorted(path.name for path in RunFolder.of(make_spec(folder / "shared")).root.iterdir()) == ["spec.yaml"]
+        # Found by the main process alone.
+        assert "seed was 0, is 1" in refusal(make_spec(folder / "shared", seed=1))
+        # Each pod has a folder of its own, of the same name.
+        patch.chdir(folder / f"pod-{local_rank}")
+        assert "output 'out' is not the same folder for all 2 processes" in refusal(make_spec("out"))
+
+
+def test_two_processes_agree(tmp_path, free_port):
+    for rank in (0, 1):
+        (tmp_path / f"pod-{rank}").mkdir()
+    multiprocessing.spawn(work, args=(tmp_path, free_port), nprocs=2)
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
