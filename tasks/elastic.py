@@ -8,9 +8,11 @@ one, which continues from the last checkpoint.
 from __future__ import annotations
 
 import logging
+import signal
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
@@ -18,12 +20,13 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
-from tasks.runtime.signals import describe_exit
+from tasks.runtime.signals import Preempted, describe_exit, preemptible
 from tasks.runtime.warm import ensure_warm
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,11 @@ class TrainingTask(PytorchElasticFunctionTask):
             # Also how a node without rank 0 ends well; a signal is told by what the plugin was handling.
             if isinstance(end.__context__, SignalException):
                 _recoverable(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
+            if not is_local():
+                outlive_main_pod()
             raise
+        except (RendezvousError, dist.DistError) as error:
+            _recoverable(f"this pod lost the others, or never found them: {error}", error)
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, ChildFailedError):
                 rank, failure = error.value.get_first_failure()
@@ -63,6 +70,22 @@ class TrainingTask(PytorchElasticFunctionTask):
                     _recoverable(f"rank {rank} was killed: {describe_exit(failure.exitcode)}", error)
             raise
         return trained._replace(weights=directory(trained.weights.path))
+
+
+def outlive_main_pod() -> None:
+    """Return when the cluster stops this pod, whose work is done.
+
+    A job of several pods is a success, and its pods are removed, when the first of them ends well. The pod of rank 0
+    still has the weights to upload then, and must be that first one.
+    """
+    log.warning("this pod is done; it waits for the pod of rank 0, which hands on the weights")
+    try:
+        with preemptible():
+            while True:
+                signal.pause()
+    # The agent leaves a handler of its own behind, which may be the one that is called.
+    except (Preempted, SignalException):
+        return
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

@@ -41,6 +41,11 @@ def plan(spec: RunSpec) -> Planned:
 
     task_for(spec.topology)
     if not is_local() and not os.path.isabs(spec.output):
+        if spec.topology.nnodes > 1:
+            raise ValueError(
+                f"output {spec.output!r} is a folder inside each pod, but topology.nnodes {spec.topology.nnodes} pods "
+                "share their checkpoints; set output to a folder on a volume that all pods of the run mount"
+            )
         log.warning(
             "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step "
             "0; set output to a folder on a volume that all pods of the run mount",

@@ -17,6 +17,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
+from torch import OutOfMemoryError
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Topology
@@ -60,6 +61,11 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
             weights = collect_weights(run.folder, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
+    except RuntimeError as error:
+        # What a collective raises when a peer is gone, and nothing tells it from what else goes wrong on a machine.
+        if spec.topology.world_size == 1 or isinstance(error, OutOfMemoryError):
+            raise
+        raise FlyteRecoverableException(f"a process failed or lost its peers: {error}") from error
     return Trained(record, FlyteDirectory(str(weights)))
 
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import pytest
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
-from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.models.core.types import BlobType
 from flytekit.models.task import Resources
 from flytekit.tools.translator import get_serializable
@@ -12,6 +12,7 @@ from flytekitplugins.kfpytorch import CleanPodPolicy
 
 from strata_platform.spec import RunSpec
 from tasks import topology
+from tasks.prepare import plan
 from tasks.topology import TASKS, task_for
 from tasks.train import train
 from workflows.finetune import finetune
@@ -138,6 +139,17 @@ def compiled_training_node(spec):
         job = train.compile_into_workflow(ctx, train._task_function, spec=spec, data="s3://bucket/data")
     [node] = job.nodes
     return node
+
+
+def test_pods_without_a_common_folder_are_refused_before_they_start():
+    spec = RunSpec.model_validate({"topology": {"nnodes": 2, "nproc_per_node": 8}, "parallel": {"type": "ddp"}})
+    context = FlyteContextManager.current_context()
+    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    with (
+        FlyteContextManager.with_context(context.with_execution_state(state)),
+        pytest.raises(ValueError, match=r"output 'out' is a folder inside each pod, but topology\.nnodes 2 pods"),
+    ):
+        plan.task_function(spec)
 
 
 def test_unknown_shape_lists_the_known_ones():
