@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,10 @@ def test_the_auto_model_is_imported_when_asked_for() -> None:
     assert strata_kernels.AutoModelForCausalLM.__module__ == "strata_kernels.auto"
     with pytest.raises(AttributeError, match="'strata_kernels' has no attribute 'rmsnorm'"):
         strata_kernels.rmsnorm  # noqa: B018
+
+
+def test_every_folder_is_a_package_and_the_types_are_declared() -> None:
+    """import-linter and some build back ends do not see a folder without an `__init__.py`."""
+    root = Path(strata_kernels.__file__).parent
+    assert all((file.parent / "__init__.py").exists() for file in root.rglob("*.py"))
+    assert (root / "py.typed").exists()
