@@ -335,9 +335,34 @@ def test_loss_of_its_own() -> None:
         patch_model(model)
 
 
+def replace_forward(head: nn.Linear) -> None:
+    head.forward = head.forward
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "attach",
+    [replace_forward, nn.utils.weight_norm, lambda head: head.register_forward_hook(lambda *_: None)],
+    ids=["forward", "weight_norm", "hook"],
+)
+def test_head_whose_call_does_more(attach, batch) -> None:
+    model = build()
+    patch_model(model)
+    attach(model.lm_head)
+    with pytest.raises(ValueError, match="does not call the output head"):
+        model(**batch)
+    unpatch_model(model)
+    with pytest.raises(ValueError, match="does not call the output head"):
+        patch_model(model)
+    patch_model(model, exclude=["linear_cross_entropy"])
+    assert model(**batch).logits is not None
+
+
 def test_class_derived_from_a_patched_one() -> None:
     model = build()
     patch_model(model)
     model.model.norm.__class__ = type("Sharded", (type(model.model.norm),), {})
+    before = snapshot(model)
     with pytest.raises(ValueError, match="Sharded was derived from a patched class"):
         unpatch_model(model)
+    assert snapshot(model) == before

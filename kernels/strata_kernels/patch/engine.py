@@ -95,9 +95,13 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Give every module of `model` its own class back; a model that is not patched stays as it is."""
-    for module in model.modules():
-        module.__class__ = original_class(module)
+    """Give every module of `model` its own class back; a model that is not patched stays as it is.
+
+    Raises:
+        ValueError: a patched class was derived from since. Nothing is changed then.
+    """
+    for module, cls in [(module, original_class(module)) for module in model.modules()]:
+        module.__class__ = cls
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

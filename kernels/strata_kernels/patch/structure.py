@@ -24,7 +24,7 @@ def linear_head(head: nn.Module) -> nn.Linear:
     """The plain linear layer that `head` is, or that PEFT trains in its place.
 
     Raises:
-        ValueError: the head does more than a matrix product with its own weight.
+        ValueError: the head does more than a matrix product with its own weight, or is hooked to.
     """
     if type(head).__module__.startswith("peft.") and hasattr(head, "modules_to_save"):
         adapters: Any = head.modules_to_save
@@ -33,5 +33,11 @@ def linear_head(head: nn.Module) -> nn.Linear:
         raise ValueError(
             f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(head).__name__}; "
             "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
+        )
+    # Its weight is read and its forward not called: what hangs on the call (offloading, weight_norm) would be left out.
+    if "forward" in head.__dict__ or head._forward_pre_hooks or head._forward_hooks:
+        raise ValueError(
+            "linear_cross_entropy does not call the output head, which has hooks or a forward of its own; "
+            "remove those, or pass exclude=('linear_cross_entropy',)"
         )
     return head
