@@ -111,6 +111,16 @@ def test_incoming_gradient(options, dtype, problem, compare, poisoned) -> None:
     compare(call(linear_cross_entropy), call(plain), inputs[:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_smaller_than_fp16_survive_a_loss_scale(dtype, problem, compare_trained) -> None:
+    inputs, target = problem(9, 200, 16, dtype)
+
+    def call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, weight: 2.0**16 * function(x, weight, target, num_items=10**6)
+
+    compare_trained(call(linear_cross_entropy), call(plain), inputs[:2])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"], OPTIONS["none"]], ids=["plain", "all", "none"])
 def test_bias(options, dtype, problem, compare_trained, poisoned) -> None:
@@ -192,6 +202,14 @@ def test_compiled_with_items_on_the_device(problem, gradients) -> None:
     pairs = zip(gradients(function, inputs[:2]), gradients(compiled, inputs[:2]), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     torch.testing.assert_close(function(*inputs[:2]), plain(*inputs[:2], target, num_items=11))
+
+
+@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor([7.0], dtype=torch.float64)], ids=repr)
+def test_the_dtype_of_the_divisor_leaves_the_loss_alone(items, problem) -> None:
+    (x, weight, _), target = problem(7, 30, 8)
+    for dtype in (torch.float32, torch.float16):
+        loss = linear_cross_entropy(x.to(dtype), weight.to(dtype), target, num_items=items)
+        assert loss.dtype == torch.float32 and loss.shape == ()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
@@ -375,12 +393,14 @@ X, W, T = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
     [
         ((X, W[:, :3], T), {}, r"\[V, H\] with the same H"),
         ((X, W[0], T), {}, r"\[V, H\] with the same H"),
-        ((X, W[:0], T), {}, "at least one class"),
+        ((X, W[:0], T), {}, "at least one class and one feature"),
+        ((X[:, :0], W[:, :0], T), {}, "at least one class and one feature"),
         ((X, W, T[:2]), {}, r"target int64 \[2\] must be int64 \[3\]"),
         ((X, W, T.int()), {}, r"target int32 \[3\] must be int64 \[3\]"),
         ((X, W, T), {"bias": X[0]}, r"bias float32 \[4\] must be \[5\]"),
-        ((X, W.half(), T), {}, r"one floating dtype, not float32 \[3, 4\], float16 \[5, 4\]"),
-        ((X.int(), W.int(), T), {}, "one floating dtype"),
+        ((X, W.half(), T), {}, r"one dtype of .*, not float32 \[3, 4\], float16 \[5, 4\]"),
+        ((X.int(), W.int(), T), {}, "one dtype of bf16, fp16, fp32, fp64, not int32"),
+        ((X.to(torch.float8_e5m2), W.to(torch.float8_e5m2), T), {}, "not float8_e5m2"),
         ((X, W, T), {"label_smoothing": 1.5}, "label_smoothing 1.5 must be between 0 and 1"),
         ((X, W, T), {"softcap": 0.0}, "softcap 0.0 must be positive"),
         ((X, W, T), {"reduction": "avg"}, "reduction 'avg' must be one of mean, sum, none"),

@@ -202,7 +202,7 @@ X = torch.ones(2, 4)
         ((X.long(),), {}, r"x must be .* got int64 \[2, 4\]"),
         ((torch.tensor(1.0),), {}, r"shape \[\.\.\., D\]"),
         ((X, torch.ones(5)), {}, r"shape \[4\], got float32 \[5\]"),
-        ((X, torch.ones(4, dtype=torch.int32)), {}, "floating point"),
+        ((X, torch.ones(4, dtype=torch.int32)), {}, "weight must be bf16, fp16, fp32, fp64"),
         ((X, torch.ones(4, device="meta")), {}, "weight is on meta and x on cpu"),
         ((X,), {"cast": "lama"}, "one of llama, gemma, none, got 'lama'"),
     ],

@@ -93,7 +93,7 @@ X = torch.ones(2, 4)
     [
         (X, torch.ones(2, 5), r"got float32 \[2, 4\] and float32 \[2, 5\]"),
         (X, X.double(), "float32 .* float64"),
-        (X.int(), X.int(), "floating point"),
+        (X.int(), X.int(), "one dtype of bf16, fp16, fp32, fp64, got int32"),
         (X, X.to("meta"), "gate is on cpu and up on meta"),
     ],
 )

@@ -19,6 +19,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
+# As error messages say it.
+DTYPES = "bf16, fp16, fp32, fp64"
+
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
 
 
@@ -69,6 +72,11 @@ def takes_kernel(x: torch.Tensor) -> bool:
     fp64 never does: it is for checking gradients, in plain PyTorch.
     """
     return x.dtype in _KERNEL_DTYPES and (runs_triton(x) or (x.is_meta and is_recording()))
+
+
+def has_dtype(x: torch.Tensor) -> bool:
+    """Whether operators take the dtype of `x`: one of DTYPES."""
+    return x.dtype in _KERNEL_DTYPES or x.dtype == torch.float64
 
 
 @cache

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._cross_entropy import Options, cross_entropy_rows, padded
-from ._launch import accumulator, describe, launch, takes_kernel
+from ._launch import DTYPES, accumulator, describe, has_dtype, launch, takes_kernel
 from ._register import register
 
 Reduction = Literal["mean", "sum", "none"]
@@ -139,7 +139,9 @@ def _total(
     want_dx: bool, want_dw: bool, want_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    scale = divisor.to(accumulator(x.dtype)).reciprocal().expand(x.shape[0])
+    # A divisor of fp64 would carry its dtype into the loss.
+    divisor = divisor.to(accumulator(x.dtype))
+    scale = divisor.reciprocal().expand(x.shape[0])
     loss, dx, dw, db = _run(x, weight, bias, target, scale, options, want_dx, want_dw, want_db)
     return loss.sum() / divisor, dx, dw, db
 
@@ -262,7 +264,8 @@ def linear_cross_entropy(
     The gradients for x, weight and bias are computed in the forward pass, those that are needed; one chunk of logits is
     all that is held beside them (about 512 MiB at most on a GPU, or a quarter of the rows where that saves an fp32 copy
     of the weight's gradient). With reduction="none" a row's incoming gradient is known only in the backward pass, which
-    then computes the logits a second time. Double backward is not supported.
+    then computes the logits a second time; so it does in fp16, whose gradients would vanish without the loss scale that
+    arrives with it. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
@@ -300,12 +303,15 @@ def linear_cross_entropy(
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, weight, bias)]
     options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), *wanted)
-    if reduction == "none":
+    # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
+    # known in the backward pass.
+    if reduction == "none" or rows.dtype == torch.float16:
         losses: Tensor = _rows_op(rows, weight, bias, labels, *options)
-        return losses.view(target.shape)
-    loss: Tensor = _total_op(
-        _divisor(labels, reduction, ignore_index, num_items), rows, weight, bias, labels, *options
-    )[0]
+        if reduction == "none":
+            return losses.view(target.shape)
+        return losses.sum() / _divisor(labels, reduction, ignore_index, num_items).to(losses.dtype)
+    divisor = _divisor(labels, reduction, ignore_index, num_items)
+    loss: Tensor = _total_op(divisor, rows, weight, bias, labels, *options)[0]
     return loss
 
 
@@ -334,8 +340,8 @@ def _check(
     if any(t.device != x.device for t in tensors):
         devices = ", ".join(str(t.device) for t in tensors)
         raise ValueError(f"x, weight, target and bias must be on one device, not {devices}")
-    if weight.shape[0] == 0:
-        raise ValueError("weight has no rows; there must be at least one class")
+    if weight.numel() == 0:
+        raise ValueError(f"weight {describe(weight)} must have at least one class and one feature")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing {label_smoothing} must be between 0 and 1")
     if softcap is not None and not softcap > 0.0:
@@ -350,7 +356,7 @@ def _check(
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     given = [t for t in (x, weight, bias) if t is not None]
-    if not x.is_floating_point() or any(t.dtype != x.dtype for t in given):
+    if not has_dtype(x) or any(t.dtype != x.dtype for t in given):
         raise ValueError(
-            f"x, weight and bias must have one floating dtype, not {', '.join(describe(t) for t in given)}"
+            f"x, weight and bias must have one dtype of {DTYPES}, not {', '.join(describe(t) for t in given)}"
         )

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._launch import accumulator, describe, launch, multiprocessors, takes_kernel
+from ._launch import DTYPES, accumulator, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._register import register
 
 Cast = Literal["llama", "gemma", "none"]
@@ -396,17 +396,17 @@ def rms_norm(
         [..., D], contiguous; the dtype of x, or the promoted one ("llama" and "none" with a wider weight).
 
     Raises:
-        ValueError: x has no axis, a weight of another shape or device, not floating point, or an unknown cast.
+        ValueError: x has no axis, a weight of another shape or device, another dtype, or an unknown cast.
 
     Example:
         >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
         tensor([0.8485, 1.1314])
     """
-    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be a floating-point tensor of shape [..., D] with D > 0, got {describe(x)}")
+    if not has_dtype(x) or x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be {DTYPES} of shape [..., D] with D > 0, got {describe(x)}")
     if weight is not None:
-        if weight.shape != x.shape[-1:] or not weight.is_floating_point():
-            raise ValueError(f"weight must be floating point of shape [{x.shape[-1]}], got {describe(weight)}")
+        if weight.shape != x.shape[-1:] or not has_dtype(weight):
+            raise ValueError(f"weight must be {DTYPES} of shape [{x.shape[-1]}], got {describe(weight)}")
         if weight.device != x.device:
             raise ValueError(f"weight is on {weight.device} and x on {x.device}: move one of them")
     if cast not in get_args(Cast):

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import describe, launch, takes_kernel
+from ._launch import DTYPES, describe, has_dtype, launch, takes_kernel
 from ._register import register
 
 Layout = Literal["bhsd", "bshd"]
@@ -229,8 +229,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: Layout = "bh
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raise ValueError unless q: [B, H, S, D], k: [B, K, S, D] and cos, sin: [B or 1, S, R] fit together."""
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.dtype != k.dtype or not q.is_floating_point():
-        raise ValueError(f"q and k may differ in their heads only, got {describe(q)} and {describe(k)} (bhsd)")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.dtype != k.dtype or not has_dtype(q):
+        raise ValueError(
+            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)} (bhsd)"
+        )
     batch, _, positions, features = q.shape
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[:2] not in ((batch, positions), (1, positions)):
         raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ._launch import describe, launch, takes_kernel
+from ._launch import DTYPES, describe, has_dtype, launch, takes_kernel
 from ._register import register
 
 
@@ -181,15 +181,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         [..., D], contiguous, in the dtype of gate.
 
     Raises:
-        ValueError: gate and up differ in shape, dtype or device, or are not floating point.
+        ValueError: gate and up differ in shape, dtype or device, or have another dtype.
 
     Example:
         >>> swiglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([0.0000, 1.4621])
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point() or gate.dim() == 0:
+    if gate.shape != up.shape or gate.dtype != up.dtype or not has_dtype(gate) or gate.dim() == 0:
         shapes = f"{describe(gate)} and {describe(up)}"
-        raise ValueError(f"gate and up must be floating point of one shape [..., D] and dtype, got {shapes}")
+        raise ValueError(f"gate and up must have one shape [..., D] and one dtype of {DTYPES}, got {shapes}")
     if gate.device != up.device:
         raise ValueError(f"gate is on {gate.device} and up on {up.device}: move one of them")
     y: Tensor = _swiglu(gate, up)
