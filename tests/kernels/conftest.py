@@ -109,3 +109,18 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def far(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`far(3, ...)`: bf16 noise whose third row starts beyond 2^31 elements, where offsets in 32 bits fail.
+
+    On a CPU the memory between the rows is never touched: it costs addresses alone.
+    """
+
+    def make(*shape: int) -> torch.Tensor:
+        noise = torch.randn(shape).bfloat16()
+        memory = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device=device)
+        return memory.as_strided(shape, (2**30 + 16, *noise.stride()[1:])).copy_(noise)
+
+    return make

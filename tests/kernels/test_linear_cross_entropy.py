@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata_kernels import linear_cross_entropy
+from strata_kernels.ops._cross_entropy import Options, cross_entropy_rows
 from strata_kernels.ops._launch import takes_kernel
 from strata_kernels.ops.linear_cross_entropy import chunk_plan
 
@@ -326,6 +327,15 @@ def test_strided_inputs(view, problem, gradients, poisoned) -> None:
     )
     for a, b in zip(given, copied, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_rows_of_logits_far_apart(far, device) -> None:
+    z, target = far(3, 64), torch.tensor([3, -100, 60], device=device)
+    given, dense = z, z.clone()
+    losses = [torch.empty(3, device=device) for _ in "ab"]
+    for logits, loss in zip((given, dense), losses, strict=True):
+        cross_entropy_rows(logits, target, torch.ones(3, device=device), loss, Options(-100, 0.1, 0.01, 0.0), True)
+    assert torch.equal(given, dense) and torch.equal(*losses) and losses[0].isfinite().all()
 
 
 def test_strided_targets(problem) -> None:

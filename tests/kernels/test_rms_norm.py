@@ -108,6 +108,16 @@ def test_strided_gradients(view, device) -> None:
     assert torch.equal(given, copied)
 
 
+def test_rows_far_apart(far, device, gradients) -> None:
+    x, weight = far(3, 48), torch.randn(48, device=device).bfloat16()
+    given, dense = (gradients(rms_norm, [y, weight]) for y in (x, x.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(given, dense, strict=True))
+    dy = far(3, 48)
+    y = rms_norm(leaf := dy.clone().requires_grad_(), weight)
+    given, dense = (torch.autograd.grad(y, leaf, d, retain_graph=True)[0] for d in (dy, dy.clone()))
+    assert torch.equal(given, dense)
+
+
 def test_no_rows(device, poisoned) -> None:
     x = torch.randn(2, 0, 8, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)

@@ -88,6 +88,16 @@ def test_strided_inputs(view, device, compare, poisoned) -> None:
     compare(*(functools.partial(function, cos=cos, sin=sin) for function in (rope, plain)), [q, k])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3)], ids=["batch", "heads", "positions"])
+def test_rows_far_apart(order, far, gradients) -> None:
+    x = far(3, 1, 2, 8).permute(order)
+    y = torch.randn(x.shape, device=x.device).bfloat16()
+    cos, sin = angles(torch.arange(x.shape[2], device=x.device), 8, torch.float32)
+    for i in range(2):
+        given, dense = (gradients(lambda q, k: rope(q, k, cos, sin), [z, y][:: 1 - 2 * i]) for z in (x, x.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(given, dense, strict=True))
+
+
 def test_both_layouts_agree_and_keep_the_memory_layout(device) -> None:
     q, k = tensors((2, 4, 6, 16), 2, torch.float32, device)
     cos, sin = angles(torch.arange(6, device=device), 16, torch.float32)

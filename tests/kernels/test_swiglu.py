@@ -50,6 +50,14 @@ def test_strided_inputs(view, device, compare, poisoned) -> None:
     compare(swiglu, plain, list(view(torch.randn(3, 5, 64, device=device))))
 
 
+def test_rows_far_apart(far, gradients) -> None:
+    x, other = far(3, 48), torch.randn(3, 48).bfloat16()
+    other = other.to(x.device)
+    for i in range(2):
+        given, dense = (gradients(swiglu, [y, other][:: 1 - 2 * i]) for y in (x, x.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(given, dense, strict=True))
+
+
 def test_strided_gradients(device) -> None:
     gate, up = torch.randn(2, 6, 32, device=device)
     gate.requires_grad_()
