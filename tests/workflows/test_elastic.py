@@ -1,10 +1,21 @@
 """How an attempt ends decides what Flyte does next: the cluster's doing is retried, the user's error is not."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
+
+from strata_platform.spec import RunSpec
+from tasks import topology
+from tasks.elastic import outlive_main_pod
+from tasks.runtime import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +55,35 @@ def test_end_of_an_attempt(name, says, tmp_path):
     assert ended.returncode == 0, ended.stderr
     for words in says:
         assert words in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("processes", "error", "expected"),
+    [
+        (2, RuntimeError("Connection closed by peer"), FlyteRecoverableException),
+        (2, torch.distributed.DistBackendError("NCCL communicator was aborted"), FlyteRecoverableException),
+        (1, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
+        (2, torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (2, ValueError("training.micro_batch_size is too large"), ValueError),
+    ],
+    ids=["lost peer", "NCCL", "alone", "out of memory", "misused"],
+)
+def test_a_process_that_may_have_lost_a_peer_is_tried_again(monkeypatch, processes, error, expected):
+    def session(spec):
+        raise error
+
+    monkeypatch.setattr(run, "session", session)
+    spec = RunSpec.model_validate(
+        {"topology": {"nproc_per_node": processes}, "parallel": {"type": "ddp" if processes > 1 else "single"}}
+    )
+    with pytest.raises(expected):
+        topology._train(spec, FlyteDirectory("data"))
+
+
+def test_a_pod_that_is_done_waits_until_it_is_stopped():
+    stop = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    stop.start()
+    outlive_main_pod()
+    stop.join()
+    assert signal.getsignal(signal.SIGTERM) is before
