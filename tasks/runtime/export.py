@@ -47,7 +47,8 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     record.require_complete()
     folder = RunFolder.of(spec)
     folder.root.mkdir(parents=True, exist_ok=True)
-    temporary = folder.root / f".model.{os.getpid()}.tmp"
+    # A fixed name: what a killed export left is as large as the model, and goes with the next one.
+    temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer = data.tokenizer()
     model = build_model(spec, weights=str(weights))
@@ -102,7 +103,8 @@ Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` ho
 
 def _replace(new: Path, old: Path) -> None:
     """Put the folder `new` in the place of `old`. Between the two renames there is none, never a mixture."""
-    retired = old.with_name(f".{old.name}.{os.getpid()}.old")
+    retired = old.with_name(f".{old.name}.old")
+    shutil.rmtree(retired, ignore_errors=True)
     if old.exists():
         old.rename(retired)
     new.rename(old)

@@ -63,6 +63,8 @@ def _run(spec: RunSpec, report: Path) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s"
+    except OSError as error:
+        return f"its process did not start: {error}"
     if done.returncode != 0 or not report.exists():
         return f"its process ended with code {done.returncode}"
     return None

@@ -63,6 +63,12 @@ def test_a_warm_up_that_fails_is_reported_and_not_tried_again(tmp_path, monkeypa
     assert warm.ensure_warm(spec, RunFolder.of(spec)) == report
 
 
+def test_a_warm_up_that_does_not_start_is_reported(tmp_path, monkeypatch, with_gpu):
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    spec = RunSpec(output=str(tmp_path))
+    assert "its process did not start" in warm.ensure_warm(spec, RunFolder.of(spec))["skipped"]
+
+
 def test_a_warm_up_that_hangs_is_given_up(tmp_path, monkeypatch, with_gpu):
     hang = tmp_path / "hang"
     hang.write_text("#!/bin/sh\nexec sleep 600\n")
