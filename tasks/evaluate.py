@@ -8,12 +8,11 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
-from tasks.prepare import LARGE
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 
 
-@task(requests=LARGE)
+@task
 def evaluate(
     spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory
 ) -> CompletionRecord:

@@ -6,20 +6,18 @@ import logging
 import os
 from typing import NamedTuple
 
-from flytekit import Cache, Resources, task
+from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.paths import directory, is_local
+from tasks.resources import PREPARE, SMALL
 from tasks.runtime import version
 from tasks.runtime.folder import data_folder
 from tasks.runtime.log import configure_logging
 from tasks.topology import task_for
 
 log = logging.getLogger(__name__)
-
-SMALL = Resources(cpu="1", mem="2Gi")
-LARGE = Resources(cpu="4", mem="16Gi")
 
 
 # Flyte's local cache remembers paths that may be gone tomorrow; prepared data has its own place in the output folder.
@@ -33,7 +31,7 @@ class Planned(NamedTuple):
     output: str
 
 
-@task(requests=SMALL)
+@task(**SMALL)
 def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
@@ -54,7 +52,7 @@ def plan(spec: RunSpec) -> Planned:
     return Planned(DataRecipe.from_spec(spec, fingerprint(spec)), spec.output)
 
 
-@task(requests=LARGE, cache=Cache(version=str(version.DATA), ignored_inputs=("output",)))
+@task(**PREPARE, cache=Cache(version=str(version.DATA), ignored_inputs=("output",)))
 def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
     configure_logging()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flytekit import workflow
+from flytekit import dynamic, workflow
+from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks.evaluate import evaluate
 from tasks.export import Exported, export
 from tasks.prepare import plan, prepare
-from tasks.train import train
+from tasks.resources import SMALL, overrides
+from tasks.topology import task_for
 
 DEFAULT = RunSpec()
 
@@ -21,6 +23,14 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
     """
     planned = plan(spec=spec)
     data = prepare(recipe=planned.recipe, output=planned.output)
-    trained = train(spec=spec, data=data)
-    record = evaluate(spec=spec, record=trained.record, weights=trained.weights, data=data)
-    return export(spec=spec, record=record, weights=trained.weights, data=data)
+    return train_evaluate_export(spec=spec, data=data)
+
+
+# Dynamic, because a task's shape and resources are fixed when it is registered, and the spec's are known only now.
+@dynamic(**SMALL)
+def train_evaluate_export(spec: RunSpec, data: FlyteDirectory) -> Exported:
+    """The part of the workflow that runs with the topology and the resources of the spec."""
+    one = overrides(spec.resources, gpus=1)
+    trained = task_for(spec.topology)(spec=spec, data=data).with_overrides(**overrides(spec.resources))
+    record = evaluate(spec=spec, record=trained.record, weights=trained.weights, data=data).with_overrides(**one)
+    return export(spec=spec, record=record, weights=trained.weights, data=data).with_overrides(**one)

@@ -14,8 +14,7 @@ from strata_platform.spec import RunSpec
 from tasks import topology
 from tasks.prepare import plan
 from tasks.topology import TASKS, task_for
-from tasks.train import train
-from workflows.finetune import finetune
+from workflows.finetune import finetune, train_evaluate_export
 
 IMAGE = Image(name="default", fqn="registry.example/strata", tag="1")
 SETTINGS = SerializationSettings(
@@ -44,9 +43,7 @@ def test_names_are_those_of_the_modules(registered):
         "workflows.finetune.finetune",
         "tasks.prepare.plan",
         "tasks.prepare.prepare",
-        "tasks.train.train",
-        "tasks.evaluate.evaluate",
-        "tasks.export.export",
+        "workflows.finetune.train_evaluate_export",
     }
 
 
@@ -114,31 +111,45 @@ def test_prepared_data_is_cached_by_the_recipe_alone(registered):
     )
 
 
-def test_only_what_the_spec_asks_for_reaches_the_pods():
-    spec = RunSpec.model_validate(
-        {
-            "topology": {"nnodes": 2, "nproc_per_node": 8},
-            "parallel": {"type": "ddp"},
-            "resources": {"cpu": "32", "memory": "512Gi", "gpu": 8, "gpu_type": "NVIDIA-H200", "shared_memory": "64Gi"},
-        }
-    )
-    node = compiled_training_node(spec)
-    asked = {(entry.name, entry.value) for entry in node.task_node.overrides.resources.requests}
-    names = Resources.ResourceName
-    assert asked == {(names.CPU, "32"), (names.MEMORY, "512Gi"), (names.GPU, "8")}
-    extended = node.task_node.overrides.extended_resources
-    assert extended.gpu_accelerator.device == "NVIDIA-H200"
-    assert extended.shared_memory.size_limit == "64Gi"
-    assert node.task_node.reference_id.name == "tasks.topology.train_2x8"
+SPEC = RunSpec.model_validate(
+    {
+        "topology": {"nnodes": 2, "nproc_per_node": 8},
+        "parallel": {"type": "ddp"},
+        "resources": {"cpu": "32", "memory": "512Gi", "gpu": 8, "gpu_type": "NVIDIA-H200", "shared_memory": "64Gi"},
+    }
+)
 
 
-def compiled_training_node(spec):
-    """The node that the dynamic task makes for this spec when it runs in a cluster."""
+@pytest.fixture(scope="module")
+def nodes():
+    """The nodes that the dynamic task makes for the spec when it runs in a cluster, by the task they run."""
     context = FlyteContextManager.current_context().new_builder().with_serialization_settings(SETTINGS)
     with FlyteContextManager.with_context(context) as ctx:
-        job = train.compile_into_workflow(ctx, train._task_function, spec=spec, data="s3://bucket/data")
-    [node] = job.nodes
-    return node
+        job = train_evaluate_export.compile_into_workflow(
+            ctx, train_evaluate_export.task_function, spec=SPEC, data="s3://bucket/data"
+        )
+    return {node.task_node.reference_id.name: node for node in job.nodes}
+
+
+def test_the_spec_chooses_the_training_task(nodes):
+    assert set(nodes) == {"tasks.topology.train_2x8", "tasks.evaluate.evaluate", "tasks.export.export"}
+
+
+@pytest.mark.parametrize(
+    ("task", "gpus"),
+    [("tasks.topology.train_2x8", "8"), ("tasks.evaluate.evaluate", "1"), ("tasks.export.export", "1")],
+)
+def test_pods_get_what_the_spec_asks_for(nodes, task, gpus):
+    overrides = nodes[task].task_node.overrides
+    names = Resources.ResourceName
+    for asked in (overrides.resources.requests, overrides.resources.limits):
+        assert {(entry.name, entry.value) for entry in asked} == {
+            (names.CPU, "32"),
+            (names.MEMORY, "512Gi"),
+            (names.GPU, gpus),
+        }
+    assert overrides.extended_resources.gpu_accelerator.device == "NVIDIA-H200"
+    assert overrides.extended_resources.shared_memory.size_limit == "64Gi"
 
 
 def test_pods_without_a_common_folder_are_refused_before_they_start():

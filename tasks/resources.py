@@ -1,0 +1,27 @@
+"""What tasks ask of the cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flytekit import Resources
+from flytekit.extras.accelerators import GPUAccelerator
+
+from strata_platform.spec.models import Resources as Asked
+
+# For tasks that only look and wire. Limits are set apart from requests: without any, a task may use what it requests.
+SMALL = {"requests": Resources(cpu="500m", mem="1Gi"), "limits": Resources(cpu="2", mem="4Gi")}
+# For tokenizing: fits on a small node, and uses what a large one has.
+PREPARE = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi")}
+
+
+def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
+    """The spec's resources as a node's overrides, with all of its GPUs or at most `gpus` of them."""
+    count = asked.gpu if gpus is None else min(asked.gpu, gpus)
+    pod = Resources(cpu=asked.cpu, mem=asked.memory, gpu=str(count) if count else None)
+    return {
+        "requests": pod,
+        "limits": pod,
+        "shared_memory": asked.shared_memory,
+        "accelerator": GPUAccelerator(asked.gpu_type) if asked.gpu_type and count else None,
+    }
