@@ -33,7 +33,7 @@ def main() -> int:
     from tasks.runtime.export import collect_weights, export
     from tasks.runtime.folder import data_folder
     from tasks.runtime.run import session, train
-    from tasks.runtime.signals import Preempted
+    from tasks.runtime.signals import Preempted, preemptible
 
     log = logging.getLogger("tasks.runtime")
     try:
@@ -45,8 +45,9 @@ def main() -> int:
             data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
-            weights = collect_weights(run.folder, record)
-            export(spec, evaluate(spec, record, data, weights), data, weights)
+            with preemptible():
+                weights = collect_weights(run.folder, record)
+                export(spec, evaluate(spec, record, data, weights), data, weights)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -249,7 +249,8 @@ class Checkpoint(Section):
     keep_last: Count = Field(2, description="Complete checkpoints to keep.")
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any.",
+        description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any, also "
+        "after a preemption.",
     )
 
 
