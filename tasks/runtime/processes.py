@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from strata_platform.spec import RunSpec
 
@@ -59,11 +60,17 @@ class Processes:
         """Join the job's process group; nothing to do for a single process."""
         if self.world_size == 1 or dist.is_initialized():
             return
+        backend, device = "gloo", None
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=self.device)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+            backend, device = "cpu:gloo,cuda:nccl", self.device
+        store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+        # torchrun's static rendezvous keeps its store over restarts: without a prefix of its own, a process that comes
+        # back first would meet the addresses that its peers had before.
+        store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
+        )
 
     def barrier(self) -> None:
         """Wait for all processes of the job."""

@@ -1,12 +1,21 @@
 """What one process refuses, all refuse, and none waits for another that has given up."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 import torch.multiprocessing as multiprocessing
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.frameworks.hf import _arguments
 from tasks.runtime.processes import Processes
 from tasks.runtime.run import session
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_one_process_calls_the_function_itself():
@@ -61,3 +70,22 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def test_processes_find_each_other_again_after_a_restart(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    script = Path(__file__).with_name("restart_once.py")
+    ended = subprocess.run(
+        [*launcher, str(script), str(pipe)], cwd=ROOT, text=True, capture_output=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "both are back" in ended.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_single_process_takes_one_gpu(tmp_path):
+    spec = RunSpec(output=str(tmp_path))
+    assert _arguments(spec, RunFolder.of(spec), steps=1).n_gpu == 1

@@ -54,7 +54,7 @@ def train(
 
 
 def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder.checkpoints),
         seed=spec.seed,
         data_seed=spec.seed,
@@ -89,6 +89,11 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
         ddp_bucket_cap_mb=spec.parallel.bucket_cap_mb if spec.parallel.type == "ddp" else None,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    # One process drives one GPU. Left to itself, the Trainer of a single process wraps the model in DataParallel on a
+    # machine that has more.
+    assert arguments.n_gpu >= 0
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 class _Trainer(Trainer):
