@@ -84,7 +84,7 @@ def measure(
         "both": [_both(function, inputs) for inputs in copies],
     }.items():
         # Liger's loss waits for the host, which a CUDA graph cannot hold.
-        ms = device_ms(calls, graph=by != "liger")
+        ms = device_ms(calls, graph=by != "liger" or operator.products is None)
         row = {**base, "pass": which, "ms": ms, "wall ms": wall_ms(calls, device), "gate": "ok"}
         rows.append(row | rates(operator, shape, which, ms, limit))
     if operator.products is not None:
