@@ -29,8 +29,8 @@ def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
     assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
 
 
-def test_passes_are_three_unless_something_else_is_asked_for():
-    assert RunSpec().passes == 3
+def test_passes_are_two_unless_something_else_is_asked_for():
+    assert RunSpec().passes == 2
     assert RunSpec(training={"epochs": 0.5}).passes == 0.5
     assert RunSpec(training={"steps": 3}).passes is None
 

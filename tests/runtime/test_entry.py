@@ -50,7 +50,7 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
         ({"epochs": 1, "micro_batch_size": 4}, 101, 25),
         ({"epochs": 0.5, "micro_batch_size": 4}, 101, 13),
         ({"epochs": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 8}, 101, 12),
-        ({"micro_batch_size": 4}, 101, 75),
+        ({"micro_batch_size": 4}, 101, 50),
     ],
 )
 def test_steps_of_a_run(training, rows, steps):

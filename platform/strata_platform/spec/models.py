@@ -200,7 +200,7 @@ class Training(Section):
     """How long, and how much at a time."""
 
     steps: Count | None = Field(
-        None, description="Optimizer steps. Give this or `epochs`; with neither, three passes over the data."
+        None, description="Optimizer steps. Give this or `epochs`; with neither, two passes over the data."
     )
     epochs: Annotated[float, Field(gt=0), BeforeValidator(_number)] | None = Field(
         None, description="Passes over the data. Give this or `steps`."
@@ -335,7 +335,7 @@ class RunSpec(Section):
         """Passes over the data: None when `training.steps` decides the length."""
         if self.training.steps is not None:
             return None
-        return self.training.epochs if self.training.epochs is not None else 3.0
+        return self.training.epochs if self.training.epochs is not None else 2.0
 
     def _contradictions(self) -> Iterator[Contradiction]:
         training, topology = self.training, self.topology
