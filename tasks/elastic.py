@@ -78,7 +78,7 @@ def outlive_main_pod() -> None:
     A job of several pods is a success, and its pods are removed, when the first of them ends well. The pod of rank 0
     still has the weights to upload then, and must be that first one.
     """
-    log.warning("this pod is done; it waits for the pod of rank 0, which hands on the weights")
+    log.info("this pod is done; it waits for the pod of rank 0, which hands on the weights")
     try:
         with preemptible():
             while True:

@@ -30,7 +30,8 @@ from tasks.runtime.signals import Preempted
 MAX_RESTARTS = 2
 # Attempts after the first; a preempted or failed one is continued from its last checkpoint.
 RETRIES = 5
-# Seconds from SIGTERM to SIGKILL for a pod. Its workers get a little less, so that the agent outlives them.
+# Seconds from SIGTERM to SIGKILL for a pod. Its workers get a little less, so that the agent outlives them; torch 2.11
+# does not read that and gives them 30.
 GRACE_SECONDS = 120
 
 ENVIRONMENT = {

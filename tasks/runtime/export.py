@@ -11,7 +11,7 @@ from strata_platform.spec import RunSpec, dump_spec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import adopt_tokenizer, build_model
+from tasks.runtime.model import PRESETS, adopt_tokenizer, build_model
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
 
@@ -71,7 +71,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
 
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     """A model card: what it was trained from, on what, how far, and how to load it."""
-    base = "trained from scratch" if spec.model.name == "tiny-llama" else f"fine-tuned from `{spec.model.name}`"
+    base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{spec.model.name}`"
     source = spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source)
     losses = (
         f"Validation loss went from {record.eval_loss_before:.4f} to {record.eval_loss_after:.4f} nats per token."

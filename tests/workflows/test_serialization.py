@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.types import BlobType
 from flytekit.models.task import Resources
 from flytekit.tools.translator import get_serializable
@@ -13,6 +14,7 @@ from flytekitplugins.kfpytorch import CleanPodPolicy
 from strata_platform.spec import RunSpec
 from tasks import topology
 from tasks.prepare import plan
+from tasks.runtime.record import CompletionRecord
 from tasks.topology import TASKS, task_for
 from workflows.finetune import finetune, train_evaluate_export
 
@@ -175,3 +177,17 @@ def test_unknown_shape_lists_the_known_ones():
 def test_the_shared_pod_template_is_not_changed_by_a_task():
     templates = [task.pod_template for task in TASKS.values()]
     assert all(template.pod_spec.containers == [] and template.pod_spec.volumes is None for template in templates)
+
+
+def test_the_spec_and_the_record_travel_as_msgpack_never_as_a_pickle():
+    record = CompletionRecord(
+        status="complete", name="n", spec_hash="h", steps=1, steps_asked=1, tokens=1, target_tokens=1, train_loss=1.0,
+        checkpoint="c", restarts=0, seconds=1.0, tokens_per_second=1.0, peak_memory_bytes=1, parameters=1, device="d",
+        world_size=1, data={"read": 1}, kernels={}, warmup={"compiled": [{"name": "k", "seconds": 0.5}]}, versions={},
+    )  # fmt: skip
+    context = FlyteContextManager.current_context()
+    for value in (SPEC, record):
+        kind = TypeEngine.to_literal_type(type(value))
+        literal = TypeEngine.to_literal(context, value, type(value), kind)
+        assert literal.scalar.binary.tag == "msgpack"
+        assert TypeEngine.to_python_value(context, literal, type(value)) == value

@@ -12,8 +12,8 @@ from threading import local
 from typing import Any
 
 import torch
-from triton import knobs
 
+from .count import listening
 from .plan import Plan, Specialization
 
 
@@ -114,18 +114,12 @@ def _skip(device: str, plan: Plan, start: float, reason: str) -> WarmupReport:
 def _misses() -> Iterator[local]:
     """A thread-local whose `happened` is set in a thread where Triton compiled, as against read, a kernel."""
     missed = local()
-    previous = knobs.compilation.listener
 
-    def listen(**event: Any) -> None:
+    def note(**event: Any) -> None:
         missed.happened = not event["cache_hit"]
-        if previous is not None:
-            previous(**event)
 
-    knobs.compilation.listener = listen
-    try:
+    with listening(note):
         yield missed
-    finally:
-        knobs.compilation.listener = previous
 
 
 def _prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,15 +35,26 @@ def count_compiles() -> Iterator[CompileCount]:
         >>> print(f"{compiles.count} kernels were missing from the warm-up: {compiles.compiled}")
     """
     counter = CompileCount()
+
+    def count(**event: Any) -> None:
+        (counter.cached if event["cache_hit"] else counter.compiled).append(event["src"].name)
+
+    with listening(count):
+        yield counter
+
+
+@contextmanager
+def listening(heard: Callable[..., None]) -> Iterator[None]:
+    """Call `heard` with what Triton says of each kernel that it compiles or reads; other listeners are still told."""
     previous = knobs.compilation.listener
 
     def listen(**event: Any) -> None:
-        (counter.cached if event["cache_hit"] else counter.compiled).append(event["src"].name)
+        heard(**event)
         if previous is not None:
             previous(**event)
 
     knobs.compilation.listener = listen
     try:
-        yield counter
+        yield
     finally:
         knobs.compilation.listener = previous

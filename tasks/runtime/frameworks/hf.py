@@ -91,7 +91,6 @@ def _arguments(spec: RunSpec, folder: RunFolder, steps: int) -> TrainingArgument
     )
     # One process drives one GPU. Left to itself, the Trainer of a single process wraps the model in DataParallel on a
     # machine that has more.
-    assert arguments.n_gpu >= 0
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
