@@ -6,56 +6,95 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .operators import Function
+Function = Callable[..., Any]
+Call = Callable[[], Any]
 
 # Inputs rotate until they are together this large, so that none is in a cache when its turn comes.
 _COLD_BYTES = 512 * 2**20
-_REPEATS = 20
-
-
-def differentiate(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The results, then the gradients of all inputs that require one, for incoming gradients that repeat."""
-    results = as_tuple(function(*inputs))
-    generator = torch.Generator().manual_seed(0)
-    incoming = [_incoming(y, generator) for y in results]
-    trained = [x for x in inputs if x.requires_grad]
-    return [*(y.detach() for y in results), *torch.autograd.grad(results, trained, incoming)]
-
-
-def _incoming(y: Tensor, generator: torch.Generator) -> Tensor:
-    """One for a loss; otherwise noise of which every dtype holds the values exactly, drawn once for a row."""
-    if y.dim() == 0:
-        return torch.ones_like(y)
-    return torch.randn(y.shape[-1], generator=generator).bfloat16().to(y.device, y.dtype).expand_as(y)
+# Samples of a time: as many as fit into the budget in milliseconds, within bounds.
+_BUDGET_MS = 300
+_SAMPLES = (4, 20)
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def errors(ours: Function, torchs: Function, inputs: Sequence[Tensor]) -> list[tuple[float, float, float]]:
-    """(ours, PyTorch's, allowed) per result and gradient: the largest distance to fp64 over the largest fp64 value.
+def trained(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in inputs if x.requires_grad]
 
-    Allowed is twice PyTorch's own, and the rounding of fp32. Memory that the operator allocates is full of NaN.
+
+def differentiate(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results, then the gradients of all inputs that require one, for incoming gradients that repeat."""
+    results = as_tuple(function(*inputs))
+    gradients = torch.autograd.grad(results, trained(inputs), incoming(results))
+    return [*(y.detach() for y in results), *gradients]
+
+
+def incoming(results: Sequence[Tensor]) -> list[Tensor]:
+    """One for a loss; otherwise noise of which every dtype holds the values exactly, drawn once for a row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(y: Tensor) -> Tensor:
+        if y.dim() == 0:
+            return torch.ones_like(y)
+        row = torch.randn(y.shape[-1], generator=generator).bfloat16()
+        return row.to(y.device, y.dtype).expand_as(y).clone(memory_format=torch.contiguous_format)
+
+    return [draw(y) for y in results]
+
+
+@dataclass(frozen=True)
+class Error:
+    """A result's or gradient's largest distance to fp64 over the largest fp64 value, and what is allowed."""
+
+    mine: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """False for NaN, too."""
+        return self.mine <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.mine:.1e} of {self.allowed:.1e}"
+
+
+class Gate:
+    """Holds functions to the bar: no further from fp64 than twice PyTorch in the same dtype, and the rounding of fp32.
+
+    torchs: what PyTorch does. exact: called with the inputs in fp64; the same unless that takes too much memory.
+    make: the inputs, the same values at every call.
     """
-    exact = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    truth = [t.cpu() for t in differentiate(torchs, exact)]
-    del exact
-    theirs = [t.cpu() for t in differentiate(torchs, inputs)]
-    _poison(inputs[0].device)
-    mine = differentiate(ours, inputs)
-    rows = []
-    for a, b, t in zip(mine, theirs, truth, strict=True):
-        t = t.to(a.device)
-        scale = float(t.abs().max())
-        mine_error, their_error = (float((y.to(a.device).double() - t).abs().max()) / scale for y in (a, b))
-        rows.append((mine_error, their_error, 2 * their_error + 2 * torch.finfo(torch.float32).eps))
-    return rows
+
+    def __init__(self, torchs: Function, exact: Function, make: Callable[[], Sequence[Tensor]]) -> None:
+        self._make = make
+        inputs = make()
+        wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+        self._exact = differentiate(exact, wide)
+        del wide
+        eps = 2 * torch.finfo(torch.float32).eps
+        theirs = zip(differentiate(torchs, inputs), self._exact, strict=True)
+        self._allowed = [2 * _distance(y, truth) + eps for y, truth in theirs]
+
+    def check(self, function: Function) -> tuple[list[Error], bool]:
+        """The errors, and whether the inputs were left as they were. What the function allocates is full of NaN."""
+        inputs = self._make()
+        _poison(inputs[0].device)
+        found = zip(differentiate(function, inputs), self._exact, self._allowed, strict=True)
+        errors = [Error(_distance(y, truth), allowed) for y, truth, allowed in found]
+        return errors, all(torch.equal(x, fresh) for x, fresh in zip(inputs, self._make(), strict=True))
+
+
+def _distance(y: Tensor, exact: Tensor) -> float:
+    return float((y.double() - exact).abs().max() / exact.abs().max())
 
 
 def _poison(device: torch.device) -> None:
@@ -64,34 +103,67 @@ def _poison(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        torch.full((int(0.5 * free) // 4,), float("nan"), device=device)
+        torch.full((int(0.4 * free) // 4,), float("nan"), device=device)
 
 
 def rotated(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """As many sets of inputs as make their sum larger than any cache; two at the least."""
+    """As many sets of inputs as make their sum larger than any cache."""
     first = make()
     size = sum(x.numel() * x.element_size() for x in first)
-    return [first, *(make() for _ in range(max(1, -(-_COLD_BYTES // size) - 1)))]
+    return [first, *(make() for _ in range(-(-_COLD_BYTES // size) - 1))]
 
 
-def device_ms(calls: Sequence[Callable[[], Any]], graph: bool = True) -> float:
+def step(function: Function, inputs: Sequence[Tensor]) -> Call:
+    """A call of forward and backward; the incoming gradients are there before."""
+    with torch.no_grad():
+        gradients = incoming(as_tuple(function(*inputs)))
+    leaves = trained(inputs)
+    return lambda: torch.autograd.grad(as_tuple(function(*inputs)), leaves, gradients)
+
+
+def device_ms(calls: Sequence[Call], graph: bool = True) -> float:
     """Median milliseconds of a call on the GPU: a CUDA graph of all the calls, replayed, without the host.
 
     Without `graph` the calls are made eagerly between two events, and short ones are measured with their launches.
     """
-    run = _captured(calls) if graph else lambda: [call() for call in calls]
-    samples = []
-    for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / len(calls))
-    return statistics.median(samples[2:])
+    return in_turns_ms([calls], graph)[0]
 
 
-def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+def in_turns_ms(groups: Sequence[Sequence[Call]], graph: bool = True) -> list[float]:
+    """`device_ms` of each group, replayed in turns so that all meet the same clocks; `graph` is for the first."""
+    runs = [_captured(calls) if graph or i else _eager(calls) for i, calls in enumerate(groups)]
+    samples: list[list[float]] = [[] for _ in groups]
+    # The first round warms up and says how many others there is time for.
+    rounds = 1 + _rounds(sum(_timed(run) for run in runs))
+    for _ in range(rounds):
+        for run, calls, found in zip(runs, groups, samples, strict=True):
+            found.append(_timed(run) / len(calls))
+    return [statistics.median(found[1:]) for found in samples]
+
+
+def _rounds(ms: float) -> int:
+    return int(min(max(_BUDGET_MS / max(ms, 1e-3), _SAMPLES[0]), _SAMPLES[1]))
+
+
+def _timed(run: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _eager(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    run()
+    return run
+
+
+def _captured(calls: Sequence[Call]) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -106,20 +178,22 @@ def _captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     return graph.replay
 
 
-def wall_ms(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+def wall_ms(calls: Sequence[Call], device: torch.device) -> float:
     """Median milliseconds of an eager call with all that the host does, one after the other without waiting."""
-    samples = []
-    for _ in range(5):
+
+    def once() -> float:
         _synchronize(device)
         start = time.perf_counter()
         for call in calls:
             call()
         _synchronize(device)
-        samples.append(1e3 * (time.perf_counter() - start) / len(calls))
-    return statistics.median(samples[1:])
+        return 1e3 * (time.perf_counter() - start)
+
+    rounds = min(_rounds(once()), 8)
+    return statistics.median(once() for _ in range(rounds)) / len(calls)
 
 
-def extra_mib(call: Callable[[], Any]) -> float:
+def extra_mib(call: Call) -> float:
     """Peak memory of a call beyond what was held before, its results included, MiB."""
     gc.collect()
     torch.cuda.synchronize()
@@ -133,15 +207,32 @@ def extra_mib(call: Callable[[], Any]) -> float:
     return peak / 2**20
 
 
-def limits(device: torch.device) -> tuple[float, float]:
-    """(GB/s of a copy of 1 GiB, TFLOP/s of a product of 8192-cubes in bf16), measured now."""
+class Limits(NamedTuple):
+    """What the chip can do: GB/s of a copy of 1 GiB, read and written, and TFLOP/s of a bf16 product of 8192-cubes."""
+
+    copy: float
+    product: float
+
+
+def limits(device: torch.device) -> Limits:
+    """The limits now, on a chip that has warmed up."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    # Not in a graph: there a copy is a node of its own kind, a third slower than the kernel that runs eagerly.
-    copy = device_ms([lambda: target.copy_(source)] * 4, graph=False)
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     product = device_ms([lambda: a @ b] * 4)
-    return 2 * 2**30 / copy / 1e6, 2 * 8192**3 / product / 1e9
+    # Not in a graph: there a copy is a node of its own kind, a third slower than the kernel that runs eagerly.
+    copy = device_ms([lambda: target.copy_(source)] * 4, graph=False)
+    return Limits(2 * 2**30 / copy / 1e6, 2 * 8192**3 / product / 1e9)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Any:
+    """Add the seconds that the block takes to `seconds[phase]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,161 +1,229 @@
-"""What `benchmarks.ops` measures: a row per operator."""
+"""What `benchmarks.ops` measures: a row per operator, with the shapes and the bars that they are held to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from strata_kernels import linear_cross_entropy, rms_norm, rope, swiglu
+import strata_kernels
 
-Shape = Mapping[str, int]
-Function = Callable[..., Any]
+from . import reference
+from .measure import Function
+from .reference import Shape
+
+Inputs = Callable[[Shape, torch.dtype, torch.device], tuple[Tensor, ...]]
+
+FEATURES = (2304, 2560, 2880, 3584, 5120, 6144, 18944)
+VOCABULARIES = (32000, 50257, 50304, 100352, 128256, 151936, 200064, 256000, 262208)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, and the bars of what is measured there, by column: `share` is held at least, all else at most.
+
+    wall: the host bounds this case, so its wall time is what counts.
+    """
+
+    shape: Shape
+    bars: Mapping[str, float] = field(default_factory=dict)
+    wall: bool = False
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator.
 
-    ours, torch: called with the inputs; the second is what eager PyTorch does, and in fp64 the truth.
+    ours, torch: called with the inputs; the second is what eager PyTorch does.
     inputs: (shape, dtype, device) → tensors; those that require gradients are differentiated.
-    shapes: what is measured.
-    liger: the name of the peer's function in `liger_kernel.transformers.functional`, and how it is called.
-    bytes: bytes per element of `elements` that forward and backward move at the least, bf16; zeros if bound by FLOPs.
+    cases: what is measured, beside the peers.
+    sweep: what is measured to find cliffs: one axis, its sizes, and the sizes of the other axes.
+    bytes: bytes per element of `elements` that forward and backward move at the least, bf16; 0 if bound by FLOPs.
     elements: the number that `bytes` counts by.
     flops: floating-point operations of forward and backward.
+    exact: the truth, called in fp64; by default `torch`.
     products: the matrix products alone, for an operator that is built around them.
+    label: a shape as tables show it.
     """
 
     name: str
     ours: Function
     torch: Function
-    inputs: Callable[[Shape, torch.dtype, torch.device], tuple[Tensor, ...]]
-    shapes: tuple[Shape, ...]
-    liger: tuple[str, Callable[[Function], Function]]
-    bytes: tuple[int, int] = (0, 0)
-    elements: Callable[[Shape], int] = lambda shape: 0
-    flops: Callable[[Shape], int] = lambda shape: 0
-    products: Callable[..., Any] | None = field(default=None)
+    inputs: Inputs
+    cases: tuple[Case, ...]
+    sweep: tuple[str, tuple[int, ...], Shape] | None = None
+    bytes: int = 0
+    elements: Callable[[Shape], int] = lambda shape: shape["rows"] * shape["features"]
+    flops: Callable[[Shape], float] = lambda shape: 0
+    exact: Function | None = None
+    products: Function | None = None
+    label: Callable[[Shape], str] = lambda shape: "x".join(map(str, shape.values()))
+
+    def sweep_cases(self) -> tuple[Case, ...]:
+        """The sweep as cases without bars."""
+        if self.sweep is None:
+            return ()
+        axis, sizes, others = self.sweep
+        return tuple(Case({**others, axis: size}) for size in sizes)
 
 
-def random(*sizes: int, dtype: torch.dtype, device: torch.device, trained: bool = True) -> Tensor:
-    return torch.randn(sizes, device=device, dtype=torch.float32).to(dtype).requires_grad_(trained)
+def _rows(rows: int, features: int) -> Shape:
+    return {"rows": rows, "features": features}
 
 
-def _rms_norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    x = random(shape["rows"], shape["features"], dtype=dtype, device=device)
-    return x, random(shape["features"], dtype=dtype, device=device)
+def _logits(rows: int, vocabulary: int) -> Shape:
+    return {"rows": rows, "vocabulary": vocabulary}
 
 
-def _rms_norm_torch(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+def _head(rows: int, features: int, vocabulary: int, **ignored: int) -> Shape:
+    return {"rows": rows, "features": features, "vocabulary": vocabulary, **ignored}
 
 
-def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """As attention gives them: heads and positions transposed, cos and sin shared by the batch."""
-    batch, positions, features = shape["batch"], shape["positions"], shape["features"]
-    q, k = (
-        random(batch, positions, shape[heads], features, dtype=dtype, device=device).detach().transpose(1, 2)
-        for heads in ("heads", "kv_heads")
-    )
-    frequencies = 1e4 ** -(torch.arange(features // 2, device=device) / (features // 2))
-    angle = torch.outer(torch.arange(positions, device=device), frequencies).repeat(1, 2)[None]
-    return q.requires_grad_(), k.requires_grad_(), angle.cos().to(dtype), angle.sin().to(dtype)
+def _heads(batch: int, positions: int, heads: int, kv_heads: int, features: int) -> Shape:
+    return {"batch": batch, "positions": positions, "heads": heads, "kv_heads": kv_heads, "features": features}
 
 
-def _rope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def rotate(x: Tensor) -> Tensor:
-        low, high = x.chunk(2, dim=-1)
-        return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
-
-    return rotate(q), rotate(k)
+def _head_elements(s: Shape) -> int:
+    return s["batch"] * s["positions"] * (s["heads"] + s["kv_heads"]) * s["features"]
 
 
-def _swiglu_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    gate, up = (random(shape["rows"], shape["features"], dtype=dtype, device=device) for _ in range(2))
-    return gate, up
+def _heads_label(s: Shape) -> str:
+    return f"B{s['batch']} S{s['positions']} {s['heads']}/{s['kv_heads']}x{s['features']}"
 
 
-def _swiglu_torch(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+def _head_label(s: Shape) -> str:
+    ignored = f", {s['ignored']} % ignored" if "ignored" in s else ""
+    return f"{s['rows']}x{s['features']}x{s['vocabulary']}{ignored}"
 
 
-def _linear_cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    rows, features, vocabulary = shape["rows"], shape["features"], shape["vocabulary"]
-    x = random(rows, features, dtype=dtype, device=device)
-    weight = (torch.randn(vocabulary, features, device=device) * features**-0.5).to(dtype).requires_grad_()
-    return x, weight, torch.randint(vocabulary, (rows,), device=device)
+def _head_flops(s: Shape) -> float:
+    return 6 * s["rows"] * (1 - s.get("ignored", 0) / 100) * s["features"] * s["vocabulary"]
 
 
-def _linear_cross_entropy_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logits = functional.linear(x, weight)
-    return functional.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), target)
-
-
-def _products(x: Tensor, weight: Tensor, _: Tensor) -> None:
-    """The three products of linear_cross_entropy, over all rows at once: logits, then dx and dW from them."""
-    logits = x @ weight.t()
-    logits @ weight
-    logits.t() @ x
-
+_BY_FEATURES = ("features", FEATURES, {"rows": 8192})
 
 OPERATORS = (
     Operator(
         name="rms_norm",
-        ours=rms_norm,
-        torch=_rms_norm_torch,
-        inputs=_rms_norm_inputs,
-        shapes=(
-            {"rows": 16384, "features": 4096},
-            {"rows": 8192, "features": 8192},
-            {"rows": 16384, "features": 2560},
-            {"rows": 8192, "features": 16384},
-            {"rows": 65536, "features": 128},
+        ours=strata_kernels.rms_norm,
+        torch=reference.rms_norm,
+        inputs=reference.rms_norm_inputs,
+        cases=(
+            Case(_rows(16384, 4096), {"share": 0.88}),
+            Case(_rows(8192, 8192), {"share": 0.88}),
+            Case(_rows(65536, 128), {"share": 0.70}),
+            Case(_rows(16384, 2560), {"share": 0.85}),
+            Case(_rows(8192, 16384), {"share": 0.85}),
+            Case(_rows(512, 2048), {"of nn wall": 1.0}, wall=True),
         ),
-        liger=("liger_rms_norm", lambda f: lambda x, weight: f(x, weight, 1e-6, in_place=False)),
-        bytes=(4, 6),
-        elements=lambda shape: shape["rows"] * shape["features"],
+        sweep=_BY_FEATURES,
+        bytes=10,
+    ),
+    Operator(
+        name="add_rms_norm",
+        ours=lambda x, residual, weight: strata_kernels.add_rms_norm(x, residual, weight, reference.RMS_EPS),
+        torch=reference.add_rms_norm,
+        inputs=reference.add_rms_norm_inputs,
+        cases=(Case(_rows(16384, 4096), {"share": 0.88}), Case(_rows(8192, 8192)), Case(_rows(512, 2048), wall=True)),
+        sweep=_BY_FEATURES,
+        bytes=16,
+    ),
+    Operator(
+        name="layer_norm",
+        ours=lambda x, weight, bias: strata_kernels.layer_norm(x, weight, bias, reference.LAYER_EPS),
+        torch=reference.layer_norm,
+        inputs=reference.layer_norm_inputs,
+        cases=(Case(_rows(16384, 4096), {"share": 0.85}), Case(_rows(16384, 1024)), Case(_rows(512, 2048), wall=True)),
+        sweep=_BY_FEATURES,
+        bytes=10,
     ),
     Operator(
         name="rope",
-        ours=rope,
-        torch=_rope_torch,
-        inputs=_rope_inputs,
-        shapes=(
-            {"batch": 4, "positions": 4096, "heads": 32, "kv_heads": 8, "features": 128},
-            {"batch": 1, "positions": 32768, "heads": 32, "kv_heads": 4, "features": 64},
+        ours=strata_kernels.rope,
+        torch=reference.rope,
+        inputs=reference.rope_inputs,
+        cases=(Case(_heads(2, 8192, 32, 8, 128), {"share": 0.95}), Case(_heads(1, 32768, 32, 4, 64))),
+        bytes=8,
+        elements=_head_elements,
+        label=_heads_label,
+    ),
+    Operator(
+        name="qk_norm_rope",
+        ours=lambda q, k, q_weight, k_weight, cos, sin: strata_kernels.qk_norm_rope(
+            q, k, q_weight, k_weight, cos, sin, eps=reference.RMS_EPS
         ),
-        liger=("liger_rope", lambda f: f),
-        bytes=(4, 4),
-        elements=lambda s: s["batch"] * s["positions"] * (s["heads"] + s["kv_heads"]) * s["features"],
+        torch=reference.qk_norm_rope,
+        inputs=reference.qk_norm_rope_inputs,
+        cases=(Case(_heads(2, 8192, 32, 8, 128), {"share": 0.85}), Case(_heads(1, 32768, 32, 4, 64))),
+        bytes=10,
+        elements=_head_elements,
+        label=_heads_label,
     ),
     Operator(
         name="swiglu",
-        ours=swiglu,
-        torch=_swiglu_torch,
-        inputs=_swiglu_inputs,
-        shapes=({"rows": 8192, "features": 14336}, {"rows": 16384, "features": 8192}),
-        liger=("liger_swiglu", lambda f: f),
-        bytes=(6, 10),
-        elements=lambda shape: shape["rows"] * shape["features"],
+        ours=strata_kernels.swiglu,
+        torch=reference.swiglu,
+        inputs=reference.pair_inputs,
+        cases=(Case(_rows(8192, 14336), {"share": 0.98}), Case(_rows(16384, 8192))),
+        sweep=_BY_FEATURES,
+        bytes=16,
+    ),
+    Operator(
+        name="geglu",
+        ours=lambda gate, up: strata_kernels.geglu(gate, up, approximate="tanh"),
+        torch=reference.geglu,
+        inputs=reference.pair_inputs,
+        cases=(Case(_rows(8192, 14336), {"share": 0.98}), Case(_rows(16384, 8192))),
+        sweep=_BY_FEATURES,
+        bytes=16,
+    ),
+    Operator(
+        name="relu_squared",
+        ours=lambda x: strata_kernels.relu_squared(x),
+        torch=reference.relu_squared,
+        inputs=reference.rows_inputs,
+        cases=(Case(_rows(8192, 14336)), Case(_rows(16384, 8192))),
+        sweep=_BY_FEATURES,
+        bytes=10,
+    ),
+    Operator(
+        name="cross_entropy",
+        ours=lambda logits, target: strata_kernels.cross_entropy(logits, target),
+        torch=reference.cross_entropy,
+        inputs=reference.cross_entropy_inputs,
+        cases=(
+            Case(_logits(8192, 32000), {"share": 0.80}),
+            Case(_logits(8192, 128256), {"share": 0.72}),
+            Case(_logits(4096, 262144), {"share": 0.70}),
+        ),
+        sweep=("vocabulary", VOCABULARIES, {"rows": 4096}),
+        bytes=4,
+        elements=lambda shape: shape["rows"] * shape["vocabulary"],
     ),
     Operator(
         name="linear_cross_entropy",
-        ours=linear_cross_entropy,
-        torch=_linear_cross_entropy_torch,
-        inputs=_linear_cross_entropy_inputs,
-        shapes=(
-            {"rows": 8192, "features": 4096, "vocabulary": 128256},
-            {"rows": 16384, "features": 2048, "vocabulary": 32000},
-            {"rows": 4096, "features": 3584, "vocabulary": 152064},
+        ours=strata_kernels.linear_cross_entropy,
+        torch=reference.linear_cross_entropy,
+        exact=reference.linear_cross_entropy_exact,
+        inputs=reference.linear_cross_entropy_inputs,
+        cases=(
+            Case(_head(8192, 4096, 128256), {"of products": 1.05, "extra MiB": 1.4 * 1024}),
+            Case(_head(8192, 3072, 262144), {"of products": 1.08, "extra MiB": 2.2 * 1024}),
+            Case(_head(16384, 2048, 151936), {"of products": 1.08, "extra MiB": 2.2 * 1024}),
+            Case(_head(32768, 4096, 128256), {"of products": 1.08, "extra MiB": 2.2 * 1024}),
+            Case(_head(8192, 4096, 128256, ignored=50), {"of full": 0.56}),
+            Case(_head(8192, 3072, 262144, ignored=50), {"of full": 0.56}),
+            Case(_head(16384, 2048, 151936, ignored=50), {"of full": 0.56}),
+            Case(_head(32768, 4096, 128256, ignored=50), {"of full": 0.56}),
         ),
-        liger=("liger_fused_linear_cross_entropy", lambda f: f),
-        flops=lambda shape: 6 * shape["rows"] * shape["features"] * shape["vocabulary"],
-        products=_products,
+        sweep=("vocabulary", VOCABULARIES, {"rows": 4096, "features": 2048}),
+        flops=_head_flops,
+        products=reference.linear_cross_entropy_products,
+        label=_head_label,
     ),
 )
+
+# Until every operator is there.
+OPERATORS = tuple(operator for operator in OPERATORS if hasattr(strata_kernels, operator.name))

@@ -1,130 +1,122 @@
 """Speed and memory of every operator, against the limit of the chip and against others.
 
-    PYTHONPATH=kernels:platform:. python -m benchmarks.ops [--only rms_norm,rope] [--against torch,compile,liger]
+    PYTHONPATH=kernels:platform:. python -m benchmarks.ops --only rms_norm --against torch,compile,liger,quack,cce
 
-Needs a CUDA GPU, torch and triton, nothing else; a peer that is not installed is named and left out. A function whose
-results are further from fp64 than twice PyTorch's own in the same dtype gets no times; the exit code is 1 if it is
-ours. Inputs are bf16. Times are medians: `ms` on the device alone, `wall ms` eager, with the host. The share is of the
-limit measured in the same run: a device copy for what is bound by memory, an 8192-cube product for what is bound by
-FLOPs. `of products` is the time of linear_cross_entropy over that of its three matrix products. Writes ops.csv and
-ops.md to --out.
+Needs a CUDA GPU, torch and triton; a peer that is not installed is named and left out. The gate comes first: a
+function whose results are further from fp64 than twice PyTorch's own in the same dtype gets no times; the exit code is
+1 if it is ours. Inputs are bf16, times are medians of forward and backward: `ms` on the device alone (a CUDA graph, or
+eagerly for a peer that waits for the host), `wall ms` eager, with the host. The share is of the limit measured in the
+same run: a device copy for what is bound by memory, an 8192-cube product for what is bound by FLOPs. `of products` is
+the time of linear_cross_entropy over that of its three matrix products, `of full` over that without ignored rows.
+
+Writes ops.csv, ops.md and a plot per operator to --out after every case. `python -m benchmarks.report` merges folders.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import importlib
+import gc
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .measure import as_tuple, device_ms, errors, extra_mib, limits, rotated, wall_ms
-from .operators import OPERATORS, Function, Operator, Shape
+from strata_kernels.warmup import record, warmup
 
-PEERS = ("torch", "compile", "liger")
-COLUMNS = (
-    "operator",
-    "shape",
-    "by",
-    "pass",
-    "ms",
-    "wall ms",
-    "GB/s",
-    "TFLOP/s",
-    "share",
-    "of products",
-    "extra MiB",
-    "gate",
-)
+from .measure import Gate, Limits, differentiate, extra_mib, in_turns_ms, limits, rotated, step, timed, wall_ms
+from .operators import OPERATORS, Case, Operator
+from .peers import NAMES, Candidate, candidate, versions
+from .reference import Shape
+from .report import Row, finish, is_green, plot, show, write
+
+Job = tuple[str, Operator, Case]
+
+_SHOWN = ("kind", "operator", "shape", "by", "ms", "wall ms", "share", "of products", "extra MiB", "check s", "gate")
 
 
-def peer(operator: Operator, name: str) -> Function | str:
-    """The function of a peer, or why there is none."""
-    if name == "torch":
-        return operator.torch
-    if name == "compile":
-        torch.compiler.reset()
-        return torch.compile(operator.torch, fullgraph=True, dynamic=False)
-    try:
-        functions = importlib.import_module("liger_kernel.transformers.functional")
-    except ImportError as error:
-        return str(error)
-    attribute, adapt = operator.liger
-    return adapt(getattr(functions, attribute))
+def jobs(names: Sequence[str], sweep: bool, shard: tuple[int, int]) -> list[Job]:
+    """What to measure, by kind: the cases, or the sweeps. Shard i of n takes every n-th."""
+    chosen = [operator for operator in OPERATORS if operator.name in names]
+    kind = "sweep" if sweep else "case"
+    found = [(kind, o, case) for o in chosen for case in (o.sweep_cases() if sweep else o.cases)]
+    return found[shard[0] :: shard[1]]
 
 
-def measure(
-    operator: Operator, shape: Shape, by: str, function: Function, limit: tuple[float, float], device: torch.device
-) -> list[dict[str, Any]]:
-    """The rows of one function at one shape: the gate, then the forward pass and the whole."""
-    base = {"operator": operator.name, "shape": "x".join(map(str, shape.values())), "by": by}
+def measure_case(job: Job, names: Sequence[str], limit: Limits, device: torch.device) -> Iterator[Row]:
+    """A row for ours, then for each peer that has the operator."""
+    kind, operator, case = job
+    torch.compiler.reset()
 
     def make() -> tuple[Tensor, ...]:
-        return operator.inputs(shape, torch.bfloat16, device)
+        torch.manual_seed(0)
+        return operator.inputs(case.shape, torch.bfloat16, device)
 
-    torch.manual_seed(0)
-    found = errors(function, operator.torch, make())
-    gate = "; ".join(f"{mine:.1e} of {allowed:.1e}" for mine, _, allowed in found)
-    if not all(mine <= allowed for mine, _, allowed in found):
-        return [{**base, "pass": "both", "gate": f"RED {gate}"}]
-
-    copies = rotated(make)
-    rows = []
-    for which, calls in {
-        "forward": [_forward(function, inputs) for inputs in copies],
-        "both": [_both(function, inputs) for inputs in copies],
-    }.items():
-        # Liger's loss waits for the host, which a CUDA graph cannot hold.
-        ms = device_ms(calls, graph=by != "liger" or operator.products is None)
-        row = {**base, "pass": which, "ms": ms, "wall ms": wall_ms(calls, device), "gate": "ok"}
-        rows.append(row | rates(operator, shape, which, ms, limit))
-    if operator.products is not None:
-        rows[-1]["of products"] = rows[-1]["ms"] / products_ms(operator, copies)
-    rows[-1]["extra MiB"] = extra_mib(_both(function, copies[0]))
-    return rows
+    gate = Gate(operator.torch, operator.exact or operator.torch, make)
+    for name in ("ours", *names):
+        found = candidate(operator, name)
+        if isinstance(found, Candidate):
+            row: Row = {"kind": kind, "operator": operator.name, "shape": operator.label(case.shape), "by": name}
+            try:
+                row |= measure(operator, case.shape, found, gate, limit, device)
+            # Whatever a peer raises at this shape is a line of the table.
+            except Exception as error:
+                row["gate"] = f"error: {type(error).__name__}: {' '.join(str(error).split())}"[:160]
+            gc.collect()
+            torch.cuda.empty_cache()
+            yield row
 
 
-def rates(operator: Operator, shape: Shape, which: str, ms: float, limit: tuple[float, float]) -> dict[str, float]:
-    """GB/s or TFLOP/s of the least that has to be moved or computed, and its share of the limit."""
-    if operator.flops(shape):
-        flops = operator.flops(shape) / (3 if which == "forward" else 1)
-        return {"TFLOP/s": flops / ms / 1e9, "share": flops / ms / 1e9 / limit[1]}
-    per_element = operator.bytes[0] if which == "forward" else sum(operator.bytes)
-    moved = per_element * operator.elements(shape)
-    return {"GB/s": moved / ms / 1e6, "share": moved / ms / 1e6 / limit[0]}
+def measure(operator: Operator, shape: Shape, found: Candidate, gate: Gate, limit: Limits, device: torch.device) -> Row:
+    """The gate of one function, then its times and memory."""
+    seconds: dict[str, float] = {}
+    with timed(seconds, "check s"):
+        errors, untouched = gate.check(found.function)
+    said = "; ".join(map(str, errors))
+    if not all(error.ok for error in errors):
+        return {**seconds, "gate": f"RED: {said}"}
+    with timed(seconds, "measure s"):
+        copies = rotated(lambda: operator.inputs(shape, torch.bfloat16, device))
+        groups = [[step(found.function, inputs) for inputs in copies]]
+        if operator.products is not None and "ignored" not in shape:
+            groups.append([_plain(operator.products, inputs) for inputs in copies])
+        ms, *products = in_turns_ms(groups, found.graph)
+        row: Row = {"ms": ms, "timed": "graph" if found.graph else "eager", **rates(operator, shape, ms, limit)}
+        if products:
+            row["of products"] = ms / products[0]
+        row |= {"wall ms": wall_ms(groups[0], device), "extra MiB": extra_mib(groups[0][0])}
+    return {**row, **seconds, "gate": f"ok{'' if untouched else ', overwrites its inputs'}: {said}"}
 
 
-def products_ms(operator: Operator, copies: list[tuple[Tensor, ...]]) -> float:
-    """Device time of the operator's matrix products alone, in this run."""
-    assert operator.products is not None
-    products = operator.products
-    with torch.no_grad():
-        return device_ms([lambda inputs=inputs: products(*inputs) for inputs in copies])
-
-
-def _forward(function: Function, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    def call() -> Any:
-        with torch.no_grad():
-            return function(*inputs)
+def _plain(function: Callable[..., object], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    @torch.no_grad()
+    def call() -> object:
+        return function(*inputs)
 
     return call
 
 
-def _both(function: Function, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    with torch.no_grad():
-        shapes = [(y.shape, y.dtype) for y in as_tuple(function(*inputs))]
-    incoming = [torch.ones(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in shapes]
-    trained = [x for x in inputs if x.requires_grad]
-    return lambda: torch.autograd.grad(as_tuple(function(*inputs)), trained, incoming)
+def rates(operator: Operator, shape: Shape, ms: float, limit: Limits) -> dict[str, float]:
+    """GB/s or TFLOP/s of the least that has to be moved or computed, and its share of the limit."""
+    if flops := operator.flops(shape):
+        return {"TFLOP/s": flops / ms / 1e9, "share": flops / ms / 1e9 / limit.product}
+    moved = operator.bytes * operator.elements(shape)
+    return {"GB/s": moved / ms / 1e6, "share": moved / ms / 1e6 / limit.copy}
+
+
+def compile_ours(chosen: Sequence[Job]) -> str:
+    """Compile the kernels of all jobs at once; returns what was done."""
+
+    def steps() -> None:
+        for _, operator, case in chosen:
+            differentiate(operator.ours, operator.inputs(case.shape, torch.bfloat16, torch.device("meta")))
+
+    return warmup(record(steps)).summary()
 
 
 def commit() -> str:
@@ -136,7 +128,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def header(device: torch.device, limit: tuple[float, float], commit: str) -> str:
+def header(device: torch.device, limit: Limits, commit: str) -> str:
     """What the numbers depend on, one line."""
     return ", ".join(
         [
@@ -145,41 +137,20 @@ def header(device: torch.device, limit: tuple[float, float], commit: str) -> str
             f"triton {triton.__version__}",
             f"CUDA {torch.version.cuda}",
             f"Python {sys.version.split()[0]}",
+            *versions(),
             datetime.datetime.now(datetime.UTC).date().isoformat(),
             f"commit {commit}",
-            f"copy {limit[0]:.0f} GB/s",
-            f"8192-cube bf16 {limit[1]:.0f} TFLOP/s",
+            f"copy {limit.copy:.0f} GB/s",
+            f"8192-cube bf16 {limit.product:.0f} TFLOP/s",
         ]
     )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
-    formats = {"ms": "{:.3f}", "wall ms": "{:.3f}", "share": "{:.0%}", "of products": "{:.3f}"}
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    for row in rows:
-        cells = [
-            formats.get(c, "{:.0f}").format(row[c]) if isinstance(row.get(c), float) else row.get(c, "")
-            for c in COLUMNS
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Parses `a,b`; each must be one of `allowed`."""
 
-
-def write(out: Path, head: str, rows: list[dict[str, Any]]) -> None:
-    """ops.csv with full precision, ops.md to read."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "ops.csv").open("w", newline="") as file:
-        file.write(f"# {head}\n")
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / "ops.md").write_text(f"{head}\n\n{table(rows)}\n")
-
-
-def names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
-        given = text.split(",")
+        given = text.split(",") if text else []
         if unknown := [name for name in given if name not in allowed]:
             raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known are {', '.join(allowed)}")
         return given
@@ -187,39 +158,64 @@ def names(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     return parse
 
 
-def main() -> int:
+def shard(text: str) -> tuple[int, int]:
+    """Parses `i/n`."""
+    try:
+        i, n = map(int, text.split("/"))
+    except ValueError:
+        i, n = 0, 0
+    if not 0 <= i < n:
+        raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 0 <= i < n")
+    return i, n
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = tuple(operator.name for operator in OPERATORS)
     parser.add_argument("--only", type=names(known), default=list(known), help=f"operators, of {', '.join(known)}")
-    parser.add_argument("--against", type=names(PEERS), default=list(PEERS), help=f"peers, of {', '.join(PEERS)}")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for ops.csv and ops.md")
+    parser.add_argument("--against", type=names(tuple(NAMES)), help=f"peers, of {', '.join(NAMES)}; '' for none")
+    parser.add_argument(
+        "--sweep", action="store_true", help="sizes that are no powers of two; against compile if unsaid"
+    )
+    parser.add_argument("--shard", type=shard, default=(0, 1), help="i/n: every n-th case from the i-th on")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for what is written")
     parser.add_argument("--commit", default=commit(), help="what to record where there is no repository")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
+    found = parser.parse_args(arguments)
+    if found.against is None:
+        found.against = ["compile"] if found.sweep else list(NAMES)
+    return found
 
-    # One function is compiled for every shape, with gradients and without.
+
+def main() -> int:
+    arguments = parse()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.ops needs a CUDA GPU")
+    # One function is compiled for every shape.
     torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda", torch.cuda.current_device())
+    for operator in (o for o in OPERATORS if o.name in arguments.only):
+        for name in arguments.against:
+            if isinstance(reason := candidate(operator, name), str):
+                print(f"{operator.name}: {name} left out: {reason}")
+    chosen = jobs(arguments.only, arguments.sweep, arguments.shard)
+    print(compile_ours(chosen), flush=True)
     limit = limits(device)
     head = header(device, limit, arguments.commit)
-    print(head)
-    rows: list[dict[str, Any]] = []
-    for operator in (o for o in OPERATORS if o.name in arguments.only):
-        functions = {"ours": operator.ours}
-        for name in arguments.against:
-            found = peer(operator, name)
-            if isinstance(found, str):
-                print(f"{operator.name}: {name} left out: {found}")
-            else:
-                functions[name] = found
-        for shape in operator.shapes:
-            for by, function in functions.items():
-                rows += measure(operator, shape, by, function, limit, device)
-                print(table(rows).splitlines()[-1], flush=True)
-                write(arguments.out, head, rows)
-    print(table(rows))
-    return int(any(row["gate"] != "ok" for row in rows if row["by"] == "ours"))
+    print(head, flush=True)
+    rows: list[Row] = []
+    for job in chosen:
+        for row in measure_case(job, arguments.against, limit, device):
+            rows.append(row)
+            print(" | ".join(show(row, column) for column in _SHOWN), flush=True)
+            write(arguments.out, [head], rows)
+    for row in finish(rows):
+        if "bar" in row:
+            print(f"{row['operator']} {row['shape']}: {row['bar']}: {row['met']}")
+    try:
+        plot(arguments.out, rows)
+    except ImportError as error:
+        print(f"no plots: {error}")
+    return int(any(not is_green(row) for row in rows if row["by"] == "ours"))
 
 
 if __name__ == "__main__":

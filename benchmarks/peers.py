@@ -1,0 +1,143 @@
+"""The others: how each library's operator is called with our inputs, and which libraries are here.
+
+In-place variants are off wherever there is a switch, because ours leave every tensor as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .measure import Function
+from .operators import Operator
+from .reference import LAYER_EPS, RMS_EPS
+
+# As tables name them, in their order; `torch` and `compile` are the operator's own PyTorch function.
+NAMES = {
+    "torch": "eager PyTorch",
+    "nn": "PyTorch's fused",
+    "compile": "torch.compile",
+    "liger": "Liger-Kernel",
+    "quack": "quack",
+    "cce": "cut-cross-entropy",
+}
+_DISTRIBUTIONS = ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """module: what is imported. call: called with the module and the inputs. waits: for the host, so no graph."""
+
+    module: str
+    call: Callable[..., Any]
+    waits: bool = False
+
+
+class _QuackLayerNorm(torch.autograd.Function):
+    """quack's kernels as one function: the library leaves them without gradient, and takes fp32 weights."""
+
+    @staticmethod
+    def forward(ctx: Any, quack: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y, rstd, mean = quack.layernorm_fwd(x, weight.float(), bias.float(), LAYER_EPS, True, True)
+        ctx.quack, ctx.dtype = quack, weight.dtype
+        ctx.save_for_backward(x, weight, rstd, mean)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, rstd, mean = ctx.saved_tensors
+        dx, dw, db = ctx.quack.layernorm_bwd(x, weight.float(), dy, rstd, mean)
+        return None, dx, dw.to(ctx.dtype), db.to(ctx.dtype)
+
+
+def _quack_rope(quack: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """It takes [B, S, H, D] and the angles of one half."""
+    half = cos.shape[-1] // 2
+    angles = cos[0, :, :half], sin[0, :, :half]
+    return tuple(quack.apply_rotary_emb(x.transpose(1, 2), *angles).transpose(1, 2) for x in (q, k))
+
+
+_LIGER = "liger_kernel.transformers.functional"
+
+PEERS: Mapping[str, Mapping[str, Peer]] = {
+    "rms_norm": {
+        "nn": Peer("torch", lambda _, x, weight: functional.rms_norm(x, weight.shape, weight, RMS_EPS)),
+        "liger": Peer(_LIGER, lambda liger, x, weight: liger.liger_rms_norm(x, weight, RMS_EPS, in_place=False)),
+        "quack": Peer("quack", lambda quack, x, weight: quack.rmsnorm(x, weight, eps=RMS_EPS)),
+    },
+    "add_rms_norm": {
+        "liger": Peer(
+            _LIGER, lambda liger, x, r, weight: liger.liger_fused_add_rms_norm(x, r, weight, RMS_EPS, in_place=False)
+        ),
+        "quack": Peer(
+            "quack", lambda quack, x, r, weight: quack.rmsnorm(x, weight, residual=r, eps=RMS_EPS, prenorm=True)
+        ),
+    },
+    "layer_norm": {
+        "liger": Peer(_LIGER, lambda liger, x, weight, bias: liger.liger_layer_norm(x, weight, bias, LAYER_EPS)),
+        "quack": Peer("quack.rmsnorm", _QuackLayerNorm.apply),
+    },
+    "rope": {
+        "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_rope(*inputs)),
+        "quack": Peer("quack.rotary", _quack_rope),
+    },
+    "swiglu": {"liger": Peer(_LIGER, lambda liger, gate, up: liger.liger_swiglu(gate, up))},
+    "geglu": {"liger": Peer(_LIGER, lambda liger, gate, up: liger.liger_geglu(gate, up))},
+    "relu_squared": {"liger": Peer(_LIGER, lambda liger, x: liger.liger_relu_squared(x))},
+    "cross_entropy": {
+        "liger": Peer(_LIGER, lambda liger, logits, target: liger.liger_cross_entropy(logits, target), waits=True),
+        "quack": Peer("quack", lambda quack, logits, target: quack.cross_entropy(logits, target)),
+    },
+    "linear_cross_entropy": {
+        "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs), waits=True),
+        "quack": Peer(
+            "quack.linear_cross_entropy", lambda quack, *inputs: quack.chunked_linear_cross_entropy(*inputs), waits=True
+        ),
+        "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A function to measure: `graph` where a CUDA graph can hold it."""
+
+    function: Function
+    graph: bool = True
+
+
+def candidate(operator: Operator, name: str) -> Candidate | str:
+    """The function of `name`, one of NAMES or "ours", or why there is none."""
+    if name == "ours":
+        return Candidate(operator.ours)
+    if name == "torch":
+        return Candidate(operator.torch)
+    if name == "compile":
+        return Candidate(torch.compile(operator.torch, fullgraph=True, dynamic=False))
+    peer = PEERS.get(operator.name, {}).get(name)
+    if peer is None:
+        return "has no such operator"
+    try:
+        module = importlib.import_module(peer.module)
+    except ImportError as error:
+        return str(error)
+    return Candidate(partial(peer.call, module), graph=not peer.waits)
+
+
+def versions() -> list[str]:
+    """`name version` of the peers that are installed."""
+    found = []
+    for name in _DISTRIBUTIONS:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

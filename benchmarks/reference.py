@@ -1,0 +1,148 @@
+"""The operators' inputs, and each operator as eager PyTorch and transformers write it: in fp64 the truth.
+
+A shape maps names of sizes to sizes; inputs come from (shape, dtype, device), those that require gradients are
+differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+Shape = Mapping[str, int]
+
+RMS_EPS = 1e-6
+LAYER_EPS = 1e-5
+IGNORED = -100
+
+
+def random(*sizes: int, dtype: torch.dtype, device: torch.device, trained: bool = True) -> Tensor:
+    return torch.randn(sizes, device=device, dtype=torch.float32).to(dtype).requires_grad_(trained)
+
+
+def rows_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x: [rows, features]."""
+    return (random(shape["rows"], shape["features"], dtype=dtype, device=device),)
+
+
+def pair_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Two of [rows, features]."""
+    return (*rows_inputs(shape, dtype, device), *rows_inputs(shape, dtype, device))
+
+
+def _vector(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return random(shape["features"], dtype=dtype, device=device)
+
+
+def rms_norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return (*rows_inputs(shape, dtype, device), _vector(shape, dtype, device))
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).to(x.dtype)
+
+
+def add_rms_norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return (*pair_inputs(shape, dtype, device), _vector(shape, dtype, device))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return rms_norm(h, weight), h
+
+
+def layer_norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return (*rows_inputs(shape, dtype, device), _vector(shape, dtype, device), _vector(shape, dtype, device))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, LAYER_EPS)
+
+
+def rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """As attention gives them: heads and positions transposed, cos and sin shared by the batch."""
+    batch, positions, features = shape["batch"], shape["positions"], shape["features"]
+    q, k = (
+        random(batch, positions, shape[heads], features, dtype=dtype, device=device).detach().transpose(1, 2)
+        for heads in ("heads", "kv_heads")
+    )
+    frequencies = 1e4 ** -(torch.arange(features // 2, device=device) / (features // 2))
+    angle = torch.outer(torch.arange(positions, device=device), frequencies).repeat(1, 2)[None]
+    return q.requires_grad_(), k.requires_grad_(), angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+
+    return rotate(q), rotate(k)
+
+
+def qk_norm_rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    q, k, cos, sin = rope_inputs(shape, dtype, device)
+    return q, k, _vector(shape, dtype, device), _vector(shape, dtype, device), cos, sin
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+def cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    logits = random(shape["rows"], shape["vocabulary"], dtype=dtype, device=device)
+    return logits, torch.randint(shape["vocabulary"], (shape["rows"],), device=device)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
+
+
+def linear_cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """`ignored`: the percentage of the rows that are, here and there."""
+    rows, features, vocabulary = shape["rows"], shape["features"], shape["vocabulary"]
+    x = random(rows, features, dtype=dtype, device=device)
+    weight = (torch.randn(vocabulary, features, device=device) * features**-0.5).to(dtype).requires_grad_()
+    target = torch.randint(vocabulary, (rows,), device=device)
+    target[torch.randperm(rows, device=device)[: rows * shape.get("ignored", 0) // 100]] = IGNORED
+    return x, weight, target
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(functional.linear(x, weight), target)
+
+
+def linear_cross_entropy_exact(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """`linear_cross_entropy` that holds the logits of 1024 rows at a time: in fp64 all of them are too many."""
+
+    def summed(x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.linear(x, weight), target, reduction="sum")
+
+    parts = zip(x.split(1024), target.split(1024), strict=True)
+    losses = [checkpoint(summed, x, target, use_reentrant=False) for x, target in parts]
+    return torch.stack(losses).sum() / (target != IGNORED).sum()
+
+
+def linear_cross_entropy_products(x: Tensor, weight: Tensor, _: Tensor) -> None:
+    """The three products of linear_cross_entropy, over all rows at once: logits, then dx and dW from them."""
+    logits = x @ weight.t()
+    logits @ weight
+    logits.t() @ x
