@@ -44,7 +44,7 @@ def incoming(results: Sequence[Tensor]) -> list[Tensor]:
 
     def draw(y: Tensor) -> Tensor:
         if y.dim() == 0:
-            return torch.ones_like(y)
+            return torch.ones_like(y, requires_grad=False)
         row = torch.randn(y.shape[-1], generator=generator).bfloat16()
         return row.to(y.device, y.dtype).expand_as(y).clone(memory_format=torch.contiguous_format)
 
@@ -115,8 +115,8 @@ def rotated(make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 
 def step(function: Function, inputs: Sequence[Tensor]) -> Call:
     """A call of forward and backward; the incoming gradients are there before."""
-    with torch.no_grad():
-        gradients = incoming(as_tuple(function(*inputs)))
+    # With gradients on, or `torch.compile` would compile the function once more without.
+    gradients = incoming(as_tuple(function(*inputs)))
     leaves = trained(inputs)
     return lambda: torch.autograd.grad(as_tuple(function(*inputs)), leaves, gradients)
 
