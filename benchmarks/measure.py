@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -226,7 +226,7 @@ def limits(device: torch.device) -> Limits:
 
 
 @contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Any:
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add the seconds that the block takes to `seconds[phase]`."""
     start = time.perf_counter()
     try:
