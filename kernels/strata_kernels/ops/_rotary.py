@@ -1,0 +1,397 @@
+"""What `rope` and `qk_norm_rope` share: where the pairs and the angles of a rotation are, in kernels and in PyTorch.
+
+A rotation turns P pairs of features, the first R = 2·P of the D features of a head:
+
+    y1 = x1 · cos - x2 · sin        y2 = x2 · cos + x1 · sin
+
+Pair p is features (p, p + P), as in "rotate half", or interleaved, (2p, 2p + 1). Features from R on pass through;
+kernels take those in pairs, too, since pairs are what a thread holds.
+
+Angles come one per pair, each twice (as the convention itself repeats them) or complex. They may be a table of which
+`positions` names the rows. With M-RoPE there are three of each, for positions in time, height and width, and a pair
+takes the one of its section.
+
+Tiles are [N, W]: N starting points (a column) times W pairs from there on. Axes: B batch, S positions, H heads.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import DTYPES, accumulator, describe, has_dtype
+
+Layout = Literal["bhsd", "bshd", "thd"]
+_SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
+
+
+@triton.jit
+def find_rows(i_first, o, n_s, n_h, HEADS_ADJACENT: tl.constexpr):
+    """Positions and heads of rows i_first + o and which of them exist, as columns; i_first is int64."""
+    if HEADS_ADJACENT:
+        o += (i_first % n_h).to(tl.int32)
+        o_s, o_h = i_first // n_h + o // n_h, o % n_h
+        m = o_s < n_s
+    else:
+        o += (i_first % n_s).to(tl.int32)
+        o_h, o_s = i_first // n_s + o // n_s, o % n_s
+        m = o_h < n_h
+    return o_s.to(tl.int64)[:, None], o_h.to(tl.int64)[:, None], m[:, None]
+
+
+@triton.jit
+def _offsets(o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr):
+    """Offsets in a row of the first and the second features of W pairs from o_p on, not interleaved.
+
+    VEC: so many pairs lie side by side; the compiler does not see it through the selection.
+    """
+    o_p = o_p + tl.arange(0, W)[None, :]
+    if REST == 0:
+        o_1 = o_p
+        o_2 = o_p + PAIRS
+    else:
+        o_1 = tl.where(o_p < PAIRS, o_p, o_p + PAIRS)
+        o_2 = tl.where(o_p < PAIRS, o_p + PAIRS, o_p + (PAIRS + REST))
+        o_1 = tl.max_contiguous(tl.multiple_of(o_1, [1, VEC]), [1, VEC])
+        o_2 = tl.max_contiguous(tl.multiple_of(o_2, [1, VEC]), [1, VEC])
+    return o_1, o_2
+
+
+@triton.jit
+def load_pairs(
+    p_x, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """x1 and x2 of W pairs from o_p on in the rows that p_x points at, both columns, in fp32."""
+    if INTERLEAVED:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        if (PAIRS + REST) % W != 0:
+            m = m & (o < 2 * (PAIRS + REST))
+        b_x1, b_x2 = tl.split(tl.reshape(tl.load(p_x + o, mask=m, other=0.0), N, W, 2))
+    else:
+        o_1, o_2 = _offsets(o_p, W, PAIRS, REST, VEC)
+        if (PAIRS + REST) % W != 0:
+            m = m & (o_p + tl.arange(0, W)[None, :] < PAIRS + REST)
+        b_x1 = tl.load(p_x + o_1, mask=m, other=0.0)
+        b_x2 = tl.load(p_x + o_2, mask=m, other=0.0)
+    return b_x1.to(tl.float32), b_x2.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(
+    p_y, b_y1, b_y2, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    VEC: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The reverse of `load_pairs`."""
+    b_y1 = b_y1.to(p_y.dtype.element_ty)
+    b_y2 = b_y2.to(p_y.dtype.element_ty)
+    if INTERLEAVED:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        if (PAIRS + REST) % W != 0:
+            m = m & (o < 2 * (PAIRS + REST))
+        tl.store(p_y + o, tl.reshape(tl.join(b_y1, b_y2), N, 2 * W), mask=m)
+    else:
+        o_1, o_2 = _offsets(o_p, W, PAIRS, REST, VEC)
+        if (PAIRS + REST) % W != 0:
+            m = m & (o_p + tl.arange(0, W)[None, :] < PAIRS + REST)
+        tl.store(p_y + o_1, b_y1, mask=m)
+        tl.store(p_y + o_2, b_y2, mask=m)
+
+
+@triton.jit
+def _section(o_p, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr):
+    """Which of the three angles pair o_p takes: sections one after the other, or woven: t h w t h w … t t t."""
+    if WOVEN:
+        o_a = o_p % 3
+        o_a = tl.where(o_p < 3 * tl.where(o_a == 1, HEIGHT, WIDTH), o_a, 0)
+    else:
+        o_a = (o_p >= TIME).to(tl.int32) + (o_p >= TIME + HEIGHT).to(tl.int32)
+    return o_a
+
+
+@triton.jit
+def load_angles(
+    p_cos, p_sin, p_pos, o_s, o_p, m, n_angles, stride_pos, stride_a, stride_s,
+    N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
+    TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of W pairs from o_p on at the positions o_s, in fp32; 0 where m is not set and from PAIRS on.
+
+    p_cos, p_sin and p_pos point at the batch row. A position that the table does not have gives NaN.
+    """
+    m_a = m
+    if p_pos is not None:
+        o_s = tl.load(p_pos + o_s * stride_pos, mask=m, other=0).to(tl.int64)
+        m_a = m & (o_s >= 0) & (o_s < n_angles)
+    if FORM == "pairs":
+        o = o_p + tl.arange(0, W)[None, :]
+        o_pair = o
+    else:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        o_pair = o // 2
+    p = o_s * stride_s + o
+    if TIME > 0:
+        p += _section(o_pair, TIME, HEIGHT, WIDTH, WOVEN).to(tl.int64) * stride_a
+    m_l = m_a
+    if PAIRS % W != 0:
+        m_l = m_a & (o_pair < PAIRS)
+    b_cos = tl.load(p_cos + p, mask=m_l, other=0.0)
+    if FORM == "complex":
+        b_cos, b_sin = tl.split(tl.reshape(b_cos, N, W, 2))
+    elif FORM == "twice":
+        b_cos, _ = tl.split(tl.reshape(b_cos, N, W, 2))
+        b_sin, _ = tl.split(tl.reshape(tl.load(p_sin + p, mask=m_l, other=0.0), N, W, 2))
+    else:
+        b_sin = tl.load(p_sin + p, mask=m_l, other=0.0)
+    b_cos = b_cos.to(tl.float32)
+    if p_pos is not None:
+        b_cos = tl.where(m & (m_a == 0), float("nan"), b_cos)
+    return b_cos, b_sin.to(tl.float32)
+
+
+@triton.jit
+def rotate(
+    b_x1, b_x2, b_cos, b_sin, o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr
+):
+    """Pairs from o_p on turned by the angles, or back; those from PAIRS on as they are."""
+    if INVERSE:
+        b_sin = -b_sin
+    b_y1 = b_x1 * b_cos - b_x2 * b_sin
+    b_y2 = b_x2 * b_cos + b_x1 * b_sin
+    if REST > 0:
+        m = o_p + tl.arange(0, W)[None, :] < PAIRS
+        b_y1 = tl.where(m, b_y1, b_x1)
+        b_y2 = tl.where(m, b_y2, b_x2)
+    return b_y1, b_y2
+
+
+class Angles(NamedTuple):
+    """A rotation as operators take it: checked, and the same for all layouts.
+
+    cos, sin: [3 or 1, B or 1, S, W], a table's rows in place of S. W is P, or R with interleaved angles that come twice
+        and where sin is None: then cos holds (cos, sin) in turn.
+    positions: [B or 1, S], rows of the table; None without one.
+    rotary_dim: R.
+    time, height, width: how many pairs the sections of M-RoPE hold, zeros without; woven if they alternate.
+    """
+
+    cos: Tensor
+    sin: Tensor | None
+    positions: Tensor | None
+    rotary_dim: int
+    interleaved: bool
+    time: int
+    height: int
+    width: int
+    woven: bool
+
+    # As the schema of an operator spells it.
+    SCHEMA = (
+        "Tensor cos, Tensor? sin, Tensor? positions, int rotary_dim, bool interleaved, int time, int height, int width,"
+        " bool woven"
+    )
+
+    @property
+    def form(self) -> str:
+        """How the kernels find the angles of a pair."""
+        if self.sin is None:
+            return "complex"
+        return "pairs" if self.cos.shape[-1] == self.rotary_dim // 2 else "twice"
+
+    def for_kernel(self, batch: int) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+        """(cos, sin, positions), (n_angles and the strides: b, axis, s; of positions: b, s), constexprs."""
+        cos, sin, positions = self.cos, self.sin, self.positions
+        if cos.stride(-1) != 1 or (sin is not None and sin.stride() != cos.stride()):
+            cos, sin = cos.contiguous(), None if sin is None else sin.contiguous()
+        strides = tuple(cos.expand(-1, batch, -1, -1).stride(axis) for axis in (1, 0, 2))
+        strides += (0, 0) if positions is None else positions.expand(batch, -1).stride()
+        constexprs = {
+            "PAIRS": self.rotary_dim // 2,
+            "INTERLEAVED": self.interleaved,
+            "FORM": self.form,
+            "TIME": self.time,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "WOVEN": self.woven,
+        }
+        return (cos, sin, positions), (cos.shape[2], *strides), constexprs
+
+    def per_pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair, [B or 1, 1, S, P], in plain PyTorch."""
+        return self._select(self.cos, 0, dtype), self._select(self.cos if self.sin is None else self.sin, 1, dtype)
+
+    def _select(self, x: Tensor, which: int, dtype: torch.dtype) -> Tensor:
+        if self.form != "pairs":
+            x = x[..., which if self.sin is None else 0 :: 2]
+        if self.time:
+            o_p = torch.arange(x.shape[-1], device=x.device)
+            x = x[self._sections(o_p), :, :, o_p].movedim(0, -1)
+        else:
+            x = x[0]
+        if self.positions is not None:
+            rows = x.shape[1]
+            missing = (self.positions < 0) | (self.positions >= rows)
+            x = x[0, self.positions.clamp(0, rows - 1)].masked_fill(missing[..., None], float("nan"))
+        return x[:, None].to(dtype)
+
+    def _sections(self, o_p: Tensor) -> Tensor:
+        """What `_section` does in a kernel."""
+        if not self.woven:
+            return (o_p >= self.time).long() + (o_p >= self.time + self.height).long()
+        o_a = o_p % 3
+        return torch.where(o_p < 3 * torch.where(o_a == 1, self.height, self.width), o_a, 0)
+
+
+def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
+    """x: [B, H, S, D] rotated in plain PyTorch, in fp32 (or fp64) and rounded once; keeps the memory layout."""
+    y = torch.empty_like(x)
+    dtype = accumulator(x.dtype)
+    cos, sin = angles.per_pair(dtype)
+    if inverse:
+        sin = -sin
+    (x1, x2), (y1, y2) = (_pairs(t, angles) for t in (x, y))
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    y1.copy_(x1 * cos - x2 * sin)
+    y2.copy_(x2 * cos + x1 * sin)
+    y[..., angles.rotary_dim :] = x[..., angles.rotary_dim :]
+    return y
+
+
+def _pairs(x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second features of all pairs."""
+    x = x[..., : angles.rotary_dim]
+    if angles.interleaved:
+        return x[..., ::2], x[..., 1::2]
+    half = angles.rotary_dim // 2
+    return x[..., :half], x[..., half:]
+
+
+def dense_features(x: Tensor) -> Tensor:
+    """x, or a copy where its features are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of q and k (or results) as [B, H, S, D]."""
+    if layout == "bshd":
+        return tuple(x.transpose(1, 2) for x in tensors)
+    return tuple(x.transpose(0, 1)[None] for x in tensors) if layout == "thd" else tensors
+
+
+def from_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The reverse of `as_bhsd`."""
+    return tuple(x[0].transpose(0, 1) for x in tensors) if layout == "thd" else as_bhsd(layout, *tensors)
+
+
+def check_heads(q: Tensor, k: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless q and k fit the layout and each other."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
+    axes = len(layout)
+    if q.dim() != axes or k.dim() != axes:
+        raise ValueError(f"q and k must be {_SHAPES[layout]} ({layout}), got {describe(q)} and {describe(k)}")
+    heads = layout.index("h")
+    alike = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
+    if not alike or q.dtype != k.dtype or not has_dtype(q):
+        raise ValueError(
+            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)}"
+        )
+    if q.shape[-1] % 2 or q.shape[-1] == 0:
+        raise ValueError(f"heads must have an even number of features, got {describe(q)}")
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} and k on {k.device}: move one of them")
+
+
+def read_angles(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor | None,
+    *,
+    positions: Tensor | None,
+    rotary_dim: int | None,
+    interleaved: bool,
+    mrope_section: Sequence[int] | None,
+    mrope_interleaved: bool,
+) -> Angles:
+    """The rotation of q: [B, H, S, D], checked; ValueError says what does not fit."""
+    if cos.requires_grad or (sin is not None and sin.requires_grad):
+        raise ValueError("cos and sin get no gradient here: detach them, or rotate in plain PyTorch")
+    if (sin is None) != cos.is_complex():
+        raise ValueError("give cos and sin, or one complex tensor in place of cos and no sin")
+    if sin is not None and sin.shape != cos.shape:
+        raise ValueError(f"cos and sin must have one shape, got {describe(cos)} and {describe(sin)}")
+    for name, x in {"cos": cos, "sin": sin, "positions": positions}.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}: move one of them")
+    if mrope_interleaved and mrope_section is None:
+        raise ValueError("mrope_interleaved says how sections lie: give mrope_section, too")
+    width = _rotary_dim(q.shape[3], cos, rotary_dim)
+    sections = _sections(width // 2, mrope_section)
+    cos, sin = (None if x is None else _with_axes(x, q, positions, sections is not None) for x in (cos, sin))
+    assert cos is not None
+    if sin is None:
+        cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
+    elif cos.shape[-1] == width and not interleaved:
+        # Both halves hold the same angles: the first is enough.
+        cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    if positions is not None:
+        positions = _checked_positions(positions, q)
+    return Angles(cos, sin, positions, width, interleaved, *(sections or (0, 0, 0)), mrope_interleaved)
+
+
+def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
+    """R, from the caller or from the width of the angles."""
+    given = cos.shape[-1] if cos.dim() else 0
+    if cos.is_complex():
+        given *= 2
+    if rotary_dim is None:
+        rotary_dim = given
+    if rotary_dim % 2 or not 0 < rotary_dim <= features:
+        raise ValueError(f"rotary_dim must be even and from 2 to {features}, got {rotary_dim}, cos: {describe(cos)}")
+    allowed = (rotary_dim,) if cos.is_complex() else (rotary_dim // 2, rotary_dim)
+    if given not in allowed:
+        raise ValueError(
+            f"with rotary_dim {rotary_dim} cos and sin must be {rotary_dim // 2} wide, or {rotary_dim} where each angle"
+            f" comes twice, got {describe(cos)}"
+        )
+    return rotary_dim
+
+
+def _sections(pairs: int, mrope_section: Sequence[int] | None) -> tuple[int, int, int] | None:
+    if mrope_section is None:
+        return None
+    if len(mrope_section) != 3 or min(mrope_section) < 1 or sum(mrope_section) != pairs:
+        raise ValueError(f"mrope_section must be three positive sizes with the sum {pairs}, got {list(mrope_section)}")
+    time, height, width = mrope_section
+    return time, height, width
+
+
+def _with_axes(x: Tensor, q: Tensor, positions: Tensor | None, mrope: bool) -> Tensor:
+    """cos or sin as [3 or 1, B or 1, S or rows, W]."""
+    batch, _, n_s, _ = q.shape
+    if positions is not None:
+        if mrope or x.dim() != 2:
+            raise ValueError(f"positions index a table [rows, R] (not of M-RoPE), got {describe(x)}")
+        return x[None, None]
+    y = x if mrope else x[None]
+    if y.dim() == 3:
+        y = y[:, None]
+    if y.dim() != 4 or y.shape[0] != (3 if mrope else 1) or y.shape[1] not in (1, batch) or y.shape[2] != n_s:
+        front = "3, " if mrope else ""
+        raise ValueError(f"cos and sin must both be [{front}{n_s}, R] or [{front}{batch}, {n_s}, R], got {describe(x)}")
+    return y
+
+
+def _checked_positions(positions: Tensor, q: Tensor) -> Tensor:
+    batch, _, n_s, _ = q.shape
+    rows = positions[None] if positions.dim() == 1 else positions
+    fits = rows.dim() == 2 and rows.shape[0] in (1, batch) and rows.shape[1] == n_s
+    if positions.dtype not in (torch.int32, torch.int64) or not fits:
+        raise ValueError(f"positions must be int32 or int64 [{n_s}] or [{batch}, {n_s}], got {describe(positions)}")
+    return rows
