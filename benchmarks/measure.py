@@ -18,9 +18,8 @@ Call = Callable[[], Any]
 
 # Inputs rotate until they are together this large, so that none is in a cache when its turn comes.
 _COLD_BYTES = 512 * 2**20
-# Samples of a time: as many as fit into the budget in milliseconds, within bounds.
+# For the samples of a time.
 _BUDGET_MS = 300
-_SAMPLES = (4, 20)
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
@@ -93,6 +92,7 @@ class Gate:
         return errors, all(torch.equal(x, fresh) for x, fresh in zip(inputs, self._make(), strict=True))
 
 
+@torch.no_grad()
 def _distance(y: Tensor, exact: Tensor) -> float:
     return float((y.double() - exact).abs().max() / exact.abs().max())
 
@@ -141,8 +141,9 @@ def in_turns_ms(groups: Sequence[Sequence[Call]], graph: bool = True) -> list[fl
     return [statistics.median(found[1:]) for found in samples]
 
 
-def _rounds(ms: float) -> int:
-    return int(min(max(_BUDGET_MS / max(ms, 1e-3), _SAMPLES[0]), _SAMPLES[1]))
+def _rounds(ms: float, least: int = 4) -> int:
+    """As many as fit into the budget, within bounds."""
+    return int(min(max(_BUDGET_MS / max(ms, 1e-3), least), 20))
 
 
 def _timed(run: Call) -> float:
@@ -178,10 +179,13 @@ def _captured(calls: Sequence[Call]) -> Call:
     return graph.replay
 
 
-def wall_ms(calls: Sequence[Call], device: torch.device) -> float:
-    """Median milliseconds of an eager call with all that the host does, one after the other without waiting."""
+def wall_ms(groups: Sequence[Sequence[Call]], device: torch.device) -> list[float]:
+    """Median milliseconds of an eager call of each group with all that the host does; calls do not wait for each other.
 
-    def once() -> float:
+    The groups take turns. Python collects no garbage meanwhile.
+    """
+
+    def once(calls: Sequence[Call]) -> float:
         _synchronize(device)
         start = time.perf_counter()
         for call in calls:
@@ -189,8 +193,16 @@ def wall_ms(calls: Sequence[Call], device: torch.device) -> float:
         _synchronize(device)
         return 1e3 * (time.perf_counter() - start)
 
-    rounds = min(_rounds(once()), 8)
-    return statistics.median(once() for _ in range(rounds)) / len(calls)
+    gc.collect()
+    gc.disable()
+    try:
+        rounds = _rounds(sum(once(calls) for calls in groups) / len(groups), least=1)
+        samples = [[once(calls) for calls in groups] for _ in range(rounds)]
+    finally:
+        gc.enable()
+    return [
+        statistics.median(found) / len(calls) for found, calls in zip(zip(*samples, strict=True), groups, strict=True)
+    ]
 
 
 def extra_mib(call: Call) -> float:

@@ -28,6 +28,7 @@ NAMES = {
     "liger": "Liger-Kernel",
     "quack": "quack",
     "cce": "cut-cross-entropy",
+    "cce_exact": "the same, unfiltered",
 }
 _DISTRIBUTIONS = ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
@@ -101,7 +102,11 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         "quack": Peer(
             "quack.linear_cross_entropy", lambda quack, *inputs: quack.chunked_linear_cross_entropy(*inputs), waits=True
         ),
+        # By default it leaves out what is small in the gradients.
         "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
+        "cce_exact": Peer(
+            "cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs, filter_eps=None), waits=True
+        ),
     },
 }
 

@@ -273,8 +273,9 @@ def merge(folders: Sequence[Path]) -> tuple[list[str], list[Row]]:
         head, rows = read_csv(folder / "ops.csv")
         heads += head
         found |= {tuple(row[column] for column in ("kind", "operator", "shape", "by")): row for row in rows}
-    order = {operator.name: i for i, operator in enumerate(OPERATORS)}
-    return list(dict.fromkeys(heads)), finish(sorted(found.values(), key=lambda row: order[row["operator"]]))
+    labels = [(o.name, o.label(case.shape)) for o in OPERATORS for case in (*o.cases, *o.sweep_cases())]
+    ordered = sorted(found.values(), key=lambda row: (row["kind"], labels.index((row["operator"], row["shape"]))))
+    return list(dict.fromkeys(heads)), finish(ordered)
 
 
 def main() -> int:
