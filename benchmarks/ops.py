@@ -82,7 +82,7 @@ def measure_case(job: Job, names: Sequence[str], limit: Limits, device: torch.de
 
 
 def compared_walls(
-    operator: Operator, make: Callable[[], tuple[Tensor, ...]], green: Mapping[str, Row], device: torch.device
+    operator: Operator, make: Callable[[], tuple[Tensor, ...]], green: dict[str, Row], device: torch.device
 ) -> Iterator[Row]:
     """The rows with wall times taken in turns: the host is too restless to compare what is seconds apart."""
     if green:
