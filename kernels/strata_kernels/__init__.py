@@ -6,16 +6,30 @@ but imports transformers when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.relu_squared import relu_squared
 from .ops.rms_norm import rms_norm
 from .ops.rope import rope
-from .ops.swiglu import swiglu
+from .ops.swiglu import swiglu, swiglu_packed
 from .patch import PatchReport, patch_model, unpatch_model
 
 if TYPE_CHECKING:
     from .auto import AutoModelForCausalLM as AutoModelForCausalLM
 
-__all__ = ["PatchReport", "linear_cross_entropy", "patch_model", "rms_norm", "rope", "swiglu", "unpatch_model"]
+__all__ = [
+    "PatchReport",
+    "geglu",
+    "geglu_packed",
+    "linear_cross_entropy",
+    "patch_model",
+    "relu_squared",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_packed",
+    "unpatch_model",
+]
 
 
 def __getattr__(name: str) -> Any:

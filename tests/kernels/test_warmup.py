@@ -75,7 +75,7 @@ def test_a_plan_of_a_layer_names_every_kernel() -> None:
     plan = record(lambda: layer(2, 64))
     assert {item.name for item in plan.specializations} == {
         "cross_entropy_kernel", "multiply_kernel", "rms_norm_bwd_kernel", "rms_norm_fwd_kernel", "rope_kernel",
-        "sum_rows_kernel", "swiglu_bwd_kernel", "swiglu_fwd_kernel",
+        "sum_rows_kernel", "activation_bwd_kernel", "activation_fwd_kernel",
     }  # fmt: skip
     (item,) = (item for item in plan.specializations if item.name == "rms_norm_fwd_kernel")
     assert "p_x=*bfloat16, " in item.signature and "D=256, CAST=llama" in item.signature

@@ -1,0 +1,94 @@
+"""The gated activation of Gemma-type feed-forward layers: `gelu(gate) * up`.
+
+The formulas, the kernels and how they are launched are in `_activation.py`.
+
+Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202); Hendrycks and Gimpel, "Gaussian Error
+Linear Units", 2016 (arXiv:1606.08415).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from ._activation import GATED, PACKED, check_gated, check_packed, define
+
+Approximate = Literal["none", "tanh"]
+
+_geglu = {"none": define("geglu", "gelu", GATED), "tanh": define("geglu_tanh", "gelu_tanh", GATED)}
+_geglu_packed = {
+    "none": define("geglu_packed", "gelu", PACKED),
+    "tanh": define("geglu_tanh_packed", "gelu_tanh", PACKED),
+}
+
+
+def geglu(
+    gate: Tensor,
+    up: Tensor,
+    approximate: Approximate = "none",
+    *,
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """`multiplier * gelu(gate_multiplier * gate, approximate=approximate) * up`, fused, in fp32 and rounded once.
+
+    Args:
+        gate: [..., D], bf16 | fp16 | fp32 | fp64, of any strides: halves of one projection are read in place.
+        up: the same shape, dtype and device.
+        approximate: "none" for the error function, "tanh" for the approximation that Gemma was trained with
+            (`gelu_pytorch_tanh` in transformers' configs).
+        gate_multiplier: of the gate, before the activation.
+        multiplier: of the result.
+
+    Returns:
+        [..., D], contiguous, in the dtype of gate.
+
+    Raises:
+        ValueError: gate and up differ in shape, dtype or device, another dtype, or an unknown approximation.
+
+    Example:
+        >>> geglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
+        tensor([0.0000, 1.6827])
+    """
+    check_gated(gate, up)
+    y: Tensor = _chosen(_geglu, approximate)(gate, up, gate_multiplier, multiplier)
+    return y
+
+
+def geglu_packed(
+    x: Tensor,
+    approximate: Approximate = "none",
+    *,
+    gate_first: bool = True,
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """`geglu(*x.chunk(2, dim=-1), approximate)`, whose gradient is one tensor like x, without a concatenation.
+
+    Args:
+        x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.
+        approximate: as in `geglu`.
+        gate_first: whether the gate is the first half; the second otherwise.
+        gate_multiplier, multiplier: as in `geglu`.
+
+    Returns:
+        [..., D], contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: x has an odd last size, another dtype, or an unknown approximation.
+
+    Example:
+        >>> geglu_packed(torch.tensor([0.0, 1.0, 5.0, 2.0]), "tanh")
+        tensor([0.0000, 1.6824])
+    """
+    check_packed(x)
+    y: Tensor = _chosen(_geglu_packed, approximate)(x, gate_first, gate_multiplier, multiplier)
+    return y
+
+
+def _chosen(operators: dict[str, Callable[..., Any]], approximate: str) -> Callable[..., Any]:
+    if approximate not in operators:
+        raise ValueError(f"approximate must be one of {', '.join(get_args(Approximate))}, got {approximate!r}")
+    return operators[approximate]
