@@ -9,9 +9,10 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Two processes, about as long as each other, since a process takes some seconds to start.
+# Few processes, about as long as each other, since a process takes some seconds to start.
 FILES = {
-    "elementwise": ["test_launch.py", "test_rms_norm.py", "test_rope.py", "test_swiglu.py", "test_geglu.py", "test_relu_squared.py"],
+    "norms": ["test_launch.py", "test_rms_norm.py", "test_rope.py"],
+    "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py"],
     "loss": ["test_linear_cross_entropy.py"],
 }
 
