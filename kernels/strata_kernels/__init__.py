@@ -6,7 +6,9 @@ but imports transformers when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from .ops.add_rms_norm import add_rms_norm
 from .ops.geglu import geglu, geglu_packed
+from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.relu_squared import relu_squared
 from .ops.rms_norm import rms_norm
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PatchReport",
+    "add_rms_norm",
     "geglu",
     "geglu_packed",
+    "layer_norm",
     "linear_cross_entropy",
     "patch_model",
     "relu_squared",

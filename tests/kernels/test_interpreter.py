@@ -11,7 +11,14 @@ import torch
 HERE = Path(__file__).parent
 # Few processes, about as long as each other, since a process takes some seconds to start.
 FILES = {
-    "norms": ["test_launch.py", "test_rms_norm.py", "test_rope.py"],
+    "norms": [
+        "test_launch.py",
+        "test_norm.py",
+        "test_rms_norm.py",
+        "test_add_rms_norm.py",
+        "test_layer_norm.py",
+        "test_rope.py",
+    ],
     "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py"],
     "loss": ["test_linear_cross_entropy.py"],
 }

@@ -74,11 +74,11 @@ def test_plans_add_up_without_repetition() -> None:
 def test_a_plan_of_a_layer_names_every_kernel() -> None:
     plan = record(lambda: layer(2, 64))
     assert {item.name for item in plan.specializations} == {
-        "cross_entropy_kernel", "multiply_kernel", "rms_norm_bwd_kernel", "rms_norm_fwd_kernel", "rope_kernel",
-        "sum_rows_kernel", "activation_bwd_kernel", "activation_fwd_kernel",
+        "cross_entropy_kernel", "multiply_kernel", "norm_bwd_kernel", "norm_fwd_kernel", "rope_kernel",
+        "activation_bwd_kernel", "activation_fwd_kernel",
     }  # fmt: skip
-    (item,) = (item for item in plan.specializations if item.name == "rms_norm_fwd_kernel")
-    assert "p_x=*bfloat16, " in item.signature and "D=256, CAST=llama" in item.signature
+    (item,) = (item for item in plan.specializations if item.name == "norm_fwd_kernel")
+    assert "p_x=*bfloat16, " in item.signature and "D=256, CENTER=False, CAST=llama" in item.signature
 
 
 def test_the_layout_of_a_gradient_does_not_change_the_plan() -> None:

@@ -19,8 +19,8 @@ def kernels(**changes):
 
 def test_the_plan_has_forward_backward_and_loss():
     assert kernels() >= {
-        "rms_norm_fwd_kernel",
-        "rms_norm_bwd_kernel",
+        "norm_fwd_kernel",
+        "norm_bwd_kernel",
         "rope_kernel",
         "activation_bwd_kernel",
         "cross_entropy_kernel",

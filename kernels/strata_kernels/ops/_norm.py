@@ -1,0 +1,237 @@
+"""What rms_norm, add_rms_norm and layer_norm share: how their kernels are launched, and the same in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ._launch import accumulator, launch, multiprocessors, takes_kernel
+from ._norm_kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How rows of up to `row` bytes are cut, and how many programs walk over them.
+
+    row: the widest row, bytes.
+    tile: bytes of a tile, for rows of which several go into one.
+    cut: a width between two powers of two is cut in blocks of the larger one over `cut`, as many as it needs.
+    block: bytes of a block, for rows that are walked over again: None where a row stays in registers.
+    warps, stages: of a program, and of the backward pass's loop over tiles.
+    occupancy: programs of the backward pass per multiprocessor.
+    groups: of programs whose last one adds their sums of dw and db; 0 where a second kernel does.
+    """
+
+    row: int
+    warps: int
+    tile: int = 0
+    cut: int = 1
+    block: int | None = None
+    stages: int = 1
+    occupancy: int = 1
+    groups: int = 0
+
+
+_FORWARD = (
+    Tile(row=2**11, tile=2**13, warps=4),
+    Tile(row=2**13, cut=8, warps=4),
+    Tile(row=2**14, cut=8, warps=8),
+    Tile(row=2**40, block=2**13, warps=16),
+)
+_BACKWARD = (
+    Tile(row=2**11, tile=2**13, warps=8, stages=4, occupancy=1, groups=1),
+    Tile(row=2**13, cut=8, warps=8, stages=4, occupancy=1),
+    Tile(row=2**14, cut=8, warps=8, stages=3, occupancy=1),
+    Tile(row=2**40, block=2**13, warps=16, occupancy=1),
+)
+# Sums (of dw and db) that one program keeps in registers where rows are walked over again.
+_OWN_SUMS = 2**15
+# Zeros behind the statistics: one for all groups of programs, one for each.
+_COUNTERS = 16
+
+
+@cache
+def _plan(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) -> tuple[Tile, dict[str, Any]]:
+    """The table's row for rows of `width` features, and the constexprs that follow from it."""
+    tile = next(tile for tile in table if width * itemsize <= tile.row)
+    padded = triton.next_power_of_2(width)
+    block = padded // tile.cut if tile.block is None else min(padded, tile.block // itemsize)
+    chunks = triton.cdiv(width, block)
+    if chunks * block == padded and tile.block is None:
+        block, chunks = padded, 1
+    return tile, {
+        "D": width,
+        "ROWS": max(1, tile.tile // (padded * itemsize)),
+        "BLOCK": block,
+        "CHUNKS": chunks,
+        "KEEP": tile.block is None,
+        # The interpreter knows no inline assembly.
+        "REPACK": not interpreted,
+        "num_warps": tile.warps,
+    }
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x with adjacent features in its rows, and the distance of rows; a copy only where strides allow no view."""
+    if not x.is_contiguous():
+        x = x.reshape(-1, x.shape[-1])
+        if x.stride(1) == 1:
+            return x, x.stride(0)
+        x = x.contiguous()
+    return x, x.shape[-1]
+
+
+def _rows_if_any(x: Tensor | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if x is None else _rows(x)
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
+
+
+def unfilled(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of the shape and device of x, and of its dtype unless another one is given."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def normalized_like(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
+    """An unfilled y: as eager PyTorch promotes; "gemma" rounds after the weight, so it keeps the dtype of x."""
+    if weight is None or weight.dtype == x.dtype or cast == "gemma":
+        return unfilled(x)
+    return unfilled(x, torch.promote_types(x.dtype, weight.dtype))
+
+
+def statistics_like(x: Tensor, center: bool) -> Tensor:
+    """An unfilled vector of what the backward pass needs: rstd of every row, the mean of every row, counters."""
+    n_rows = x.numel() // x.shape[-1]
+    return x.new_empty(n_rows * (1 + center) + _COUNTERS, dtype=accumulator(x.dtype))
+
+
+def gradient_like(weight: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
+    """An unfilled gradient of a weight or bias, empty where there is none to be computed."""
+    return unfilled(weight) if weight is not None and wanted else x.new_empty(0)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work: it sees into plain PyTorch alone."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float, offset: float, cast: str, center: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, h (x itself without a residual) and the statistics."""
+    if not takes_kernel(x):
+        return norm_reference(x, residual, weight, bias, eps, offset, cast, center)
+    y, stats = normalized_like(x, weight, cast), statistics_like(x, center)
+    h = None if residual is None else unfilled(x)
+    rows, stride = _rows(x)
+    residual_rows, residual_stride = _rows_if_any(residual)
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    _, cut = _plan(_FORWARD, width, x.itemsize, x.is_cpu)
+    launch(
+        norm_fwd_kernel, (triton.cdiv(n_rows, cut["ROWS"]),),
+        rows, residual_rows, _dense(weight), _dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,
+        **cut, CENTER=center, CAST=cast, COUNTERS=_COUNTERS,
+    )  # fmt: skip
+    return y, x if h is None else h, stats
+
+
+def norm_backward(
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, center: bool,
+    dw: Tensor | None, db: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """dx; dw and db are filled where they are given. `x` is the h of the forward pass."""
+    if x.numel() == 0:
+        for gradient in (dw, db):
+            if gradient is not None:
+                gradient.zero_()
+        return unfilled(x)
+    run = _backward_triton if takes_kernel(x) else _backward_reference
+    return run(dy, dh, x, weight, stats, offset, center, dw, db)
+
+
+def _backward_triton(
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, center: bool,
+    dw: Tensor | None, db: Tensor | None,
+) -> Tensor:  # fmt: skip
+    dx = unfilled(x)
+    rows, stride = _rows(x)
+    dy_rows, dy_stride = _rows(dy)
+    dh_rows, dh_stride = _rows_if_any(dh)
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    tile, cut = _plan(_BACKWARD, width, x.itemsize, x.is_cpu)
+    sums = width * ((dw is not None) + (db is not None))
+    split = 1 if cut["KEEP"] else max(1, triton.cdiv(sums, _OWN_SUMS))
+    programs = min(triton.cdiv(n_rows, cut["ROWS"]), tile.occupancy * multiprocessors(x.device))
+    partial = x.new_empty((programs, sums), dtype=torch.float32)
+    launch(
+        norm_bwd_kernel, (programs * split,),
+        dy_rows, dh_rows, rows, _dense(weight), stats, dx, partial, dw, db,
+        n_rows, dy_stride, dh_stride, stride, offset,
+        **{**cut, "CHUNKS": triton.cdiv(cut["CHUNKS"], split) * split}, SPLIT=split, STAGES=tile.stages, CENTER=center,
+        GROUPS=tile.groups, ADD_ROWS=8, ADD_BLOCK=min(512, triton.next_power_of_2(width)),
+    )  # fmt: skip
+    if sums and not tile.groups:
+        launch(
+            add_rows_kernel, (triton.cdiv(sums, 32),),
+            partial, dw, db, programs, D=width, WIDTH=sums, ROWS=128, BLOCK=32, num_warps=4,
+        )  # fmt: skip
+    return dx
+
+
+def norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float, offset: float, cast: str, center: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`norm_forward` in plain PyTorch, differentiable."""
+    h = x if residual is None else x + residual
+    wide = h.to(accumulator(x.dtype))
+    mean = wide.mean(-1, keepdim=True) if center else None
+    wide = wide if mean is None else wide - mean
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = wide * (rstd.to(x.dtype) if cast == "none" else rstd)
+    y = y if cast == "gemma" else y.to(x.dtype)
+    if weight is not None:
+        y = y * _scale(weight, offset)
+    if bias is not None:
+        y = y + bias
+    means = [] if mean is None else [mean.reshape(-1)]
+    stats = torch.cat([rstd.reshape(-1), *means, rstd.new_zeros(_COUNTERS)])
+    return y.to(normalized_like(x, weight, cast).dtype).contiguous(), h.contiguous(), stats
+
+
+def _backward_reference(
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, center: bool,
+    dw: Tensor | None, db: Tensor | None,
+) -> Tensor:  # fmt: skip
+    n_rows = x.numel() // x.shape[-1]
+    rstd = stats[:n_rows].view(*x.shape[:-1], 1)
+    xhat = x.to(stats.dtype)
+    if center:
+        xhat = xhat - stats[n_rows : 2 * n_rows].view(*x.shape[:-1], 1)
+    xhat = xhat * rstd
+    g = dy.to(stats.dtype)
+    if dw is not None:
+        dw.copy_((g * xhat).reshape(-1, x.shape[-1]).sum(0))
+    if db is not None:
+        db.copy_(g.reshape(-1, x.shape[-1]).sum(0))
+    if weight is not None:
+        g = g * _scale(weight, offset)
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if center:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd
+    return (dx if dh is None else dx + dh).to(x.dtype).contiguous()
+
+
+def _scale(weight: Tensor, offset: float) -> Tensor:
+    return weight if offset == 0.0 else weight.to(accumulator(weight.dtype)) + offset

@@ -1,0 +1,125 @@
+"""Layer normalization over the last axis.
+
+    mean = Σ x / D        rstd = 1 / sqrt(mean((x - mean)²) + eps)        x̂ = (x - mean) · rstd        y = x̂ · w + b
+    g    = dy · w
+    dx   = rstd · (g - mean(g) - x̂ · mean(g · x̂))        dw = Σ_rows dy · x̂        db = Σ_rows dy
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
+
+The kernels are those of `_norm.py`. Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._launch import DTYPES, describe, has_dtype
+from ._norm import (
+    gradient_like,
+    is_transformed,
+    norm_backward,
+    norm_forward,
+    norm_reference,
+    normalized_like,
+    statistics_like,
+    unfilled,
+)
+from ._register import register
+
+# Rounded once, at the end, to the dtype of x.
+_CAST = "gemma"
+
+
+def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return normalized_like(x, weight, _CAST), statistics_like(x, center=True)
+
+
+def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    y, _, stats = norm_forward(x, None, weight, bias, eps, 0.0, _CAST, center=True)
+    return y, stats
+
+
+def _backward_fake(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return unfilled(x), gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw, db = gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
+    wanted = dw if weight_grad else None, db if bias_grad else None
+    return norm_backward(dy, None, x, weight, stats, 0.0, True, *wanted), dw, db
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _ = inputs
+    stats = output[1]
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, bias, stats)
+
+
+@once_differentiable
+def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    _, weight_grad, bias_grad, _ = ctx.needs_input_grad
+    dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, weight_grad, bias_grad)
+    return dx, dw if weight_grad else None, db if bias_grad else None, None
+
+
+_layer_norm_bwd = register(
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool weight_grad, bool bias_grad)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+_layer_norm = register(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+    setup_context=_setup_context,
+    backward=_autograd,
+)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """`torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`, fused; computed in fp32, rounded once.
+
+    Autocast changes nothing: what it would do in fp32 is done in fp32 anyway, and the result keeps the dtype of x.
+    Under `torch.func` all is plain PyTorch.
+
+    Args:
+        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
+        weight: [D], or None for no weight; of any of these dtypes.
+        bias: [D], or None for no bias; of any of these dtypes.
+        eps: added to the variance.
+
+    Returns:
+        [..., D], contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: x has no axis, a weight or bias of another shape or device, or another dtype.
+
+    Example:
+        >>> layer_norm(torch.tensor([1.0, 3.0]), eps=0.0)
+        tensor([-1.,  1.])
+    """
+    if not has_dtype(x) or x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be {DTYPES} of shape [..., D] with D > 0, got {describe(x)}")
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is None:
+            continue
+        if given.shape != x.shape[-1:] or not has_dtype(given):
+            raise ValueError(f"{name} must be {DTYPES} of shape [{x.shape[-1]}], got {describe(given)}")
+        if given.device != x.device:
+            raise ValueError(f"{name} is on {given.device} and x on {x.device}: move one of them")
+    if is_transformed():
+        return norm_reference(x, None, weight, bias, eps, 0.0, _CAST, center=True)[0]
+    y: Tensor = _layer_norm(x, weight, bias, eps)[0]
+    return y
