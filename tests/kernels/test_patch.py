@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels import PatchReport, patch_model, unpatch_model
 from strata_kernels.ops._launch import recording
-from strata_kernels.patch.table import OPERATORS, ROWS
+from strata_kernels.patch.table import ACTIVATIONS, OPERATORS, ROWS
 
 VOCABULARY, LAYERS = 67, 2
 SIZES = {
@@ -70,7 +70,9 @@ def test_every_row(model_type, tied, batch) -> None:
     signature = inspect.signature(model.forward)
 
     report = patch_model(model)
-    assert set(report.replaced) | set(report.unsupported) == set(OPERATORS) and report.excluded == ()
+    activations = set(ACTIVATIONS) & set(report.replaced)
+    assert set(report.replaced) == set(OPERATORS) - set(ACTIVATIONS) | activations and report.excluded == ()
+    assert [report.counts[name] for name in activations] == ([] if report.unsupported else [LAYERS])
     assert report.counts["linear_cross_entropy"] == 1 and report.counts["rope"] == LAYERS
     assert report.counts["rms_norm"] == sum("norm" in path.rpartition(".")[2] for path, _ in model.named_modules())
     assert inspect.signature(model.forward) == signature
@@ -95,10 +97,18 @@ def test_generates_with_a_cache(model_type, batch) -> None:
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), expected)
 
 
-# One with llama's code, one with norms inside the attention, one with a cap and norms of its own.
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "gelu_new"])
+def test_every_gelu(activation, batch) -> None:
+    model = build("gemma2", hidden_activation=activation)
+    expected = train(model, **batch)
+    patch_model(model)
+    torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
+
+
+# One with norms inside the attention, one with a cap and norms of its own, one with halves and pairs.
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "glm"])
 def test_compiles_whole(model_type, batch) -> None:
-    model = build(model_type)
+    model = build(model_type, num_hidden_layers=1)
     patch_model(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     (loss, gradients), (expected_loss, expected_gradients) = train(compiled, **batch), train(model, **batch)
@@ -234,7 +244,12 @@ def test_report() -> None:
         unsupported=(),
     )
     assert report.summary() == "llama: rms_norm x5, swiglu x2, linear_cross_entropy x1, rope excluded"
-    assert patch_model(build("gemma")).summary().endswith("swiglu has no place in it")
+    assert patch_model(build("gemma")).summary().endswith("geglu x2, linear_cross_entropy x1")
+    assert (
+        patch_model(build("apertus"))
+        .summary()
+        .endswith("swiglu has no place in it, geglu has no place in it, relu_squared has no place in it")
+    )
 
 
 def test_inside_wrappers(batch) -> None:
@@ -298,11 +313,19 @@ def test_on_meta_launches_are_recorded() -> None:
 @pytest.mark.parametrize(
     ("make", "exclude", "message"),
     [
-        (build, ["rmsnorm"], "unknown operator 'rmsnorm', did you mean 'rms_norm'\\? known are rms_norm, rope, swiglu"),
+        (
+            build,
+            ["rmsnorm"],
+            "unknown operator 'rmsnorm', did you mean 'rms_norm'\\? known are rms_norm, rope, swiglu, geglu",
+        ),
         (build, "flash", "unknown operator 'flash'; known are"),
         (lambda: nn.Linear(2, 2), [], "Linear has no config.model_type"),
         (lambda: build().model, [], "linear_cross_entropy found no LlamaForCausalLM to replace in LlamaModel"),
-        (lambda: build(hidden_act="gelu"), [], r"swiglu needs SiLU, but model.layers.0.mlp.act_fn is GELU"),
+        (
+            lambda: build(hidden_act="gelu"),
+            [],
+            r"swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp.act_fn is GELU",
+        ),
     ],
     ids=["misspelled", "unknown", "no config", "no head", "another activation"],
 )

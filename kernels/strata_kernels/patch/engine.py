@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from .forwards import causal_lm_forward, gated_mlp_forward, norm_forward, with_rope
-from .structure import linear_head, unwrap
-from .table import OPERATORS, ROWS, Row
+from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_rope
+from .structure import activation_options, activations_of, linear_head, unwrap
+from .table import ACTIVATIONS, OPERATORS, ROWS, Row
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
 
     Args:
         model: a causal language model of a known family, bare or inside PEFT, `torch.compile` or DDP.
-        exclude: operators to leave as the model has them, of "rms_norm", "rope", "swiglu", "linear_cross_entropy".
+        exclude: operators to leave as the model has them, of "rms_norm", "rope", "swiglu", "geglu", "relu_squared",
+            "linear_cross_entropy".
 
     Raises:
         ValueError: the family or an operator is unknown, an operator found nothing to replace, or something about the
@@ -90,7 +91,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
         model_type=row.model_type,
         replaced={operator: tuple(path or "(model)" for path, _ in found) for operator, found in matches.items()},
         excluded=excluded,
-        unsupported=tuple(operator for operator in OPERATORS if operator not in row.operators),
+        unsupported=row.unsupported,
     )
 
 
@@ -140,8 +141,8 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 def _matches(model: nn.Module, row: Row, operator: str) -> list[tuple[str, nn.Module]]:
     """Paths and modules that `operator` replaces: of the row's class, and running the forward of that class."""
-    suffix = {"rms_norm": "RMSNorm", "rope": "Attention", "swiglu": "MLP", "linear_cross_entropy": "ForCausalLM"}
-    cls = getattr(import_module(row.module), row.prefix + suffix[operator])
+    suffix = {"rms_norm": "RMSNorm", "rope": "Attention", "linear_cross_entropy": "ForCausalLM"}
+    cls = getattr(import_module(row.module), row.prefix + suffix.get(operator, "MLP"))
     found = []
     for path, module in model.named_modules():
         if isinstance(module, cls) and original_class(module).forward is cls.forward:
@@ -162,10 +163,14 @@ def _check(model: nn.Module, row: Row, operator: str, path: str, module: nn.Modu
             f"{path or type(model).__name__} has a forward of its own, set by hooks or by another patch; "
             f"patch the model before they are added, or {way_out}"
         )
-    if operator == "swiglu":
-        activations = import_module("transformers.activations").ACT2FN
-        if not isinstance(module.act_fn, (type(activations["silu"]), nn.SiLU)):
-            raise ValueError(f"swiglu needs SiLU, but {path}.act_fn is {module.act_fn}; {way_out}")
+    if operator in ACTIVATIONS:
+        assert row.mlp is not None
+        activation = getattr(module, row.mlp.activation)
+        if activation_options(operator, activation) is None:
+            raise ValueError(
+                f"{operator} computes {activations_of(operator)}, "
+                f"but {path}.{row.mlp.activation} is {activation}; {way_out}"
+            )
     if operator == "linear_cross_entropy":
         linear_head(module.lm_head)  # type: ignore[arg-type]
         losses = import_module("transformers.loss.loss_utils")
@@ -182,10 +187,11 @@ def _patched(cls: Any, model_type: str, operator: str) -> Any:
     row = ROWS[model_type]
     make: dict[str, Callable[[], Callable[..., Any]]] = {
         "rms_norm": lambda: norm_forward(row.norm),
-        "rope": lambda: with_rope(cls.forward),
-        "swiglu": gated_mlp_forward,
-        "linear_cross_entropy": lambda: causal_lm_forward(cls.forward, row.softcap),
+        "rope": lambda: with_rope(cls.forward, row.interleaved),
+        "linear_cross_entropy": lambda: causal_lm_forward(cls.forward, row),
     }
+    if row.mlp is not None:
+        make[row.mlp.operator] = partial(mlp_forward, row.mlp)
     namespace = {
         "forward": make[operator](),
         "_strata_original": cls,

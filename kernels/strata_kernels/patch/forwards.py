@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.geglu import geglu, geglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.relu_squared import relu_squared
 from ..ops.rms_norm import rms_norm
-from ..ops.rope import rope
-from ..ops.swiglu import swiglu
-from .structure import linear_head
-from .table import Norm
+from ..ops.rope import Layout, rope
+from ..ops.swiglu import swiglu, swiglu_packed
+from .structure import activation_options, linear_head
+from .table import Mlp, Norm, Row
 
 Forward = Callable[..., Any]
 
@@ -38,17 +40,27 @@ def norm_forward(norm: Norm) -> Forward:
     return forward
 
 
-def gated_mlp_forward() -> Forward:
-    """The gated MLP with SiLU."""
+def mlp_forward(mlp: Mlp) -> Forward:
+    """The feed-forward layer with its activation fused."""
+    gated, packed = {"swiglu": (swiglu, swiglu_packed), "geglu": (geglu, geglu_packed)}.get(mlp.operator, (None, None))
+
+    def activate(self: Any, x: Tensor) -> Tensor:
+        if gated is None or packed is None:
+            return relu_squared(self.up_proj(x))
+        options = activation_options(mlp.operator, getattr(self, mlp.activation))
+        assert options is not None
+        if mlp.packed:
+            return packed(self.gate_up_proj(x), **options)
+        return gated(self.gate_proj(x), self.up_proj(x), **options)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        y: Tensor = self.down_proj(activate(self, x))
         return y
 
     return forward
 
 
-def with_rope(original: Forward) -> Forward:
+def with_rope(original: Forward, interleaved: bool) -> Forward:
     """The attention's forward, in a view of its module where `apply_rotary_pos_emb` is the fused operator.
 
     The function's code is the family's own; only the module in which it looks up names differs, so that no other model
@@ -58,7 +70,7 @@ def with_rope(original: Forward) -> Forward:
     assert isinstance(function, FunctionType) and "apply_rotary_pos_emb" in function.__code__.co_names, original
     module = sys.modules[function.__module__]
     view = ModuleType(f"{module.__name__}__strata", module.__doc__)
-    vars(view).update({**vars(module), "__name__": view.__name__, "apply_rotary_pos_emb": _apply_rotary_pos_emb})
+    vars(view).update({**vars(module), "__name__": view.__name__, "apply_rotary_pos_emb": _ROTATIONS[interleaved]})
     view = sys.modules.setdefault(view.__name__, view)
     forward = FunctionType(
         function.__code__, vars(view), function.__name__, function.__defaults__, function.__closure__
@@ -74,7 +86,18 @@ def _apply_rotary_pos_emb(
     return rope(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
 
 
-def causal_lm_forward(original: Forward, softcap: str | None) -> Forward:
+def _apply_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As above; also in these families cos and sin come with the angles once in each half."""
+    width = cos.shape[-1]
+    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    layout: Layout = "bhsd" if unsqueeze_dim == 1 else "bshd"
+    return rope(q, k, cos, sin, layout=layout, rotary_dim=width, interleaved=True)
+
+
+_ROTATIONS = {False: _apply_rotary_pos_emb, True: _apply_interleaved}
+
+
+def causal_lm_forward(original: Forward, row: Row) -> Forward:
     """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for."""
     parameters = tuple(inspect.signature(original).parameters)
     assert parameters[: len(_PARAMETERS)] == _PARAMETERS, parameters
@@ -109,11 +132,12 @@ def causal_lm_forward(original: Forward, softcap: str | None) -> Forward:
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         outputs = self.model(**inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = outputs.last_hidden_state[:, kept, :]
         loss = _causal_lm_loss(
-            outputs.last_hidden_state[:, kept, :],
+            hidden / getattr(self.config, row.divisor) if row.divisor else hidden,
             linear_head(self.lm_head),
             labels,
-            softcap=getattr(self.config, softcap) if softcap else None,
+            softcap=getattr(self.config, row.softcap) if row.softcap else None,
             **kwargs,
         )
         return output(

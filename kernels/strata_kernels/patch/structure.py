@@ -1,4 +1,4 @@
-"""Finding the parts of a model: the transformers model inside its wrappers, and the linear layer that is its head."""
+"""Reading the parts of a model: what is inside its wrappers, the linear layer that is its head, its activations."""
 
 from __future__ import annotations
 
@@ -41,3 +41,25 @@ def linear_head(head: nn.Module) -> nn.Linear:
             "remove those, or pass exclude=('linear_cross_entropy',)"
         )
     return head
+
+
+# By the class in transformers.activations, or in torch.nn; "gelu_new" is the tanh approximation written out.
+_ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "swiglu": {"SiLUActivation": {}, "SiLU": {}},
+    "geglu": {
+        "GELUActivation": {"approximate": "none"},
+        "GELUTanh": {"approximate": "tanh"},
+        "NewGELUActivation": {"approximate": "tanh"},
+    },
+    "relu_squared": {"ReLUSquaredActivation": {}},
+}
+
+
+def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
+    """The keyword arguments with which `operator` computes `activation`; None if it does not."""
+    return _ACTIVATIONS[operator].get(type(activation).__name__)
+
+
+def activations_of(operator: str) -> str:
+    """The names of the activations that `operator` computes, as error messages list them."""
+    return ", ".join(_ACTIVATIONS[operator])

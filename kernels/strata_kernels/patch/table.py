@@ -3,6 +3,9 @@
 All of them are decoders whose modeling file follows one naming scheme (`<Prefix>RMSNorm`, `<Prefix>MLP`,
 `<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row
 needs no code where that holds; `tests/kernels/test_patch.py` trains a small model of every row, patched and not.
+
+Not replaced: `qk_norm_rope`. Attention calls its two norms and the rotation by themselves, with views between them, so
+that fusing them would take a copy of every family's attention.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from dataclasses import dataclass, field
 
 from ..ops.rms_norm import Cast
 
-OPERATORS = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+# What may stand in the feed-forward layer, one of them in a family.
+ACTIVATIONS = ("swiglu", "geglu", "relu_squared")
+OPERATORS = ("rms_norm", "rope", *ACTIVATIONS, "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -24,32 +29,65 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """How the family writes its feed-forward layer; whether it is built with that activation is seen on the module.
+
+    operator: "swiglu" and "geglu" for `down_proj(act(gate_proj(x)) * up_proj(x))`, "relu_squared" for
+        `down_proj(act(up_proj(x)))`, with nothing around it.
+    packed: gate and up are the halves of one `gate_up_proj`, the gate first.
+    activation: the attribute that holds the activation.
+    """
+
+    operator: str = "swiglu"
+    packed: bool = False
+    activation: str = "act_fn"
+
+
+@dataclass(frozen=True)
 class Row:
     """One model family.
 
-    swiglu: its MLP is `down_proj(act_fn(gate_proj(x)) * up_proj(x))` with nothing around it; whether `act_fn` is SiLU
-        is seen on the module.
+    mlp: None where the feed-forward layer is another.
+    interleaved: its rotation pairs neighboring features instead of the halves of a head.
     softcap: the config's field with the cap on the head's logits, where it has one.
+    divisor: the config's field by which the head's logits are divided, where there is one.
+    folder: of the modeling file, where its name is not the model type.
     """
 
     model_type: str
     prefix: str
     norm: Norm = field(default_factory=Norm)
-    swiglu: bool = True
+    mlp: Mlp | None = field(default_factory=Mlp)
+    interleaved: bool = False
     softcap: str | None = None
+    divisor: str | None = None
+    folder: str | None = None
 
     @property
     def module(self) -> str:
         """The modeling file's module."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        folder = self.folder or self.model_type
+        return f"transformers.models.{folder}.modeling_{folder}"
 
     @property
     def operators(self) -> tuple[str, ...]:
         """The operators that the family has a place for."""
-        return tuple(name for name in OPERATORS if self.swiglu or name != "swiglu")
+        return tuple(
+            name
+            for name in OPERATORS
+            if name not in ACTIVATIONS or (self.mlp is not None and name == self.mlp.operator)
+        )
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """The operators that it has no place for: neither for them nor for another of their kind."""
+        return () if self.mlp is not None else ACTIVATIONS
 
 
 _GEMMA_NORM = Norm(eps="eps", offset=1.0, cast="gemma")
+_OLMO_NORM = Norm(cast="gemma")
+_GEGLU = Mlp("geglu")
+_PACKED = Mlp(packed=True, activation="activation_fn")
 
 ROWS = {
     row.model_type: row
@@ -57,10 +95,26 @@ ROWS = {
         Row("llama", "Llama"),
         Row("mistral", "Mistral"),
         Row("ministral", "Ministral"),
+        Row("ministral3", "Ministral3"),
         Row("qwen2", "Qwen2"),
         Row("qwen3", "Qwen3"),
         Row("smollm3", "SmolLM3"),
-        Row("gemma", "Gemma", norm=_GEMMA_NORM, swiglu=False),
-        Row("gemma2", "Gemma2", norm=_GEMMA_NORM, swiglu=False, softcap="final_logit_softcapping"),
+        Row("gemma", "Gemma", norm=_GEMMA_NORM, mlp=_GEGLU),
+        Row("gemma2", "Gemma2", norm=_GEMMA_NORM, mlp=_GEGLU, softcap="final_logit_softcapping"),
+        Row("gemma3_text", "Gemma3", norm=_GEMMA_NORM, mlp=_GEGLU, softcap="final_logit_softcapping", folder="gemma3"),
+        Row("vaultgemma", "VaultGemma", norm=_GEMMA_NORM, mlp=_GEGLU, softcap="final_logit_softcapping"),
+        Row("olmo2", "Olmo2", norm=_OLMO_NORM),
+        Row("olmo3", "Olmo3", norm=_OLMO_NORM),
+        Row("phi3", "Phi3", mlp=_PACKED),
+        Row("glm", "Glm", mlp=_PACKED, interleaved=True),
+        Row("glm4", "Glm4", mlp=_PACKED, interleaved=True),
+        Row("granite", "Granite", divisor="logits_scaling"),
+        Row("helium", "Helium", norm=_OLMO_NORM, interleaved=True),
+        Row("ernie4_5", "Ernie4_5", interleaved=True),
+        Row("exaone4", "Exaone4"),
+        Row("hunyuan_v1_dense", "HunYuanDenseV1"),
+        Row("cwm", "Cwm"),
+        Row("arcee", "Arcee", mlp=Mlp("relu_squared")),
+        Row("apertus", "Apertus", mlp=None),
     )
 }
