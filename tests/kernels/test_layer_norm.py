@@ -20,7 +20,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2,), (3, 7), (2, 3, 128), (2, 2560)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3, 7), (2, 3, 128)], ids=str)
 def test_matches_fp64(shape, dtype, device, compare, poisoned) -> None:
     compare(layer_norm, plain, inputs(shape, dtype, device))
 
