@@ -10,6 +10,7 @@ from .ops.add_rms_norm import add_rms_norm
 from .ops.geglu import geglu, geglu_packed
 from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.qk_norm_rope import qk_norm_rope
 from .ops.relu_squared import relu_squared
 from .ops.rms_norm import rms_norm
 from .ops.rope import rope
@@ -27,6 +28,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "patch_model",
+    "qk_norm_rope",
     "relu_squared",
     "rms_norm",
     "rope",

@@ -17,8 +17,8 @@ FILES = {
         "test_rms_norm.py",
         "test_add_rms_norm.py",
         "test_layer_norm.py",
-        "test_rope.py",
     ],
+    "rotary": ["test_rope.py", "test_qk_norm_rope.py"],
     "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py"],
     "loss": ["test_linear_cross_entropy.py"],
 }

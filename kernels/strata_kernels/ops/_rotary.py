@@ -17,6 +17,7 @@ Tiles are [N, W]: N starting points (a column) times W pairs from there on. Axes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,21 +29,31 @@ from torch import Tensor
 from ._launch import DTYPES, accumulator, describe, has_dtype
 
 Layout = Literal["bhsd", "bshd", "thd"]
+# The widest load, in bytes.
+_VECTOR = 16
 _SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
 
 
 @triton.jit
-def find_rows(i_first, o, n_s, n_h, HEADS_ADJACENT: tl.constexpr):
-    """Positions and heads of rows i_first + o and which of them exist, as columns; i_first is int64."""
+def find_rows(o_row, n_s, HEADS: tl.constexpr, HEADS_ADJACENT: tl.constexpr):
+    """Positions and heads of the rows o_row of HEADS heads, and which of them exist, as columns."""
     if HEADS_ADJACENT:
-        o += (i_first % n_h).to(tl.int32)
-        o_s, o_h = i_first // n_h + o // n_h, o % n_h
+        o_s = o_row // HEADS
+        o_h = o_row % HEADS
         m = o_s < n_s
     else:
-        o += (i_first % n_s).to(tl.int32)
-        o_h, o_s = i_first // n_s + o // n_s, o % n_s
-        m = o_h < n_h
+        o_s = o_row % n_s
+        o_h = o_row // n_s
+        m = o_h < HEADS
     return o_s.to(tl.int64)[:, None], o_h.to(tl.int64)[:, None], m[:, None]
+
+
+@triton.jit
+def point_at_rows(p_q, p_k, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H: tl.constexpr):
+    """Pointers to rows of q and, from head H on, of k."""
+    p_q += o_s * stride_qs + o_h * stride_qh
+    p_k += o_s * stride_ks + (o_h - H) * stride_kh
+    return tl.where(o_h < H, p_q, p_k)
 
 
 @triton.jit
@@ -117,17 +128,17 @@ def _section(o_p, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def load_angles(
-    p_cos, p_sin, p_pos, o_s, o_p, m, n_angles, stride_pos, stride_a, stride_s,
+    p_cos, p_sin, p_pos, i_b, o_s, o_p, m, n_angles, stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of W pairs from o_p on at the positions o_s, in fp32; 0 where m is not set and from PAIRS on.
 
-    p_cos, p_sin and p_pos point at the batch row. A position that the table does not have gives NaN.
+    A position that the table does not have gives NaN.
     """
     m_a = m
     if p_pos is not None:
-        o_s = tl.load(p_pos + o_s * stride_pos, mask=m, other=0).to(tl.int64)
+        o_s = tl.load(p_pos + i_b * stride_pb + o_s * stride_ps, mask=m, other=0).to(tl.int64)
         m_a = m & (o_s >= 0) & (o_s < n_angles)
     if FORM == "pairs":
         o = o_p + tl.arange(0, W)[None, :]
@@ -135,20 +146,21 @@ def load_angles(
     else:
         o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
         o_pair = o // 2
-    p = o_s * stride_s + o
+    o += i_b * stride_cb + o_s * stride_cs
     if TIME > 0:
-        p += _section(o_pair, TIME, HEIGHT, WIDTH, WOVEN).to(tl.int64) * stride_a
-    m_l = m_a
-    if PAIRS % W != 0:
-        m_l = m_a & (o_pair < PAIRS)
-    b_cos = tl.load(p_cos + p, mask=m_l, other=0.0)
+        o += _section(o_pair, TIME, HEIGHT, WIDTH, WOVEN).to(tl.int64) * stride_ca
+    # Where W divides PAIRS, no W pairs lie on both sides of it, and a column of the mask is enough.
+    if PAIRS % W == 0:
+        o_pair = o_p
+    m_l = m_a & (o_pair < PAIRS)
+    b_cos = tl.load(p_cos + o, mask=m_l, other=0.0)
     if FORM == "complex":
         b_cos, b_sin = tl.split(tl.reshape(b_cos, N, W, 2))
     elif FORM == "twice":
         b_cos, _ = tl.split(tl.reshape(b_cos, N, W, 2))
-        b_sin, _ = tl.split(tl.reshape(tl.load(p_sin + p, mask=m_l, other=0.0), N, W, 2))
+        b_sin, _ = tl.split(tl.reshape(tl.load(p_sin + o, mask=m_l, other=0.0), N, W, 2))
     else:
-        b_sin = tl.load(p_sin + p, mask=m_l, other=0.0)
+        b_sin = tl.load(p_sin + o, mask=m_l, other=0.0)
     b_cos = b_cos.to(tl.float32)
     if p_pos is not None:
         b_cos = tl.where(m & (m_a == 0), float("nan"), b_cos)
@@ -171,6 +183,13 @@ def rotate(
     return b_y1, b_y2
 
 
+# The fields of Angles as the schema of an operator spells them.
+ANGLES = (
+    "Tensor cos, Tensor? sin, Tensor? positions, int rotary_dim, bool interleaved, int time, int height, int width,"
+    " bool woven"
+)
+
+
 class Angles(NamedTuple):
     """A rotation as operators take it: checked, and the same for all layouts.
 
@@ -191,12 +210,6 @@ class Angles(NamedTuple):
     width: int
     woven: bool
 
-    # As the schema of an operator spells it.
-    SCHEMA = (
-        "Tensor cos, Tensor? sin, Tensor? positions, int rotary_dim, bool interleaved, int time, int height, int width,"
-        " bool woven"
-    )
-
     @property
     def form(self) -> str:
         """How the kernels find the angles of a pair."""
@@ -204,15 +217,20 @@ class Angles(NamedTuple):
             return "complex"
         return "pairs" if self.cos.shape[-1] == self.rotary_dim // 2 else "twice"
 
-    def for_kernel(self, batch: int) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-        """(cos, sin, positions), (n_angles and the strides: b, axis, s; of positions: b, s), constexprs."""
+    def for_kernel(self, q: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+        """For q: [B, H, S, D]: (cos, sin, positions); n_angles and strides (b, axis, s; b, s); constexprs."""
+        batch, _, _, features = q.shape
         cos, sin, positions = self.cos, self.sin, self.positions
         if cos.stride(-1) != 1 or (sin is not None and sin.stride() != cos.stride()):
             cos, sin = cos.contiguous(), None if sin is None else sin.contiguous()
         strides = tuple(cos.expand(-1, batch, -1, -1).stride(axis) for axis in (1, 0, 2))
         strides += (0, 0) if positions is None else positions.expand(batch, -1).stride()
+        pairs = self.rotary_dim // 2
+        rest = features // 2 - pairs
         constexprs = {
-            "PAIRS": self.rotary_dim // 2,
+            "PAIRS": pairs,
+            "REST": rest,
+            "VEC": math.gcd(_VECTOR // q.element_size(), pairs, rest),
             "INTERLEAVED": self.interleaved,
             "FORM": self.form,
             "TIME": self.time,
@@ -270,6 +288,18 @@ def _pairs(x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         return x[..., ::2], x[..., 1::2]
     half = angles.rotary_dim // 2
     return x[..., :half], x[..., half:]
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Those of batch, position and head of every [B, H, S, D]."""
+    return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
+
+
+def tiles(n_rows: int, per_row: int, size: int) -> int:
+    """How many tiles of `size` make up a batch row of n_rows times per_row."""
+    if n_rows * per_row >= 2**31:
+        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
+    return -(-n_rows * per_row // size)
 
 
 def dense_features(x: Tensor) -> Tensor:
@@ -333,8 +363,8 @@ def read_angles(
         raise ValueError("mrope_interleaved says how sections lie: give mrope_section, too")
     width = _rotary_dim(q.shape[3], cos, rotary_dim)
     sections = _sections(width // 2, mrope_section)
-    cos, sin = (None if x is None else _with_axes(x, q, positions, sections is not None) for x in (cos, sin))
-    assert cos is not None
+    cos = _with_axes(cos, q, positions, sections is not None)
+    sin = None if sin is None else _with_axes(sin, q, positions, sections is not None)
     if sin is None:
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
     elif cos.shape[-1] == width and not interleaved:

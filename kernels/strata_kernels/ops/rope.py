@@ -16,7 +16,6 @@ at the least: 2·itemsize, each way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 from ._launch import launch, takes_kernel
 from ._register import register
 from ._rotary import (
+    ANGLES,
     Angles,
     Layout,
     as_bhsd,
@@ -38,70 +38,45 @@ from ._rotary import (
     from_bhsd,
     load_angles,
     load_pairs,
+    point_at_rows,
     read_angles,
     rotate,
     rotate_reference,
     store_pairs,
+    strides,
+    tiles,
 )
 
 
-@triton.jit
-def _rotate_chunks(
-    p_x, p_y, p_cos, p_sin, p_pos, i_t, n_s, n_h, n_angles,
-    stride_xs, stride_xh, stride_ys, stride_yh, stride_ca, stride_cs, stride_ps,
-    PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
-    TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
-    INVERSE: tl.constexpr, HEADS_ADJACENT: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """The i_t-th CHUNKS chunks of one batch row of one tensor."""
-    PER_ROW: tl.constexpr = (PAIRS + REST) // VEC
-    i_c = i_t.to(tl.int64) * CHUNKS
-    o_c = (i_c % PER_ROW).to(tl.int32) + tl.arange(0, CHUNKS)
-    o_p = ((o_c % PER_ROW) * VEC)[:, None]
-    o_s, o_h, m = find_rows(i_c // PER_ROW, o_c // PER_ROW, n_s, n_h, HEADS_ADJACENT)
-    b_x1, b_x2 = load_pairs(
-        p_x + o_s * stride_xs + o_h * stride_xh, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED
-    )  # fmt: skip
-    b_cos, b_sin = load_angles(
-        p_cos, p_sin, p_pos, o_s, o_p, m, n_angles, stride_ps, stride_ca, stride_cs,
-        CHUNKS, VEC, PAIRS, FORM, TIME, HEIGHT, WIDTH, WOVEN,
-    )  # fmt: skip
-    b_y1, b_y2 = rotate(b_x1, b_x2, b_cos, b_sin, o_p, VEC, PAIRS, REST, INVERSE)
-    store_pairs(
-        p_y + o_s * stride_ys + o_h * stride_yh, b_y1, b_y2, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_b", "n_s", "n_qh", "n_kh", "n_tiles_q", "n_angles"])
+@triton.jit(do_not_specialize=["n_b", "n_s", "n_angles"])
 def rope_kernel(
-    p_q, p_k, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, n_qh, n_kh, n_tiles_q, n_angles,
+    p_q, p_k, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, n_angles,
     stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_yqb, stride_yqs, stride_yqh, stride_ykb, stride_yks, stride_ykh,
-    PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
-    TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FORM: tl.constexpr, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     INVERSE: tl.constexpr, HEADS_ADJACENT: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of q, or in the later programs of k; batch rows alternate, so that they share angles in L2."""
+    """CHUNKS chunks of the rows of q and k in one batch row; batch rows alternate, so that they share angles in L2."""
+    PER_ROW: tl.constexpr = (PAIRS + REST) // VEC
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
-    i_t = tl.program_id(0) // n_b
-    p_cos += i_b * stride_cb
-    if p_sin is not None:
-        p_sin += i_b * stride_cb
-    if p_pos is not None:
-        p_pos += i_b * stride_pb
-    if i_t < n_tiles_q:
-        _rotate_chunks(
-            p_q + i_b * stride_qb, p_yq + i_b * stride_yqb, p_cos, p_sin, p_pos, i_t, n_s, n_qh, n_angles,
-            stride_qs, stride_qh, stride_yqs, stride_yqh, stride_ca, stride_cs, stride_ps,
-            PAIRS, REST, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, INVERSE, HEADS_ADJACENT, CHUNKS, VEC,
-        )  # fmt: skip
-    else:
-        _rotate_chunks(
-            p_k + i_b * stride_kb, p_yk + i_b * stride_ykb, p_cos, p_sin, p_pos, i_t - n_tiles_q, n_s, n_kh, n_angles,
-            stride_ks, stride_kh, stride_yks, stride_ykh, stride_ca, stride_cs, stride_ps,
-            PAIRS, REST, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, INVERSE, HEADS_ADJACENT, CHUNKS, VEC,
-        )  # fmt: skip
+    o_c = (tl.program_id(0) // n_b) * CHUNKS + tl.arange(0, CHUNKS)
+    o_p = ((o_c % PER_ROW) * VEC)[:, None]
+    o_s, o_h, m = find_rows(o_c // PER_ROW, n_s, H + K, HEADS_ADJACENT)
+    p_x = point_at_rows(
+        p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H
+    )  # fmt: skip
+    b_x1, b_x2 = load_pairs(p_x, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED)
+    b_cos, b_sin = load_angles(
+        p_cos, p_sin, p_pos, i_b, o_s, o_p, m, n_angles, stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
+        CHUNKS, VEC, PAIRS, FORM, TIME, HEIGHT, WIDTH, WOVEN,
+    )  # fmt: skip
+    b_y1, b_y2 = rotate(b_x1, b_x2, b_cos, b_sin, o_p, VEC, PAIRS, REST, INVERSE)
+    p_y = point_at_rows(
+        p_yq + i_b * stride_yqb, p_yk + i_b * stride_ykb, o_s, o_h, stride_yqs, stride_yqh, stride_yks, stride_ykh, H
+    )  # fmt: skip
+    store_pairs(p_y, b_y1, b_y2, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED)
 
 
 @dataclass(frozen=True)
@@ -112,9 +87,7 @@ class Launch:
     warps: int
 
 
-_LAUNCH = Launch(pairs=2048, warps=4)
-# The widest load, in bytes.
-_VECTOR = 16
+_LAUNCH = Launch(pairs=1024, warps=4)
 
 
 def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -125,17 +98,13 @@ def _triton(q: Tensor, k: Tensor, inverse: bool, heads_adjacent: bool, angles: A
     y_q, y_k = _fake(q, k)
     q, k = dense_features(q), dense_features(k)
     n_b, n_qh, n_s, features = q.shape
-    pairs = angles.rotary_dim // 2
-    rest = features // 2 - pairs
-    vec = math.gcd(_VECTOR // q.element_size(), pairs, rest)
-    chunks = _LAUNCH.pairs // vec
-    tensors, sizes, constexprs = angles.for_kernel(n_b)
-    tiles_q, tiles_k = (triton.cdiv(n_s * x.shape[1] * (pairs + rest), chunks * vec) for x in (q, k))
+    n_kh = k.shape[1]
+    tensors, sizes, constexprs = angles.for_kernel(q)
+    chunks = _LAUNCH.pairs // constexprs["VEC"]
+    n_tiles = tiles((n_qh + n_kh) * n_s, features // 2 // constexprs["VEC"], chunks)
     launch(
-        rope_kernel, (n_b * (tiles_q + tiles_k),),
-        q, k, *tensors, y_q, y_k, n_b, n_s, n_qh, k.shape[1], tiles_q, *sizes,
-        *(x.stride(axis) for x in (q, k, y_q, y_k) for axis in (0, 2, 1)),
-        REST=rest, **constexprs, INVERSE=inverse, HEADS_ADJACENT=heads_adjacent, CHUNKS=chunks, VEC=vec,
+        rope_kernel, (n_b * n_tiles,), q, k, *tensors, y_q, y_k, n_b, n_s, *sizes, *strides(q, k, y_q, y_k),
+        H=n_qh, K=n_kh, **constexprs, INVERSE=inverse, HEADS_ADJACENT=heads_adjacent, CHUNKS=chunks,
         num_warps=_LAUNCH.warps,
     )  # fmt: skip
     return y_q, y_k
@@ -161,7 +130,7 @@ def _autograd(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _rope = register(
-    f"rope(Tensor q, Tensor k, bool inverse, bool heads_adjacent, {Angles.SCHEMA}) -> (Tensor, Tensor)",
+    f"rope(Tensor q, Tensor k, bool inverse, bool heads_adjacent, {ANGLES}) -> (Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,
