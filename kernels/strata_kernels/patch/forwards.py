@@ -17,7 +17,7 @@ from ..ops.geglu import geglu, geglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.relu_squared import relu_squared
 from ..ops.rms_norm import rms_norm
-from ..ops.rope import Layout, rope
+from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from .structure import activation_options, linear_head
 from .table import Mlp, Norm, Row
@@ -49,13 +49,16 @@ def mlp_forward(mlp: Mlp) -> Forward:
             return relu_squared(self.up_proj(x))
         options = activation_options(mlp.operator, getattr(self, mlp.activation))
         assert options is not None
+        if mlp.gate_multiplier:
+            options = {**options, "gate_multiplier": getattr(self, mlp.gate_multiplier)}
         if mlp.packed:
             return packed(self.gate_up_proj(x), **options)
         return gated(self.gate_proj(x), self.up_proj(x), **options)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(activate(self, x))
-        return y
+        # Not in the operator: the projection may have a bias.
+        return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
 
     return forward
 
@@ -90,8 +93,7 @@ def _apply_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze
     """As above; also in these families cos and sin come with the angles once in each half."""
     width = cos.shape[-1]
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    layout: Layout = "bhsd" if unsqueeze_dim == 1 else "bshd"
-    return rope(q, k, cos, sin, layout=layout, rotary_dim=width, interleaved=True)
+    return rope(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd", rotary_dim=width, interleaved=True)
 
 
 _ROTATIONS = {False: _apply_rotary_pos_emb, True: _apply_interleaved}
@@ -133,8 +135,13 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
         outputs = self.model(**inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]
+        # The logits are scaled by scaling what the head is given.
+        if row.divisor:
+            hidden = hidden / getattr(self.config, row.divisor)
+        if row.multiplier:
+            hidden = hidden * getattr(self.config, row.multiplier)
         loss = _causal_lm_loss(
-            hidden / getattr(self.config, row.divisor) if row.divisor else hidden,
+            hidden,
             linear_head(self.lm_head),
             labels,
             softcap=getattr(self.config, row.softcap) if row.softcap else None,

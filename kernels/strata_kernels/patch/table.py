@@ -4,8 +4,10 @@ All of them are decoders whose modeling file follows one naming scheme (`<Prefix
 `<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row
 needs no code where that holds; `tests/kernels/test_patch.py` trains a small model of every row, patched and not.
 
-Not replaced: `qk_norm_rope`. Attention calls its two norms and the rotation by themselves, with views between them, so
-that fusing them would take a copy of every family's attention.
+Two operators find no place here, since a module that is patched keeps being called as the family calls it, with its
+hooks. `qk_norm_rope`: attention calls two norms and then the rotation, which knows neither their weights nor their
+inputs; fusing them would take a copy of every family's attention. `add_rms_norm`: would take a copy of every family's
+layer, and a norm that is called no longer or whose result changes its type.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ class Mlp:
         `down_proj(act(up_proj(x)))`, with nothing around it.
     packed: gate and up are the halves of one `gate_up_proj`, the gate first.
     activation: the attribute that holds the activation.
+    gate_multiplier, multiplier: attributes with what the gate and the layer's result are multiplied by, if they are.
     """
 
     operator: str = "swiglu"
     packed: bool = False
     activation: str = "act_fn"
+    gate_multiplier: str | None = None
+    multiplier: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Row:
     mlp: None where the feed-forward layer is another.
     interleaved: its rotation pairs neighboring features instead of the halves of a head.
     softcap: the config's field with the cap on the head's logits, where it has one.
-    divisor: the config's field by which the head's logits are divided, where there is one.
+    divisor, multiplier: the config's field by which the head's logits are divided or multiplied, where there is one.
     folder: of the modeling file, where its name is not the model type.
     """
 
@@ -61,6 +66,7 @@ class Row:
     interleaved: bool = False
     softcap: str | None = None
     divisor: str | None = None
+    multiplier: str | None = None
     folder: str | None = None
 
     @property
@@ -88,6 +94,7 @@ _GEMMA_NORM = Norm(eps="eps", offset=1.0, cast="gemma")
 _OLMO_NORM = Norm(cast="gemma")
 _GEGLU = Mlp("geglu")
 _PACKED = Mlp(packed=True, activation="activation_fn")
+_SCALED = Mlp(gate_multiplier="gate_multiplier", multiplier="down_multiplier")
 
 ROWS = {
     row.model_type: row
@@ -115,6 +122,7 @@ ROWS = {
         Row("hunyuan_v1_dense", "HunYuanDenseV1"),
         Row("cwm", "Cwm"),
         Row("arcee", "Arcee", mlp=Mlp("relu_squared")),
+        Row("falcon_h1", "FalconH1", mlp=_SCALED, multiplier="lm_head_multiplier"),
         Row("apertus", "Apertus", mlp=None),
     )
 }
