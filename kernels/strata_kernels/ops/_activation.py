@@ -113,7 +113,7 @@ def _offsets(n_rows, n_cols, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     n_vectors = tl.cdiv(n_cols, VECTOR)
     o_v = tl.program_id(0) * (BLOCK // VECTOR) + tl.arange(0, BLOCK // VECTOR)
     o_r = o_v // n_vectors
-    o_d = ((o_v - o_r * n_vectors) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
+    o_d = (o_v - o_r * n_vectors).to(tl.int64)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     m = (o_r < n_rows)[:, None] & (o_d < n_cols)
     return o_r.to(tl.int64)[:, None], o_d, m
 
@@ -291,6 +291,82 @@ def _one_or_all(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+@dataclass(frozen=True)
+class _Operator:
+    """The functions that an operator is registered with; `inputs` are its parameters, tensors first."""
+
+    activation: str
+    form: Form
+
+    def fake(self, *inputs: Any) -> Tensor:
+        gate, _ = self.form.split(*inputs)
+        return gate.new_empty(gate.shape)
+
+    def plain(self, *inputs: Any) -> Tensor:
+        return _forward_reference(self.activation, *self.form.split(*inputs), *self.form.multipliers(inputs))
+
+    def run(self, *inputs: Any) -> Tensor:
+        if not takes_kernel(inputs[0]):
+            return self.plain(*inputs)
+        y = self.fake(*inputs)
+        if y.numel() != 0:
+            _forward_triton(self.activation, y, *self.form.split(*inputs), *self.form.multipliers(inputs))
+        return y
+
+    def backward_fake(self, dy: Tensor, *inputs: Any) -> Any:
+        return _one_or_all(tuple(x.new_empty(x.shape) for x in inputs[: self.form.tensors]))
+
+    def backward_run(self, dy: Tensor, *inputs: Any) -> Any:
+        settings = inputs[self.form.tensors :]
+        gate, up = self.form.split(*inputs)
+        if not takes_kernel(dy):
+            halves = _backward_reference(self.activation, dy, gate, up, *self.form.multipliers(inputs))
+            return _one_or_all(self.form.join(*halves, *settings))
+        gradients = tuple(x.new_empty(x.shape) for x in inputs[: self.form.tensors])
+        if dy.numel() != 0:
+            d_gate, d_up = self.form.split(*gradients, *settings)
+            _backward_triton(self.activation, d_gate, d_up, dy, gate, up, *self.form.multipliers(inputs))
+        return _one_or_all(gradients)
+
+    def backward_twice(self, ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        """The second derivative, which training does not ask for, in plain PyTorch."""
+
+        def once(dy: Tensor, *tensors: Tensor) -> Any:
+            return torch.func.vjp(lambda *tensors: self.plain(*tensors, *ctx.settings), *tensors)[1](dy)
+
+        return *torch.func.vjp(once, *ctx.saved_tensors)[1](cotangents), *(None for _ in ctx.settings)
+
+
+def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
+    """Register `strata::<name>` and its backward operator, both differentiable, and return the first."""
+    functions = _Operator(activation, form)
+    one = form.tensors == 1
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.settings = inputs[len(tensors) :]
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        gradients = backward_operator(dy, *ctx.saved_tensors, *ctx.settings)
+        return *((gradients,) if one else gradients), *(None for _ in ctx.settings)
+
+    backward_operator = _register_batched(
+        f"{name}_bwd(Tensor dy, {form.inputs}) -> {'Tensor' if one else '(Tensor, Tensor)'}",
+        functions.backward_run,
+        functions.backward_fake,
+        setup_context=setup_context,
+        backward=functions.backward_twice,
+    )
+    return _register_batched(
+        f"{name}({form.inputs}) -> Tensor",
+        functions.run,
+        functions.fake,
+        setup_context=setup_context,
+        backward=backward,
+    )
+
+
 def _register_batched(schema: str, *parts: Any, **links: Any) -> Callable[..., Any]:
     """`register`, and how `torch.func.vmap` runs the operator: elementwise, over one more leading axis."""
     operator = register(schema, *parts, **links)
@@ -306,69 +382,6 @@ def _register_batched(schema: str, *parts: Any, **links: Any) -> Callable[..., A
 
     torch.library.register_vmap(f"strata::{schema[: schema.index('(')]}", batched, lib=_library)
     return operator
-
-
-def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
-    """Register `strata::<name>` and its backward operator, and return the first.
-
-    Both can be differentiated: the second derivative, which training does not ask for, is taken in plain PyTorch.
-    """
-    n = form.tensors
-
-    def fake(*inputs: Any) -> Tensor:
-        gate, _ = form.split(*inputs)
-        return gate.new_empty(gate.shape)
-
-    def run(*inputs: Any) -> Tensor:
-        gate, up = form.split(*inputs)
-        if not takes_kernel(gate):
-            return plain(*inputs)
-        y = fake(*inputs)
-        if y.numel() != 0:
-            _forward_triton(activation, y, gate, up, *form.multipliers(inputs))
-        return y
-
-    def plain(*inputs: Any) -> Tensor:
-        return _forward_reference(activation, *form.split(*inputs), *form.multipliers(inputs))
-
-    def backward_fake(dy: Tensor, *inputs: Any) -> Any:
-        return _one_or_all(tuple(x.new_empty(x.shape) for x in inputs[:n]))
-
-    def backward_run(dy: Tensor, *inputs: Any) -> Any:
-        if not takes_kernel(dy):
-            gradients = _backward_reference(activation, dy, *form.split(*inputs), *form.multipliers(inputs))
-            return _one_or_all(form.join(*gradients, *inputs[n:]))
-        gradients = tuple(x.new_empty(x.shape) for x in inputs[:n])
-        if dy.numel() != 0:
-            d_gate, d_up = form.split(*gradients, *inputs[n:])
-            _backward_triton(activation, d_gate, d_up, dy, *form.split(*inputs), *form.multipliers(inputs))
-        return _one_or_all(gradients)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.settings = inputs[len(tensors) :]
-
-    def autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        gradients = backward_operator(dy, *ctx.saved_tensors, *ctx.settings)
-        return *(gradients if n > 1 else (gradients,)), *(None for _ in ctx.settings)
-
-    def autograd_twice(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        def once(dy: Tensor, *tensors: Tensor) -> Any:
-            return torch.func.vjp(lambda *tensors: plain(*tensors, *ctx.settings), *tensors)[1](dy)
-
-        return *torch.func.vjp(once, *ctx.saved_tensors)[1](cotangents), *(None for _ in ctx.settings)
-
-    backward_operator = _register_batched(
-        f"{name}_bwd(Tensor dy, {form.inputs}) -> {'Tensor' if n == 1 else '(Tensor, Tensor)'}",
-        backward_run,
-        backward_fake,
-        setup_context=setup_context,
-        backward=autograd_twice,
-    )
-    return _register_batched(
-        f"{name}({form.inputs}) -> Tensor", run, fake, setup_context=setup_context, backward=autograd
-    )
 
 
 def check_gated(gate: Tensor, up: Tensor) -> None:
