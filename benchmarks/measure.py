@@ -18,8 +18,9 @@ Call = Callable[[], Any]
 
 # Inputs rotate until they are together this large, so that none is in a cache when its turn comes.
 _COLD_BYTES = 512 * 2**20
-# For the samples of a time.
-_BUDGET_MS = 300
+# How long the chip is kept busy before a time is taken, and for how long samples are taken.
+_WARM_MS = 100
+_SAMPLED_MS = 200
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
@@ -38,14 +39,14 @@ def differentiate(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def incoming(results: Sequence[Tensor]) -> list[Tensor]:
-    """One for a loss; otherwise noise of which every dtype holds the values exactly, drawn once for a row."""
+    """One for a loss; otherwise noise in the layout of the result, exact in every dtype and drawn once for a row."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(y: Tensor) -> Tensor:
         if y.dim() == 0:
             return torch.ones_like(y, requires_grad=False)
         row = torch.randn(y.shape[-1], generator=generator).bfloat16()
-        return row.to(y.device, y.dtype).expand_as(y).clone(memory_format=torch.contiguous_format)
+        return torch.empty_like(y, requires_grad=False).copy_(row)
 
     return [draw(y) for y in results]
 
@@ -132,18 +133,20 @@ def device_ms(calls: Sequence[Call], graph: bool = True) -> float:
 def in_turns_ms(groups: Sequence[Sequence[Call]], graph: bool = True) -> list[float]:
     """`device_ms` of each group, replayed in turns so that all meet the same clocks; `graph` is for the first."""
     runs = [_captured(calls) if graph or i else _eager(calls) for i, calls in enumerate(groups)]
-    samples: list[list[float]] = [[] for _ in groups]
-    # The first round warms up and says how many others there is time for.
-    rounds = 1 + _rounds(sum(_timed(run) for run in runs))
-    for _ in range(rounds):
-        for run, calls, found in zip(runs, groups, samples, strict=True):
-            found.append(_timed(run) / len(calls))
-    return [statistics.median(found[1:]) for found in samples]
+    once = sum(_timed(run) for run in runs)
+    # A chip that was idle runs slower at first.
+    for _ in range(_rounds(once, _WARM_MS, 1, 1000)):
+        for run in runs:
+            run()
+    samples = [[_timed(run) for run in runs] for _ in range(_rounds(once, _SAMPLED_MS, 4, 50))]
+    return [
+        statistics.median(found) / len(calls) for found, calls in zip(zip(*samples, strict=True), groups, strict=True)
+    ]
 
 
-def _rounds(ms: float, least: int = 4) -> int:
-    """As many as fit into the budget, within bounds."""
-    return int(min(max(_BUDGET_MS / max(ms, 1e-3), least), 20))
+def _rounds(once: float, budget: float, least: int, most: int) -> int:
+    """How many rounds of `once` milliseconds fit into the budget, within bounds."""
+    return int(min(max(budget / max(once, 1e-3), least), most))
 
 
 def _timed(run: Call) -> float:
@@ -196,7 +199,7 @@ def wall_ms(groups: Sequence[Sequence[Call]], device: torch.device) -> list[floa
     gc.collect()
     gc.disable()
     try:
-        rounds = _rounds(sum(once(calls) for calls in groups) / len(groups), least=1)
+        rounds = _rounds(sum(once(calls) for calls in groups) / len(groups), _SAMPLED_MS, 1, 20)
         samples = [[once(calls) for calls in groups] for _ in range(rounds)]
     finally:
         gc.enable()

@@ -102,7 +102,7 @@ def _head_flops(s: Shape) -> float:
     return 6 * s["rows"] * (1 - s.get("ignored", 0) / 100) * s["features"] * s["vocabulary"]
 
 
-_BY_FEATURES = ("features", FEATURES, {"rows": 8192})
+_BY_FEATURES = ("features", FEATURES, {"rows": 16384})
 
 OPERATORS = (
     Operator(

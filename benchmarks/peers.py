@@ -66,6 +66,11 @@ def _quack_rope(quack: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
     return tuple(quack.apply_rotary_emb(x.transpose(1, 2), *angles).transpose(1, 2) for x in (q, k))
 
 
+def _quack_linear_cross_entropy(quack: Any, x: Tensor, weight: Tensor, target: Tensor) -> Any:
+    """Its default chunk is 4096 rows; where that is the number of features, too, it raises."""
+    return quack.chunked_linear_cross_entropy(x, weight, target, chunk_size=2048 if x.shape[1] == 4096 else 4096)
+
+
 _LIGER = "liger_kernel.transformers.functional"
 
 PEERS: Mapping[str, Mapping[str, Peer]] = {
@@ -99,9 +104,7 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     },
     "linear_cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs), waits=True),
-        "quack": Peer(
-            "quack.linear_cross_entropy", lambda quack, *inputs: quack.chunked_linear_cross_entropy(*inputs), waits=True
-        ),
+        "quack": Peer("quack.linear_cross_entropy", _quack_linear_cross_entropy, waits=True),
         # By default it leaves out what is small in the gradients.
         "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
         "cce_exact": Peer(
