@@ -28,7 +28,6 @@ NAMES = {
     "liger": "Liger-Kernel",
     "quack": "quack",
     "cce": "cut-cross-entropy",
-    "cce_exact": "the same, unfiltered",
 }
 _DISTRIBUTIONS = ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
@@ -105,11 +104,7 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     "linear_cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs), waits=True),
         "quack": Peer("quack.linear_cross_entropy", _quack_linear_cross_entropy, waits=True),
-        # By default it leaves out what is small in the gradients.
         "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
-        "cce_exact": Peer(
-            "cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs, filter_eps=None), waits=True
-        ),
     },
 }
 

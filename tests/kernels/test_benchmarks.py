@@ -137,7 +137,6 @@ def test_red_row_has_no_times_and_a_lost_one_is_named(tmp_path) -> None:
     assert report.lost(merged) == "- `rms_norm` 16384x4096: 0.200 ms against 0.100 ms of torch.compile"
 
 
-@pytest.mark.skipif(not report.DATA.exists(), reason="nothing is measured yet")
 def test_document_is_what_its_data_says() -> None:
     heads, rows = report.read_csv(report.DATA)
     assert report.DOCS.read_text() == report.fill(report.DOCS.read_text(), heads, rows)
