@@ -1,5 +1,6 @@
 """geglu and geglu_packed against PyTorch in the same dtype and in fp64; what activations share is in test_swiglu.py."""
 
+import os
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ from torch.nn import functional
 
 from strata_kernels import geglu, geglu_packed
 
+# What only the host does.
+host = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="has been tested without the interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 7), (2, 2304)] + [(64, 18944), (4096, 33)] * torch.cuda.is_available()
 
@@ -85,6 +88,7 @@ def test_multipliers(approximate, device, compare, poisoned) -> None:
     compare(partial(geglu, **settings), partial(plain, **settings), inputs)
 
 
+@host
 @both
 def test_fp64_is_differentiated_exactly(approximate, device) -> None:
     inputs = [torch.randn(2, 3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2)]
@@ -92,6 +96,7 @@ def test_fp64_is_differentiated_exactly(approximate, device) -> None:
     assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
 
 
+@host
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
 @pytest.mark.parametrize("name", ["geglu", "geglu_tanh"])
 def test_is_a_well_formed_operator(name, device) -> None:

@@ -1,11 +1,15 @@
 """relu_squared against PyTorch in the same dtype and in fp64; what activations share is in test_swiglu.py."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
 
 from strata_kernels import relu_squared
 
+# What only the host does.
+host = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="has been tested without the interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1,), (3, 7), (2, 2304)] + [(64, 18944), (4096, 33)] * torch.cuda.is_available()
 
@@ -37,11 +41,13 @@ def test_no_elements(device, poisoned) -> None:
     assert x.grad.shape == (0, 8)
 
 
+@host
 def test_fp64_is_differentiated_exactly(device) -> None:
     x = torch.randn(3, 5, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(relu_squared, x) and torch.autograd.gradgradcheck(relu_squared, x)
 
 
+@host
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
 def test_is_a_well_formed_operator(device) -> None:
     x = torch.randn(4, 6, device=device).t().requires_grad_()

@@ -162,29 +162,12 @@ _FORWARD = Launch(block=1024, warps=4)
 _BACKWARD = Launch(block=1024, warps=4)
 
 
-def _rows(*tensors: Tensor | None) -> list[Any]:
-    """The tensors as [R, D] with adjacent features; all in one row where they are dense and D is not whole vectors.
-
-    Views wherever the strides allow them, as those of tensors that are written to do.
-    """
-    given = [x for x in tensors if x is not None]
-    one_row = given[0].shape[-1] % _VECTOR != 0 and all(x.is_contiguous() for x in given)
-    width = given[0].numel() if one_row else given[0].shape[-1]
-    rows = (None if x is None else x.reshape(-1, width) for x in tensors)
-    return [x if x is None or x.stride(1) == 1 else x.contiguous() for x in rows]
-
-
-def _row_stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
-
-
 def _forward_triton(activation: str, y: Tensor, gate: Tensor, up: Tensor | None, *multipliers: float) -> None:
-    g, u = _rows(gate, up)
-    n_rows, n_cols = g.shape
+    n_rows, n_cols, (g, u), strides = _rows(gate, up)
     launch(
         activation_fwd_kernel, (_programs(n_rows, n_cols, _FORWARD),),
-        g, u, y, n_rows, n_cols, g.stride(0), _row_stride(u), *multipliers,
-        ACTIVATION=activation, PRECISE=g.dtype == torch.float32,
+        g, u, y, n_rows, n_cols, *strides, *multipliers,
+        ACTIVATION=activation, PRECISE=gate.dtype == torch.float32,
         BLOCK=_FORWARD.block, VECTOR=_VECTOR, num_warps=_FORWARD.warps,
     )  # fmt: skip
 
@@ -198,22 +181,48 @@ def _backward_triton(
     up: Tensor | None,
     *multipliers: float,
 ) -> None:
-    d, g, dg, u, du = _rows(dy, gate, d_gate, up, d_up)
-    n_rows, n_cols = g.shape
+    n_rows, n_cols, rows, strides = _rows(dy, gate, up, d_gate, d_up)
     launch(
         activation_bwd_kernel, (_programs(n_rows, n_cols, _BACKWARD),),
-        d, g, u, dg, du, n_rows, n_cols,
-        d.stride(0), g.stride(0), _row_stride(u), dg.stride(0), _row_stride(du), *multipliers,
-        ACTIVATION=activation, PRECISE=g.dtype == torch.float32,
+        *rows, n_rows, n_cols, *strides, *multipliers,
+        ACTIVATION=activation, PRECISE=gate.dtype == torch.float32,
         BLOCK=_BACKWARD.block, VECTOR=_VECTOR, num_warps=_BACKWARD.warps,
     )  # fmt: skip
 
 
+def _rows(first: Tensor, *others: Tensor | None) -> tuple[int, int, list[Tensor | None], list[int]]:
+    """R, D, the tensors with adjacent features, and how far apart their rows are.
+
+    All is one row where everything is dense and D is not whole vectors. The tensors are copied only where the features
+    are not adjacent, or leading axes do not make rows; those that are written to never are.
+    """
+    tensors = (first, *others)
+    width = first.shape[-1]
+    if width % _VECTOR and all(x is None or x.is_contiguous() for x in tensors):
+        width = first.numel()
+    rows: list[Tensor | None] = []
+    strides: list[Any] = []
+    for x in tensors:
+        stride = width if x is None or x.is_contiguous() else _row_stride(x)
+        if x is not None and stride is None:
+            x, stride = x.reshape(-1, width).contiguous(), width
+        rows.append(x)
+        strides.append(stride)
+    return first.numel() // width, width, rows, strides
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """How far apart the rows of x are; None if its features are not adjacent or its leading axes do not make rows."""
+    shape, strides = x.shape, x.stride()
+    apart = any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
+    return None if apart or strides[-1] != 1 else strides[-2]
+
+
 def _programs(n_rows: int, n_cols: int, settings: Launch) -> int:
-    vectors = n_rows * triton.cdiv(n_cols, _VECTOR)
+    vectors = n_rows * -(-n_cols // _VECTOR)
     if vectors > 2**31 - settings.block:
         raise ValueError(f"an activation takes at most 2^34 elements at once, got {n_rows * n_cols}: split the rows")
-    return int(triton.cdiv(vectors * _VECTOR, settings.block))
+    return -(-vectors * _VECTOR // settings.block)
 
 
 # f, and (dy, x) -> dy · f'(x), in plain PyTorch.
@@ -287,6 +296,10 @@ GATED = Form(
 PACKED = Form("Tensor x, bool gate_first, float gate_multiplier, float multiplier", 1, _halves, _joined)
 
 
+def _dense(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _one_or_all(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
@@ -299,8 +312,7 @@ class _Operator:
     form: Form
 
     def fake(self, *inputs: Any) -> Tensor:
-        gate, _ = self.form.split(*inputs)
-        return gate.new_empty(gate.shape)
+        return _dense(self.form.split(*inputs)[0])
 
     def plain(self, *inputs: Any) -> Tensor:
         return _forward_reference(self.activation, *self.form.split(*inputs), *self.form.multipliers(inputs))
@@ -314,7 +326,7 @@ class _Operator:
         return y
 
     def backward_fake(self, dy: Tensor, *inputs: Any) -> Any:
-        return _one_or_all(tuple(x.new_empty(x.shape) for x in inputs[: self.form.tensors]))
+        return _one_or_all(tuple(map(_dense, inputs[: self.form.tensors])))
 
     def backward_run(self, dy: Tensor, *inputs: Any) -> Any:
         settings = inputs[self.form.tensors :]
@@ -322,7 +334,7 @@ class _Operator:
         if not takes_kernel(dy):
             halves = _backward_reference(self.activation, dy, gate, up, *self.form.multipliers(inputs))
             return _one_or_all(self.form.join(*halves, *settings))
-        gradients = tuple(x.new_empty(x.shape) for x in inputs[: self.form.tensors])
+        gradients = tuple(map(_dense, inputs[: self.form.tensors]))
         if dy.numel() != 0:
             d_gate, d_up = self.form.split(*gradients, *settings)
             _backward_triton(self.activation, d_gate, d_up, dy, gate, up, *self.form.multipliers(inputs))
