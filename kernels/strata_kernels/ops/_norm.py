@@ -19,40 +19,51 @@ class Tile:
     """How rows of up to `row` bytes are cut, and how many programs walk over them.
 
     row: the widest row, bytes.
+    warps: of a program.
     tile: bytes of a tile, for rows of which several go into one.
-    cut: a width between two powers of two is cut in blocks of the larger one over `cut`, as many as it needs.
-    block: bytes of a block, for rows that are walked over again: None where a row stays in registers.
-    warps, stages: of a program, and of the backward pass's loop over tiles.
-    occupancy: programs of the backward pass per multiprocessor.
-    groups: of programs whose last one adds their sums of dw and db; 0 where a second kernel does.
+    block: bytes of a block, at most; a narrower row, padded to a power of two, is one block.
+    keep: whether a row stays in registers or is walked over again.
+    stages, occupancy: of the backward pass's loop over tiles; its programs per multiprocessor.
+    groups: of programs that may add their sums of dw and db themselves, 0 for none.
     """
 
     row: int
     warps: int
     tile: int = 0
-    cut: int = 1
-    block: int | None = None
+    block: int = 2**40
+    keep: bool = True
     stages: int = 1
     occupancy: int = 1
     groups: int = 0
 
 
 _FORWARD = (
-    Tile(row=2**11, tile=2**13, warps=4),
-    Tile(row=2**13, cut=8, warps=4),
-    Tile(row=2**14, cut=8, warps=8),
-    Tile(row=2**40, block=2**13, warps=16),
+    Tile(row=2**12, tile=2**12, warps=4),
+    Tile(row=2**13, block=2**12, warps=4),
+    Tile(row=2**14, block=2**12, warps=8),
+    Tile(row=40960, block=2**13, warps=16),
+    Tile(row=2**16, block=2**14, warps=32, keep=False),
+    Tile(row=2**17, block=2**14, warps=16),
+    Tile(row=2**40, block=2**14, warps=32, keep=False),
 )
+# About 60 KiB of rows on their way to a multiprocessor are best: fewer do not hide the distance, more get in each
+# other's way.
 _BACKWARD = (
-    Tile(row=2**11, tile=2**13, warps=8, stages=4, occupancy=1, groups=1),
-    Tile(row=2**13, cut=8, warps=8, stages=4, occupancy=1),
-    Tile(row=2**14, cut=8, warps=8, stages=3, occupancy=1),
-    Tile(row=2**40, block=2**13, warps=16, occupancy=1),
+    Tile(row=2**9, tile=2**13, warps=8, stages=5, groups=15),
+    Tile(row=2**12, tile=2**12, warps=4, stages=4, occupancy=2, groups=15),
+    Tile(row=6144, block=2**10, warps=4, stages=4, occupancy=2),
+    Tile(row=2**13, tile=2**14, warps=8, stages=3),
+    Tile(row=10240, block=2**12, warps=8, stages=4),
+    Tile(row=2**14, block=2**12, warps=8, stages=3),
+    Tile(row=2**15, block=2**14, warps=32, keep=False),
+    Tile(row=2**40, block=2**13, warps=16, keep=False),
 )
-# Sums (of dw and db) that one program keeps in registers where rows are walked over again.
-_OWN_SUMS = 2**15
 # Zeros behind the statistics: one for all groups of programs, one for each.
 _COUNTERS = 16
+# Sums (of dw and db) that one program keeps in registers where rows are walked over again.
+_OWN_SUMS = 20480
+# An input of up to so many bytes is done sooner than another kernel could be started.
+_BRIEF = 2**23
 
 
 @cache
@@ -60,18 +71,15 @@ def _plan(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool)
     """The table's row for rows of `width` features, and the constexprs that follow from it."""
     tile = next(tile for tile in table if width * itemsize <= tile.row)
     padded = triton.next_power_of_2(width)
-    block = padded // tile.cut if tile.block is None else min(padded, tile.block // itemsize)
-    chunks = triton.cdiv(width, block)
-    if chunks * block == padded and tile.block is None:
-        block, chunks = padded, 1
+    block = min(padded, tile.block // itemsize)
     return tile, {
         "D": width,
         "ROWS": max(1, tile.tile // (padded * itemsize)),
         "BLOCK": block,
-        "CHUNKS": chunks,
-        "KEEP": tile.block is None,
-        # The interpreter knows no inline assembly.
-        "REPACK": not interpreted,
+        "CHUNKS": triton.cdiv(width, block),
+        "KEEP": tile.keep,
+        # Narrow rows need no care, and may leave a thread with one element. The interpreter knows no assembly.
+        "REPACK": padded > 256 and not interpreted,
         "num_warps": tile.warps,
     }
 
@@ -170,20 +178,22 @@ def _backward_triton(
     n_rows = x.numel() // width
     tile, cut = _plan(_BACKWARD, width, x.itemsize, x.is_cpu)
     sums = width * ((dw is not None) + (db is not None))
-    split = 1 if cut["KEEP"] else max(1, triton.cdiv(sums, _OWN_SUMS))
+    split = 1 if tile.keep else max(1, triton.cdiv(sums, _OWN_SUMS))
     programs = min(triton.cdiv(n_rows, cut["ROWS"]), tile.occupancy * multiprocessors(x.device))
+    fused = tile.groups > 0 and x.numel() * x.itemsize <= _BRIEF
     partial = x.new_empty((programs, sums), dtype=torch.float32)
     launch(
         norm_bwd_kernel, (programs * split,),
         dy_rows, dh_rows, rows, _dense(weight), stats, dx, partial, dw, db,
-        n_rows, dy_stride, dh_stride, stride, offset,
-        **{**cut, "CHUNKS": triton.cdiv(cut["CHUNKS"], split) * split}, SPLIT=split, STAGES=tile.stages, CENTER=center,
-        GROUPS=tile.groups, ADD_ROWS=8, ADD_BLOCK=min(512, triton.next_power_of_2(width)),
+        n_rows, dy_stride, dh_stride, stride, offset, int(fused),
+        **{**cut, "CHUNKS": triton.cdiv(cut["CHUNKS"], split) * split}, CENTER=center, SPLIT=split, STAGES=tile.stages,
+        GROUPS=tile.groups, ADD_ROWS=32, ADD_BLOCK=256,
     )  # fmt: skip
-    if sums and not tile.groups:
+    if sums and not fused:
+        block = 16 if width < 512 else 32
         launch(
-            add_rows_kernel, (triton.cdiv(sums, 32),),
-            partial, dw, db, programs, D=width, WIDTH=sums, ROWS=128, BLOCK=32, num_warps=4,
+            add_rows_kernel, (triton.cdiv(width, block),),
+            partial, dw, db, programs, D=width, WIDTH=sums, ROWS=4096 // block, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dx
 

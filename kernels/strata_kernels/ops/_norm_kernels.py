@@ -9,14 +9,14 @@
     dx   = rstd · (g - mean(g) - x̂ · mean(g · x̂)) + dh           mean(g) where rows are centered, dh where h is used
     dw   = Σ_rows dy · x̂                       db = Σ_rows dy
 
-Axes: R rows (all leading axes), D features. Programs are persistent: each walks over tiles of rows. A row is cut in
-CHUNKS blocks of BLOCK features, so that a width between two powers of two is not padded to the next one. Up to a width
-the blocks stay in registers, in the dtype in which they were read, while the row is reduced; wider rows are walked over
-again out of L2, and in the backward pass several programs share a row, each with its columns of dw.
+Axes: R rows (all leading axes), D features. A row is cut in CHUNKS blocks of BLOCK features, so that a width between
+two powers of two is not padded to the next one. Up to a width the blocks stay in registers, in the dtype in which they
+were read, while the row is reduced; wider rows are walked over again, out of L2.
 
-dw and db are summed in registers; every program leaves one fp32 row of them. Where rows are short, the last program of
-each group to finish adds the group's rows, and the last group those sums; where they are long, a second kernel does.
-Either order is fixed, so results repeat bit for bit.
+Forward, a program takes one tile of rows. Backward, it walks over tiles, while the next ones are on their way to shared
+memory; dw and db are summed in registers, and every program leaves one fp32 row of them. A second kernel adds these
+rows; or, where starting it costs more, the last program of each group to finish, and then the last group. Either order
+is fixed, so results repeat bit for bit. Rows whose dw does not fit into one program's registers are shared by several.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
@@ -124,17 +124,28 @@ def norm_fwd_kernel(
 
 
 @triton.jit
-def _add_rows(p_from, n_rows, stride, p_to, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """to[d] = Σ_r from[r, d], fp32, rounded once to the dtype of p_to; by one program, in a fixed order."""
-    for i_d in range(0, D, BLOCK):
-        o_d = i_d + tl.arange(0, BLOCK)
-        b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        for i_r in range(0, n_rows, ROWS):
-            o_r = i_r + tl.arange(0, ROWS)
-            m = (o_r < n_rows)[:, None] & (o_d < D)[None, :]
-            # Past L1, which does not see what other multiprocessors write.
-            b_sum += tl.load(p_from + o_r[:, None] * stride + o_d[None, :], mask=m, other=0.0, cache_modifier=".cg")
-        tl.store(p_to + o_d, tl.sum(b_sum, 0).to(p_to.dtype.element_ty), mask=o_d < D)
+def _add_rows(p_from, n_rows, stride, p_to, i_d, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """to[d] = Σ_r from[r, d] for BLOCK columns from i_d on: fp32, in a fixed order, rounded once."""
+    o_d = i_d + tl.arange(0, BLOCK)
+    b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i_r in range(0, n_rows, ROWS):
+        o_r = i_r + tl.arange(0, ROWS)
+        m = (o_r < n_rows)[:, None] & (o_d < D)[None, :]
+        # Past L1, which does not see what other multiprocessors write.
+        b_sum += tl.load(p_from + o_r[:, None] * stride + o_d[None, :], mask=m, other=0.0, cache_modifier=".cg")
+    tl.store(p_to + o_d, tl.sum(b_sum, 0).to(p_to.dtype.element_ty), mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def add_rows_kernel(
+    p_partial, p_dw, p_db, n_rows, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK features of dw and db from the n_rows rows of p_partial: dw first, of WIDTH in all."""
+    i_d = tl.program_id(0) * BLOCK
+    if p_dw is not None:
+        _add_rows(p_partial, n_rows, WIDTH, p_dw, i_d, D, ROWS, BLOCK)
+    if p_db is not None:
+        _add_rows(p_partial + WIDTH - D, n_rows, WIDTH, p_db, i_d, D, ROWS, BLOCK)
 
 
 @triton.jit
@@ -149,22 +160,24 @@ def _arrive_last(p_counter, n):
 
 
 @triton.jit
-def _add_partials(
+def _add_by_the_last(
     p_partial, p_dw, p_db, p_counters, D: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw and db from all programs' rows of p_partial. Program p belongs to group p modulo GROUPS."""
+    """As `add_rows_kernel`, by the programs that wrote the rows. Program p belongs to group p modulo GROUPS."""
     i_g = tl.program_id(0) % GROUPS
     n_members = tl.cdiv(tl.num_programs(0) - i_g, GROUPS)
     if _arrive_last(p_counters + 1 + i_g, n_members):
         p_group = p_partial + i_g * WIDTH
-        _add_rows(p_group, n_members, GROUPS * WIDTH, p_group, WIDTH, ROWS, BLOCK)
+        for i_d in range(0, WIDTH, BLOCK):
+            _add_rows(p_group, n_members, GROUPS * WIDTH, p_group, i_d, WIDTH, ROWS, BLOCK)
         n_groups = tl.minimum(tl.num_programs(0), GROUPS)
         if _arrive_last(p_counters, n_groups):
-            if p_dw is not None:
-                _add_rows(p_partial, n_groups, WIDTH, p_dw, D, ROWS, BLOCK)
-            if p_db is not None:
-                _add_rows(p_partial + WIDTH - D, n_groups, WIDTH, p_db, D, ROWS, BLOCK)
+            for i_d in range(0, D, BLOCK):
+                if p_dw is not None:
+                    _add_rows(p_partial, n_groups, WIDTH, p_dw, i_d, D, ROWS, BLOCK)
+                if p_db is not None:
+                    _add_rows(p_partial + WIDTH - D, n_groups, WIDTH, p_db, i_d, D, ROWS, BLOCK)
 
 
 @triton.jit
@@ -184,9 +197,9 @@ def _scale(b_w, i: tl.constexpr, p_w, o_d, m_d, KEEP: tl.constexpr, REPACK: tl.c
     return _widen(b_w[i], REPACK)[None, :] if KEEP else _parameter(p_w, o_d, m_d)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "fused"])
 def norm_bwd_kernel(
-    p_dy, p_dh, p_x, p_w, p_stats, p_dx, p_partial, p_dw, p_db, n_rows, stride_dy, stride_dh, stride_x, offset,
+    p_dy, p_dh, p_x, p_w, p_stats, p_dx, p_partial, p_dw, p_db, n_rows, stride_dy, stride_dh, stride_x, offset, fused,
     D: tl.constexpr, CENTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     KEEP: tl.constexpr, REPACK: tl.constexpr, GROUPS: tl.constexpr, ADD_ROWS: tl.constexpr, ADD_BLOCK: tl.constexpr,
@@ -194,6 +207,7 @@ def norm_bwd_kernel(
     """dx of tiles of ROWS rows, and this program's row of p_partial: its sums of dw and db over all of its tiles.
 
     SPLIT programs, next to each other, share their tiles: all of them reduce the rows, each writes its own columns.
+    Where GROUPS is not 0 and `fused` is 1, the last programs add the rows of p_partial up to dw and db.
     """
     WIDTH: tl.constexpr = (D if p_dw is not None else 0) + (D if p_db is not None else 0)
     OWN: tl.constexpr = CHUNKS // SPLIT
@@ -268,23 +282,5 @@ def norm_bwd_kernel(
             tl.store(p_own + WIDTH - D + o_d, tl.sum(b_db[i], 0), mask=o_d < D)
     if GROUPS > 0 and WIDTH > 0:
         p_counters = p_stats + (n_rows * 2 if CENTER else n_rows)
-        _add_partials(p_partial, p_dw, p_db, p_counters, D, WIDTH, GROUPS, ADD_ROWS, ADD_BLOCK)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def add_rows_kernel(
-    p_partial, p_dw, p_db, n_rows, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """dw and db from all programs' rows of p_partial: BLOCK columns of WIDTH."""
-    o_w = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i_r in range(0, n_rows, ROWS):
-        o_r = i_r + tl.arange(0, ROWS)
-        m = (o_r < n_rows)[:, None] & (o_w < WIDTH)[None, :]
-        b_sum += tl.load(p_partial + o_r[:, None] * WIDTH + o_w[None, :], mask=m, other=0.0)
-    b_sum = tl.sum(b_sum, 0)
-    if p_dw is not None:
-        tl.store(p_dw + o_w, b_sum.to(p_dw.dtype.element_ty), mask=o_w < D)
-    if p_db is not None:
-        o_d = o_w - (WIDTH - D)
-        tl.store(p_db + o_d, b_sum.to(p_db.dtype.element_ty), mask=(o_d >= 0) & (o_d < D))
+        if fused:
+            _add_by_the_last(p_partial, p_dw, p_db, p_counters, D, WIDTH, GROUPS, ADD_ROWS, ADD_BLOCK)
