@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from strata_kernels import rope
-from strata_kernels.ops._rotary import Angles
+from strata_kernels.ops._angles import Angles
 from strata_kernels.warmup import record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -222,6 +222,7 @@ STRIDED = {
     "parts of one projection": lambda q, k: (
         torch.cat((q, k), 1).transpose(1, 2).contiguous().transpose(1, 2).split(4, 1)
     ),
+    "odd addresses": lambda q, k: (q[..., 1:31], k[..., 1:31]),
     "every other feature": lambda q, k: (q[..., ::2], k[..., ::2]),
     "broadcast": lambda q, k: (q[:1].expand(2, -1, -1, -1), k),
 }
@@ -319,6 +320,24 @@ def test_fp64_is_differentiated_exactly_and_twice(device) -> None:
     assert torch.autograd.gradgradcheck(lambda q, k: rope(q, k, cos, sin), inputs)
 
 
+def test_function_transforms(device) -> None:
+    q, k = tensors((2, 3, 5, 12), 1, torch.float32, device)
+    cos, sin = angles(torch.arange(5, device=device), 8, torch.float32)
+
+    def loss(q: Tensor, interleaved: bool) -> Tensor:
+        return rope(q, k, cos, sin, interleaved=interleaved)[0].square().sum()
+
+    for interleaved in (False, True):
+        gradient = torch.func.grad(loss)(q, interleaved)
+        leaf = q.clone().requires_grad_()
+        loss(leaf, interleaved).backward()
+        torch.testing.assert_close(gradient, leaf.grad)
+    mapped = torch.func.vmap(lambda q, k: rope(q, k, cos, sin, layout="thd")[0], in_dims=(0, None))(
+        q.transpose(1, 2), k[0].transpose(0, 1)
+    )
+    torch.testing.assert_close(mapped, rope(q, k, cos, sin)[0].transpose(1, 2))
+
+
 def test_checkpointed_equals_stored(device, gradients) -> None:
     cos, sin = angles(torch.arange(5, device=device), 8, torch.float32)
     inputs = tensors((1, 2, 5, 8), 1, torch.float32, device)
@@ -364,7 +383,7 @@ def test_is_a_well_formed_operator(device) -> None:
     q, k = (x.requires_grad_() for x in tensors((2, 4, 3, 8), 2, torch.float32, device))
     cos, sin = per_pair(torch.arange(3, device=device)[None, None], 4, torch.float32)
     given = Angles(cos, sin, None, 8, False, 0, 0, 0, False)
-    torch.library.opcheck(torch.ops.strata.rope.default, (q, k, False, True, *given))
+    torch.library.opcheck(torch.ops.strata.rope.default, (q, k, False, *given))
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")

@@ -1,4 +1,4 @@
-"""What `rope` and `qk_norm_rope` share: where the pairs and the angles of a rotation are, in kernels and in PyTorch.
+"""What the kernels of `rope` and `qk_norm_rope` share: where the pairs and the angles of a rotation are.
 
 A rotation turns P pairs of features, the first R = 2·P of the D features of a head:
 
@@ -17,43 +17,40 @@ Tiles are [N, W]: N starting points (a column) times W pairs from there on. Axes
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ._launch import DTYPES, accumulator, describe, has_dtype
-
-Layout = Literal["bhsd", "bshd", "thd"]
-# The widest load, in bytes.
-_VECTOR = 16
-_SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
 
 
 @triton.jit
-def find_rows(o_row, n_s, HEADS: tl.constexpr, HEADS_ADJACENT: tl.constexpr):
-    """Positions and heads of the rows o_row of HEADS heads, and which of them exist, as columns."""
-    if HEADS_ADJACENT:
+def find_rows(o_row, n_s, heads_adjacent, HEADS: tl.constexpr):
+    """Positions and heads of the rows o_row of HEADS heads, and which of them exist, as columns.
+
+    heads_adjacent: whether rows of one position follow each other, or those of one head: as they lie in memory.
+    """
+    if heads_adjacent != 0:
         o_s = o_row // HEADS
         o_h = o_row % HEADS
-        m = o_s < n_s
     else:
         o_s = o_row % n_s
         o_h = o_row // n_s
-        m = o_h < HEADS
-    return o_s.to(tl.int64)[:, None], o_h.to(tl.int64)[:, None], m[:, None]
+    return o_s.to(tl.int64)[:, None], o_h.to(tl.int64)[:, None], ((o_s < n_s) & (o_h < HEADS))[:, None]
 
 
 @triton.jit
-def point_at_rows(p_q, p_k, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H: tl.constexpr):
+def choose(m, p_q, p_k, VEC: tl.constexpr):
+    """p_q where m, else p_k; both multiples of VEC elements, which the compiler does not see through the choice."""
+    BYTES: tl.constexpr = VEC * p_q.dtype.scalar.element_ty.primitive_bitwidth // 8
+    return tl.multiple_of(tl.where(m, p_q, p_k), [BYTES, BYTES])
+
+
+@triton.jit
+def point_at_rows(
+    p_q, p_k, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
     """Pointers to rows of q and, from head H on, of k."""
     p_q += o_s * stride_qs + o_h * stride_qh
     p_k += o_s * stride_ks + (o_h - H) * stride_kh
-    return tl.where(o_h < H, p_q, p_k)
+    return choose(o_h < H, p_q, p_k, VEC)
 
 
 @triton.jit
@@ -181,247 +178,3 @@ def rotate(
         b_y1 = tl.where(m, b_y1, b_x1)
         b_y2 = tl.where(m, b_y2, b_x2)
     return b_y1, b_y2
-
-
-# The fields of Angles as the schema of an operator spells them.
-ANGLES = (
-    "Tensor cos, Tensor? sin, Tensor? positions, int rotary_dim, bool interleaved, int time, int height, int width,"
-    " bool woven"
-)
-
-
-class Angles(NamedTuple):
-    """A rotation as operators take it: checked, and the same for all layouts.
-
-    cos, sin: [3 or 1, B or 1, S, W], a table's rows in place of S. W is P, or R with interleaved angles that come twice
-        and where sin is None: then cos holds (cos, sin) in turn.
-    positions: [B or 1, S], rows of the table; None without one.
-    rotary_dim: R.
-    time, height, width: how many pairs the sections of M-RoPE hold, zeros without; woven if they alternate.
-    """
-
-    cos: Tensor
-    sin: Tensor | None
-    positions: Tensor | None
-    rotary_dim: int
-    interleaved: bool
-    time: int
-    height: int
-    width: int
-    woven: bool
-
-    @property
-    def form(self) -> str:
-        """How the kernels find the angles of a pair."""
-        if self.sin is None:
-            return "complex"
-        return "pairs" if self.cos.shape[-1] == self.rotary_dim // 2 else "twice"
-
-    def for_kernel(self, q: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-        """For q: [B, H, S, D]: (cos, sin, positions); n_angles and strides (b, axis, s; b, s); constexprs."""
-        batch, _, _, features = q.shape
-        cos, sin, positions = self.cos, self.sin, self.positions
-        if cos.stride(-1) != 1 or (sin is not None and sin.stride() != cos.stride()):
-            cos, sin = cos.contiguous(), None if sin is None else sin.contiguous()
-        strides = tuple(cos.expand(-1, batch, -1, -1).stride(axis) for axis in (1, 0, 2))
-        strides += (0, 0) if positions is None else positions.expand(batch, -1).stride()
-        pairs = self.rotary_dim // 2
-        rest = features // 2 - pairs
-        constexprs = {
-            "PAIRS": pairs,
-            "REST": rest,
-            "VEC": math.gcd(_VECTOR // q.element_size(), pairs, rest),
-            "INTERLEAVED": self.interleaved,
-            "FORM": self.form,
-            "TIME": self.time,
-            "HEIGHT": self.height,
-            "WIDTH": self.width,
-            "WOVEN": self.woven,
-        }
-        return (cos, sin, positions), (cos.shape[2], *strides), constexprs
-
-    def per_pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair, [B or 1, 1, S, P], in plain PyTorch."""
-        return self._select(self.cos, 0, dtype), self._select(self.cos if self.sin is None else self.sin, 1, dtype)
-
-    def _select(self, x: Tensor, which: int, dtype: torch.dtype) -> Tensor:
-        if self.form != "pairs":
-            x = x[..., which if self.sin is None else 0 :: 2]
-        if self.time:
-            o_p = torch.arange(x.shape[-1], device=x.device)
-            x = x[self._sections(o_p), :, :, o_p].movedim(0, -1)
-        else:
-            x = x[0]
-        if self.positions is not None:
-            rows = x.shape[1]
-            missing = (self.positions < 0) | (self.positions >= rows)
-            x = x[0, self.positions.clamp(0, rows - 1)].masked_fill(missing[..., None], float("nan"))
-        return x[:, None].to(dtype)
-
-    def _sections(self, o_p: Tensor) -> Tensor:
-        """What `_section` does in a kernel."""
-        if not self.woven:
-            return (o_p >= self.time).long() + (o_p >= self.time + self.height).long()
-        o_a = o_p % 3
-        return torch.where(o_p < 3 * torch.where(o_a == 1, self.height, self.width), o_a, 0)
-
-
-def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
-    """x: [B, H, S, D] rotated in plain PyTorch, in fp32 (or fp64) and rounded once; keeps the memory layout."""
-    y = torch.empty_like(x)
-    dtype = accumulator(x.dtype)
-    cos, sin = angles.per_pair(dtype)
-    if inverse:
-        sin = -sin
-    (x1, x2), (y1, y2) = (_pairs(t, angles) for t in (x, y))
-    x1, x2 = x1.to(dtype), x2.to(dtype)
-    y1.copy_(x1 * cos - x2 * sin)
-    y2.copy_(x2 * cos + x1 * sin)
-    y[..., angles.rotary_dim :] = x[..., angles.rotary_dim :]
-    return y
-
-
-def _pairs(x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second features of all pairs."""
-    x = x[..., : angles.rotary_dim]
-    if angles.interleaved:
-        return x[..., ::2], x[..., 1::2]
-    half = angles.rotary_dim // 2
-    return x[..., :half], x[..., half:]
-
-
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Those of batch, position and head of every [B, H, S, D]."""
-    return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
-
-
-def tiles(n_rows: int, per_row: int, size: int) -> int:
-    """How many tiles of `size` make up a batch row of n_rows times per_row."""
-    if n_rows * per_row >= 2**31:
-        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
-    return -(-n_rows * per_row // size)
-
-
-def dense_features(x: Tensor) -> Tensor:
-    """x, or a copy where its features are not adjacent."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def as_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views of q and k (or results) as [B, H, S, D]."""
-    if layout == "bshd":
-        return tuple(x.transpose(1, 2) for x in tensors)
-    return tuple(x.transpose(0, 1)[None] for x in tensors) if layout == "thd" else tensors
-
-
-def from_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The reverse of `as_bhsd`."""
-    return tuple(x[0].transpose(0, 1) for x in tensors) if layout == "thd" else as_bhsd(layout, *tensors)
-
-
-def check_heads(q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Raise ValueError unless q and k fit the layout and each other."""
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
-    axes = len(layout)
-    if q.dim() != axes or k.dim() != axes:
-        raise ValueError(f"q and k must be {_SHAPES[layout]} ({layout}), got {describe(q)} and {describe(k)}")
-    heads = layout.index("h")
-    alike = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
-    if not alike or q.dtype != k.dtype or not has_dtype(q):
-        raise ValueError(
-            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)}"
-        )
-    if q.shape[-1] % 2 or q.shape[-1] == 0:
-        raise ValueError(f"heads must have an even number of features, got {describe(q)}")
-    if q.device != k.device:
-        raise ValueError(f"q is on {q.device} and k on {k.device}: move one of them")
-
-
-def read_angles(
-    q: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    *,
-    positions: Tensor | None,
-    rotary_dim: int | None,
-    interleaved: bool,
-    mrope_section: Sequence[int] | None,
-    mrope_interleaved: bool,
-) -> Angles:
-    """The rotation of q: [B, H, S, D], checked; ValueError says what does not fit."""
-    if cos.requires_grad or (sin is not None and sin.requires_grad):
-        raise ValueError("cos and sin get no gradient here: detach them, or rotate in plain PyTorch")
-    if (sin is None) != cos.is_complex():
-        raise ValueError("give cos and sin, or one complex tensor in place of cos and no sin")
-    if sin is not None and sin.shape != cos.shape:
-        raise ValueError(f"cos and sin must have one shape, got {describe(cos)} and {describe(sin)}")
-    for name, x in {"cos": cos, "sin": sin, "positions": positions}.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}: move one of them")
-    if mrope_interleaved and mrope_section is None:
-        raise ValueError("mrope_interleaved says how sections lie: give mrope_section, too")
-    width = _rotary_dim(q.shape[3], cos, rotary_dim)
-    sections = _sections(width // 2, mrope_section)
-    cos = _with_axes(cos, q, positions, sections is not None)
-    sin = None if sin is None else _with_axes(sin, q, positions, sections is not None)
-    if sin is None:
-        cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
-    elif cos.shape[-1] == width and not interleaved:
-        # Both halves hold the same angles: the first is enough.
-        cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    if positions is not None:
-        positions = _checked_positions(positions, q)
-    return Angles(cos, sin, positions, width, interleaved, *(sections or (0, 0, 0)), mrope_interleaved)
-
-
-def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
-    """R, from the caller or from the width of the angles."""
-    given = cos.shape[-1] if cos.dim() else 0
-    if cos.is_complex():
-        given *= 2
-    if rotary_dim is None:
-        rotary_dim = given
-    if rotary_dim % 2 or not 0 < rotary_dim <= features:
-        raise ValueError(f"rotary_dim must be even and from 2 to {features}, got {rotary_dim}, cos: {describe(cos)}")
-    allowed = (rotary_dim,) if cos.is_complex() else (rotary_dim // 2, rotary_dim)
-    if given not in allowed:
-        raise ValueError(
-            f"with rotary_dim {rotary_dim} cos and sin must be {rotary_dim // 2} wide, or {rotary_dim} where each angle"
-            f" comes twice, got {describe(cos)}"
-        )
-    return rotary_dim
-
-
-def _sections(pairs: int, mrope_section: Sequence[int] | None) -> tuple[int, int, int] | None:
-    if mrope_section is None:
-        return None
-    if len(mrope_section) != 3 or min(mrope_section) < 1 or sum(mrope_section) != pairs:
-        raise ValueError(f"mrope_section must be three positive sizes with the sum {pairs}, got {list(mrope_section)}")
-    time, height, width = mrope_section
-    return time, height, width
-
-
-def _with_axes(x: Tensor, q: Tensor, positions: Tensor | None, mrope: bool) -> Tensor:
-    """cos or sin as [3 or 1, B or 1, S or rows, W]."""
-    batch, _, n_s, _ = q.shape
-    if positions is not None:
-        if mrope or x.dim() != 2:
-            raise ValueError(f"positions index a table [rows, R] (not of M-RoPE), got {describe(x)}")
-        return x[None, None]
-    y = x if mrope else x[None]
-    if y.dim() == 3:
-        y = y[:, None]
-    if y.dim() != 4 or y.shape[0] != (3 if mrope else 1) or y.shape[1] not in (1, batch) or y.shape[2] != n_s:
-        front = "3, " if mrope else ""
-        raise ValueError(f"cos and sin must both be [{front}{n_s}, R] or [{front}{batch}, {n_s}, R], got {describe(x)}")
-    return y
-
-
-def _checked_positions(positions: Tensor, q: Tensor) -> Tensor:
-    batch, _, n_s, _ = q.shape
-    rows = positions[None] if positions.dim() == 1 else positions
-    fits = rows.dim() == 2 and rows.shape[0] in (1, batch) and rows.shape[1] == n_s
-    if positions.dtype not in (torch.int32, torch.int64) or not fits:
-        raise ValueError(f"positions must be int32 or int64 [{n_s}] or [{batch}, {n_s}], got {describe(positions)}")
-    return rows

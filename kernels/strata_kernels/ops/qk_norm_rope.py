@@ -2,7 +2,7 @@
 
     rstd = 1 / sqrt(mean(x²) + eps)         x̂ = x · rstd         n = x̂ · (offset + w)         y = rotate(n)
     dn   = rotate⁻¹(dy)                     g = dn · (offset + w)
-    dx   = rstd · (g - x̂ · mean(g · x̂))                          dw = Σ_heads dn · x̂
+    dx   = rstd · (g - x̂ · mean(g · x̂))                          dw = Σ_rows dn · x̂
 
 Sources: Henry et al., "Query-Key Normalization for Transformers", 2020 (arXiv:2010.04245); those of `rms_norm` and
 `rope`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import triton
@@ -27,99 +27,95 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._launch import DTYPES, accumulator, describe, has_dtype, launch, multiprocessors, takes_kernel
-from ._register import register
-from ._rotary import (
+from ._angles import (
     ANGLES,
     Angles,
     Layout,
     as_bhsd,
     check_heads,
     dense_features,
-    find_rows,
     from_bhsd,
-    load_angles,
-    load_pairs,
-    point_at_rows,
+    heads_adjacent,
+    laid_out_like,
     read_angles,
-    rotate,
     rotate_reference,
-    store_pairs,
     strides,
     tiles,
 )
-
-Cast = Literal["llama", "gemma", "none"]
+from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
+from ._norm import gradient_like, is_transformed, norm_backward, norm_reference
+from ._register import register
+from ._rotary import choose, find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
+from .rms_norm import Cast
 
 
 @triton.jit
-def _rstd(b_x1, b_x2, m, eps, D: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr):
-    """rstd as a column, 0 for rows that do not exist; second, rounded where the cast mode says so."""
-    b_rstd = tl.where(m, tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 1) / D + eps)[:, None], 0.0)
-    b_rounded = b_rstd
+def _rstd(b_x1, b_x2, m, eps, D: tl.constexpr):
+    """rstd as a column, 0 for rows that do not exist."""
+    return tl.where(m, tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 1) / D + eps)[:, None], 0.0)
+
+
+@triton.jit
+def _normalize(b_x, b_rstd, b_scale, DTYPE: tl.constexpr, CAST: tl.constexpr):
+    """x̂ · (offset + w), x̂ rounded where the cast mode says so."""
     if CAST == "none":
-        b_rounded = b_rstd.to(DTYPE).to(tl.float32)
-    return b_rstd, b_rounded
-
-
-@triton.jit
-def _xhat(b_x, b_rstd, DTYPE: tl.constexpr, CAST: tl.constexpr):
+        b_rstd = b_rstd.to(DTYPE).to(tl.float32)
     b_xhat = b_x * b_rstd
     if CAST != "gemma":
         b_xhat = b_xhat.to(DTYPE).to(tl.float32)
-    return b_xhat
+    return b_xhat * b_scale
 
 
-@triton.jit(do_not_specialize=["n_b", "n_s", "n_angles"])
+@triton.jit(do_not_specialize=["n_b", "n_s", "heads_adjacent", "n_angles"])
 def qk_norm_rope_fwd_kernel(
-    p_q, p_k, p_wq, p_wk, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, eps, offset, n_angles,
+    p_q, p_k, p_wq, p_wk, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, heads_adjacent, eps, offset, n_angles,
     stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_yqb, stride_yqs, stride_yqh, stride_ykb, stride_yks, stride_ykh,
     H: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
-    CAST: tl.constexpr, HEADS_ADJACENT: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
+    CAST: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of q and k in one batch row; batch rows alternate, so that they share angles in L2."""
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
     o_s, o_h, m = find_rows(
-        (tl.program_id(0) // n_b) * ROWS + tl.arange(0, ROWS), n_s, H + K, HEADS_ADJACENT
+        (tl.program_id(0) // n_b) * ROWS + tl.arange(0, ROWS), n_s, heads_adjacent, H + K
     )  # fmt: skip
     o_p = tl.zeros([ROWS, 1], tl.int32)
     p_x = point_at_rows(
-        p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H
+        p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H, VEC
     )  # fmt: skip
     b_x1, b_x2 = load_pairs(p_x, o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
     # One weight per row of the tile, so that it is loaded in the layout of the tile.
-    b_w1, b_w2 = load_pairs(tl.where(o_h < H, p_wq, p_wk), o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
+    b_w1, b_w2 = load_pairs(choose(o_h < H, p_wq, p_wk, VEC), o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
     b_cos, b_sin = load_angles(
         p_cos, p_sin, p_pos, i_b, o_s, o_p, m, n_angles, stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
         ROWS, W, PAIRS, FORM, TIME, HEIGHT, WIDTH, WOVEN,
     )  # fmt: skip
-    _, b_rstd = _rstd(b_x1, b_x2, m, eps, 2 * (PAIRS + REST), p_q.dtype.element_ty, CAST)
-    b_n1 = _xhat(b_x1, b_rstd, p_q.dtype.element_ty, CAST) * (b_w1 + offset)
-    b_n2 = _xhat(b_x2, b_rstd, p_q.dtype.element_ty, CAST) * (b_w2 + offset)
+    b_rstd = _rstd(b_x1, b_x2, m, eps, 2 * (PAIRS + REST))
+    b_n1 = _normalize(b_x1, b_rstd, b_w1 + offset, p_q.dtype.element_ty, CAST)
+    b_n2 = _normalize(b_x2, b_rstd, b_w2 + offset, p_q.dtype.element_ty, CAST)
     # Rounded before the rotation, as the model's norm does.
     b_n1 = b_n1.to(p_yq.dtype.element_ty).to(tl.float32)
     b_n2 = b_n2.to(p_yq.dtype.element_ty).to(tl.float32)
     b_y1, b_y2 = rotate(b_n1, b_n2, b_cos, b_sin, o_p, W, PAIRS, REST, False)
     p_y = point_at_rows(
-        p_yq + i_b * stride_yqb, p_yk + i_b * stride_ykb, o_s, o_h, stride_yqs, stride_yqh, stride_yks, stride_ykh, H
+        p_yq + i_b * stride_yqb, p_yk + i_b * stride_ykb, o_s, o_h, stride_yqs, stride_yqh, stride_yks, stride_ykh,
+        H, VEC,
     )  # fmt: skip
     store_pairs(p_y, b_y1, b_y2, o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
 
 
 @triton.jit
 def _backward_rows(
-    p_dy, p_x, p_w, p_dx, p_dw, p_cos, p_sin, p_pos, i_p, n_p, n_b, n_s, n_tiles, eps, offset, n_angles,
+    p_dy, p_x, p_w, p_dx, p_dw, p_cos, p_sin, p_pos, i_p, n_p, n_b, n_s, heads_adjacent, n_tiles, eps, offset, n_angles,
     stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     stride_dyb, stride_dys, stride_dyh, stride_xb, stride_xs, stride_xh, stride_dxb, stride_dxs, stride_dxh,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
-    CAST: tl.constexpr, HEADS_ADJACENT: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n_p-th tile of one tensor from the i_p-th on, and row i_p of p_dw."""
     D: tl.constexpr = 2 * (PAIRS + REST)
@@ -132,7 +128,7 @@ def _backward_rows(
     b_dw2 = tl.zeros([ROWS, W], tl.float32)
     for i in tl.range(i_p, n_tiles, n_p, num_stages=STAGES):
         i_b = (i % n_b).to(tl.int64)
-        o_s, o_h, m = find_rows((i // n_b) * ROWS + tl.arange(0, ROWS), n_s, HEADS, HEADS_ADJACENT)
+        o_s, o_h, m = find_rows((i // n_b) * ROWS + tl.arange(0, ROWS), n_s, heads_adjacent, HEADS)
         p_row = p_x + i_b * stride_xb + o_s * stride_xs + o_h * stride_xh
         b_x1, b_x2 = load_pairs(p_row, o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
         p_row = p_dy + i_b * stride_dyb + o_s * stride_dys + o_h * stride_dyh
@@ -144,15 +140,15 @@ def _backward_rows(
         b_dn1, b_dn2 = rotate(b_dy1, b_dy2, b_cos, b_sin, o_p, W, PAIRS, REST, True)
         b_g1 = b_dn1 * b_w1
         b_g2 = b_dn2 * b_w2
-        b_rstd, b_rounded = _rstd(b_x1, b_x2, m, eps, D, p_x.dtype.element_ty, CAST)
+        b_rstd = _rstd(b_x1, b_x2, m, eps, D)
         b_mean = (tl.sum(b_g1 * b_x1 + b_g2 * b_x2, 1) / D)[:, None] * b_rstd * b_rstd
         b_dx1 = (b_g1 - b_x1 * b_mean) * b_rstd
         b_dx2 = (b_g2 - b_x2 * b_mean) * b_rstd
         p_row = p_dx + i_b * stride_dxb + o_s * stride_dxs + o_h * stride_dxh
         store_pairs(p_row, b_dx1, b_dx2, o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
         if WEIGHT_GRAD:
-            b_dw1 += b_dn1 * _xhat(b_x1, b_rounded, p_x.dtype.element_ty, CAST)
-            b_dw2 += b_dn2 * _xhat(b_x2, b_rounded, p_x.dtype.element_ty, CAST)
+            b_dw1 += b_dn1 * (b_x1 * b_rstd)
+            b_dw2 += b_dn2 * (b_x2 * b_rstd)
     if WEIGHT_GRAD:
         o_p = tl.zeros([1, 1], tl.int32)
         b_dw1 = tl.sum(b_dw1, 0)[None, :]
@@ -160,10 +156,10 @@ def _backward_rows(
         store_pairs(p_dw + i_p * D + o_p, b_dw1, b_dw2, o_p, o_p == 0, 1, W, PAIRS, REST, VEC, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=["n_b", "n_s", "n_tiles_q", "n_tiles_k", "n_programs_q", "n_angles"])
+@triton.jit(do_not_specialize=["n_b", "n_s", "heads_adjacent", "n_tiles_q", "n_tiles_k", "n_programs_q", "n_angles"])
 def qk_norm_rope_bwd_kernel(
     p_dyq, p_dyk, p_q, p_k, p_wq, p_wk, p_cos, p_sin, p_pos, p_dq, p_dk, p_dw,
-    n_b, n_s, n_tiles_q, n_tiles_k, n_programs_q, eps, offset, n_angles,
+    n_b, n_s, heads_adjacent, n_tiles_q, n_tiles_k, n_programs_q, eps, offset, n_angles,
     stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     stride_dyqb, stride_dyqs, stride_dyqh, stride_dykb, stride_dyks, stride_dykh,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
@@ -171,27 +167,27 @@ def qk_norm_rope_bwd_kernel(
     H: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORM: tl.constexpr,
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
-    CAST: tl.constexpr, HEADS_ADJACENT: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq in the first n_programs_q programs, dk in the others, and every program's row of p_dw."""
     i_p = tl.program_id(0)
     if i_p < n_programs_q:
         _backward_rows(
             p_dyq, p_q, p_wq, p_dq, p_dw, p_cos, p_sin, p_pos,
-            i_p, n_programs_q, n_b, n_s, n_tiles_q, eps, offset, n_angles,
+            i_p, n_programs_q, n_b, n_s, heads_adjacent, n_tiles_q, eps, offset, n_angles,
             stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
             stride_dyqb, stride_dyqs, stride_dyqh, stride_qb, stride_qs, stride_qh, stride_dqb, stride_dqs, stride_dqh,
-            H, PAIRS, REST, VEC, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, CAST, HEADS_ADJACENT, WEIGHT_GRAD,
+            H, PAIRS, REST, VEC, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, WEIGHT_GRAD,
             ROWS, W, STAGES,
         )  # fmt: skip
     else:
         _backward_rows(
             p_dyk, p_k, p_wk, p_dk, p_dw + n_programs_q * 2 * (PAIRS + REST), p_cos, p_sin, p_pos,
-            i_p - n_programs_q, tl.num_programs(0) - n_programs_q, n_b, n_s, n_tiles_k, eps, offset, n_angles,
+            i_p - n_programs_q, tl.num_programs(0) - n_programs_q, n_b, n_s, heads_adjacent, n_tiles_k,
+            eps, offset, n_angles,
             stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
             stride_dykb, stride_dyks, stride_dykh, stride_kb, stride_ks, stride_kh, stride_dkb, stride_dks, stride_dkh,
-            K, PAIRS, REST, VEC, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, CAST, HEADS_ADJACENT, WEIGHT_GRAD,
+            K, PAIRS, REST, VEC, INTERLEAVED, FORM, TIME, HEIGHT, WIDTH, WOVEN, WEIGHT_GRAD,
             ROWS, W, STAGES,
         )  # fmt: skip
 
@@ -229,8 +225,8 @@ class Tile:
     occupancy: int | None = None
 
 
-_FORWARD = Tile(pairs=1024, warps=4)
-_BACKWARD = Tile(pairs=1024, warps=4, stages=3, occupancy=4)
+_FORWARD = Tile(pairs=512, warps=2)
+_BACKWARD = Tile(pairs=1024, warps=4, stages=3, occupancy=3)
 
 
 def _cut(tile: Tile, features: int) -> dict[str, int]:
@@ -253,70 +249,54 @@ def _fake(
 
 def _triton(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str,
-    heads_adjacent: bool, angles: Angles,
+    angles: Angles,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y_q, y_k = _fake(q, k, q_weight, k_weight, eps, offset, cast)
     q, k = dense_features(q), dense_features(k)
     n_b, n_qh, n_s, features = q.shape
     n_kh = k.shape[1]
-    tensors, sizes, constexprs = angles.for_kernel(q)
+    q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
+    tensors, sizes, constexprs = angles.for_kernel(q, k, y_q, y_k, q_weight, k_weight)
     cut = _cut(_FORWARD, features)
     n_tiles = tiles((n_qh + n_kh) * n_s, 1, cut["ROWS"])
     launch(
         qk_norm_rope_fwd_kernel, (n_b * n_tiles,),
-        q, k, q_weight.contiguous(), k_weight.contiguous(), *tensors, y_q, y_k, n_b, n_s, eps, offset,
-        *sizes, *strides(q, k, y_q, y_k),
-        H=n_qh, K=n_kh, **constexprs, CAST=cast, HEADS_ADJACENT=heads_adjacent, **cut,
+        q, k, q_weight, k_weight, *tensors, y_q, y_k, n_b, n_s, heads_adjacent(q), eps, offset, *sizes,
+        *strides(q, k, y_q, y_k),
+        H=n_qh, K=n_kh, **constexprs, CAST=cast, **cut,
     )  # fmt: skip
     return y_q, y_k
 
 
 def _reference(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str,
-    heads_adjacent: bool, angles: Angles,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str, angles: Angles
+) -> tuple[Tensor, Tensor]:
+    """In plain PyTorch, differentiable."""
+
     def one(x: Tensor, weight: Tensor) -> Tensor:
-        xhat = _xhat_reference(x, _rstd_reference(x, eps), cast)
-        n = (xhat * _scale(weight, offset)).to(_output_dtype(x, weight, cast))
-        return rotate_reference(n, angles, False)
+        n, _, _ = norm_reference(x, None, weight, None, eps, offset, cast, center=False)
+        return rotate_reference(n, angles, inverse=False)
 
     return one(q, q_weight), one(k, k_weight)
 
 
-def _rstd_reference(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.to(accumulator(x.dtype)).square().mean(-1, keepdim=True) + eps)
-
-
-def _xhat_reference(x: Tensor, rstd: Tensor, cast: str) -> Tensor:
-    wide = x.to(rstd.dtype)
-    if cast == "gemma":
-        return wide * rstd
-    return (wide * (rstd.to(x.dtype) if cast == "none" else rstd)).to(x.dtype)
-
-
-def _scale(weight: Tensor, offset: float) -> Tensor:
-    return weight if offset == 0.0 else weight.to(accumulator(weight.dtype)) + offset
-
-
 def _backward_fake(
     d_yq: Tensor, d_yk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    eps: float, offset: float, cast: str, heads_adjacent: bool, weight_grad: bool, *_: Any,
+    eps: float, offset: float, weight_grad: bool, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    d_weights = (w.new_empty(w.shape if weight_grad else (0,)) for w in (q_weight, k_weight))
-    return torch.empty_like(q), torch.empty_like(k), *d_weights  # type: ignore[return-value]
+    d_wq, d_wk = (gradient_like(weight, weight_grad, q) for weight in (q_weight, k_weight))
+    return torch.empty_like(q), torch.empty_like(k), d_wq, d_wk
 
 
 def _backward_triton(
     d_yq: Tensor, d_yk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    eps: float, offset: float, cast: str, heads_adjacent: bool, weight_grad: bool, angles: Angles,
+    eps: float, offset: float, weight_grad: bool, angles: Angles,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    d_q, d_k, d_wq, d_wk = _backward_fake(
-        d_yq, d_yk, q, k, q_weight, k_weight, eps, offset, cast, heads_adjacent, weight_grad
-    )
+    d_q, d_k, d_wq, d_wk = _backward_fake(d_yq, d_yk, q, k, q_weight, k_weight, eps, offset, weight_grad)
     d_yq, d_yk, q, k = (dense_features(x) for x in (d_yq, d_yk, q, k))
     n_b, n_qh, n_s, features = q.shape
     n_kh = k.shape[1]
-    tensors, sizes, constexprs = angles.for_kernel(q)
+    tensors, sizes, constexprs = angles.for_kernel(q, k, d_yq, d_yk, d_q, d_k)
     cut = _cut(_BACKWARD, features)
     tiles_q, tiles_k = (n_b * tiles(heads * n_s, 1, cut["ROWS"]) for heads in (n_qh, n_kh))
     assert _BACKWARD.occupancy is not None
@@ -326,14 +306,15 @@ def _backward_triton(
     launch(
         qk_norm_rope_bwd_kernel, (programs,),
         d_yq, d_yk, q, k, q_weight.contiguous(), k_weight.contiguous(), *tensors, d_q, d_k, partial,
-        n_b, n_s, tiles_q, tiles_k, programs_q, eps, offset, *sizes, *strides(d_yq, d_yk, q, k, d_q, d_k),
-        H=n_qh, K=n_kh, **constexprs, CAST=cast, HEADS_ADJACENT=heads_adjacent, WEIGHT_GRAD=weight_grad,
+        n_b, n_s, heads_adjacent(q), tiles_q, tiles_k, programs_q, eps, offset, *sizes,
+        *strides(d_yq, d_yk, q, k, d_q, d_k),
+        H=n_qh, K=n_kh, **constexprs, WEIGHT_GRAD=weight_grad,
         **cut, STAGES=_BACKWARD.stages,
     )  # fmt: skip
     if weight_grad:
         launch(
-            qk_norm_rope_dw_kernel, (triton.cdiv(features, 32), 2),
-            partial, d_wq, d_wk, programs_q, programs - programs_q, D=features, ROWS=128, BLOCK=32, num_warps=4,
+            qk_norm_rope_dw_kernel, (triton.cdiv(features, 8), 2),
+            partial, d_wq, d_wk, programs_q, programs - programs_q, D=features, ROWS=128, BLOCK=8, num_warps=4,
         )  # fmt: skip
     return d_q, d_k, d_wq, d_wk
 
@@ -347,18 +328,14 @@ def _share(programs: int, tiles_q: int, tiles_k: int) -> int:
 
 def _backward_reference(
     d_yq: Tensor, d_yk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    eps: float, offset: float, cast: str, heads_adjacent: bool, weight_grad: bool, angles: Angles,
+    eps: float, offset: float, weight_grad: bool, angles: Angles,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def one(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rstd = _rstd_reference(x, eps)
-        dn = rotate_reference(dy.to(rstd.dtype), angles, True)
-        dw = weight.new_empty(0)
-        if weight_grad:
-            dw = (dn * _xhat_reference(x, rstd, cast)).sum((0, 1, 2)).to(weight.dtype)
-        g = dn * _scale(weight, offset)
-        xhat = x.to(rstd.dtype) * rstd
-        dx = torch.empty_like(x).copy_((g - xhat * (g * xhat).mean(-1, keepdim=True)) * rstd)
-        return dx, dw
+        _, _, stats = norm_reference(x, None, weight, None, eps, offset, "gemma", center=False)
+        dn = rotate_reference(dy.to(stats.dtype), angles, inverse=True)
+        dw = gradient_like(weight, weight_grad, x)
+        dx = norm_backward(dn, None, x, weight, stats, offset, False, dw if weight_grad else None, None)
+        return laid_out_like(x, dx), dw
 
     (d_q, d_wq), (d_k, d_wk) = one(d_yq, q, q_weight), one(d_yk, k, k_weight)
     return d_q, d_k, d_wq, d_wk
@@ -366,24 +343,29 @@ def _backward_reference(
 
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str,
-    heads_adjacent: bool, *angles: Any,
+    *angles: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    run = _triton if takes_kernel(q) else _reference
-    return run(q, k, q_weight, k_weight, eps, offset, cast, heads_adjacent, Angles(*angles))
+    rotation = Angles(*angles)
+    if takes_kernel(q):
+        return _triton(q, k, q_weight, k_weight, eps, offset, cast, rotation)
+    y_q, y_k = _reference(q, k, q_weight, k_weight, eps, offset, cast, rotation)
+    return laid_out_like(q, y_q), laid_out_like(k, y_k)
 
 
 def _backward(
     d_yq: Tensor, d_yk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    eps: float, offset: float, cast: str, heads_adjacent: bool, weight_grad: bool, *angles: Any,
+    eps: float, offset: float, weight_grad: bool, *angles: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    run = _backward_triton if takes_kernel(q) else _backward_reference
-    return run(
-        d_yq, d_yk, q, k, q_weight, k_weight, eps, offset, cast, heads_adjacent, weight_grad, Angles(*angles)
-    )  # fmt: skip
+    inputs = (d_yq, d_yk, q, k, q_weight, k_weight, eps, offset)
+    rotation = Angles(*angles)
+    if takes_kernel(q):
+        return _backward_triton(*inputs, weight_grad, rotation)
+    return _backward_reference(*inputs, weight_grad, rotation)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.options, (cos, sin, positions), ctx.rotation = inputs[:4], inputs[4:8], inputs[8:11], inputs[11:]
+    *tensors, ctx.eps, ctx.offset, _, cos, sin, positions = inputs[:10]
+    ctx.rotation = inputs[10:]
     ctx.save_for_backward(*tensors, cos, sin, positions)
 
 
@@ -392,22 +374,21 @@ def _autograd(ctx: Any, d_yq: Tensor, d_yk: Tensor) -> tuple[Tensor | None, ...]
     *tensors, cos, sin, positions = ctx.saved_tensors
     weight_grad = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     d_q, d_k, d_wq, d_wk = _qk_norm_rope_bwd(
-        d_yq, d_yk, *tensors, *ctx.options, weight_grad, cos, sin, positions, *ctx.rotation
+        d_yq, d_yk, *tensors, ctx.eps, ctx.offset, weight_grad, cos, sin, positions, *ctx.rotation
     )
     d_weights = (d_wq, d_wk) if weight_grad else (None, None)
-    return d_q, d_k, *d_weights, *[None] * (len(ctx.options) + len(Angles._fields))
+    return d_q, d_k, *d_weights, *[None] * (3 + len(Angles._fields))
 
-
-_OPTIONS = "float eps, float offset, str cast, bool heads_adjacent"
 
 _qk_norm_rope_bwd = register(
-    "qk_norm_rope_bwd(Tensor d_yq, Tensor d_yk, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight,"
-    f" {_OPTIONS}, bool weight_grad, {ANGLES}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "qk_norm_rope_bwd(Tensor d_yq, Tensor d_yk, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps,"
+    f" float offset, bool weight_grad, {ANGLES}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 _qk_norm_rope = register(
-    f"qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, {_OPTIONS}, {ANGLES}) -> (Tensor, Tensor)",
+    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, float offset, str cast,"
+    f" {ANGLES}) -> (Tensor, Tensor)",
     _forward,
     _fake,
     setup_context=_setup_context,
@@ -437,7 +418,7 @@ def qk_norm_rope(
 
     What the norm gives is rounded as there; the rotation is in fp32 and rounded once. Nothing but the arguments is kept
     for the backward pass. Neither q nor k is written to, nor copied where the features of a head are adjacent. The
-    results keep the memory layout.
+    results keep the memory layout. Under `torch.func` all is plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
@@ -472,6 +453,10 @@ def qk_norm_rope(
         q, cos, sin, positions=positions, rotary_dim=rotary_dim, interleaved=interleaved,
         mrope_section=mrope_section, mrope_interleaved=mrope_interleaved,
     )  # fmt: skip
-    y = _qk_norm_rope(q, k, q_weight, k_weight, eps, offset, cast, q.stride(1) <= q.stride(2), *angles)
-    y_q, y_k = from_bhsd(layout, *y)
+    inputs = (q, k, q_weight, k_weight, eps, offset, cast)
+    if is_transformed():
+        y_q, y_k = _reference(*inputs, angles)
+    else:
+        y_q, y_k = _qk_norm_rope(*inputs, *angles)
+    y_q, y_k = from_bhsd(layout, y_q, y_k)
     return y_q, y_k

@@ -25,47 +25,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch, takes_kernel
-from ._register import register
-from ._rotary import (
+from ._angles import (
     ANGLES,
     Angles,
     Layout,
     as_bhsd,
     check_heads,
     dense_features,
-    find_rows,
     from_bhsd,
-    load_angles,
-    load_pairs,
-    point_at_rows,
+    heads_adjacent,
+    laid_out_like,
     read_angles,
-    rotate,
     rotate_reference,
-    store_pairs,
     strides,
     tiles,
 )
+from ._launch import launch, takes_kernel
+from ._norm import is_transformed
+from ._register import register
+from ._rotary import find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
 
 
-@triton.jit(do_not_specialize=["n_b", "n_s", "n_angles"])
+@triton.jit(do_not_specialize=["n_b", "n_s", "heads_adjacent", "n_angles"])
 def rope_kernel(
-    p_q, p_k, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, n_angles,
+    p_q, p_k, p_cos, p_sin, p_pos, p_yq, p_yk, n_b, n_s, heads_adjacent, n_angles,
     stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_yqb, stride_yqs, stride_yqh, stride_ykb, stride_yks, stride_ykh,
     H: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
-    INVERSE: tl.constexpr, HEADS_ADJACENT: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
+    INVERSE: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS chunks of the rows of q and k in one batch row; batch rows alternate, so that they share angles in L2."""
     PER_ROW: tl.constexpr = (PAIRS + REST) // VEC
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
     o_c = (tl.program_id(0) // n_b) * CHUNKS + tl.arange(0, CHUNKS)
     o_p = ((o_c % PER_ROW) * VEC)[:, None]
-    o_s, o_h, m = find_rows(o_c // PER_ROW, n_s, H + K, HEADS_ADJACENT)
+    o_s, o_h, m = find_rows(o_c // PER_ROW, n_s, heads_adjacent, H + K)
     p_x = point_at_rows(
-        p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H
+        p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H, VEC
     )  # fmt: skip
     b_x1, b_x2 = load_pairs(p_x, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED)
     b_cos, b_sin = load_angles(
@@ -74,7 +72,8 @@ def rope_kernel(
     )  # fmt: skip
     b_y1, b_y2 = rotate(b_x1, b_x2, b_cos, b_sin, o_p, VEC, PAIRS, REST, INVERSE)
     p_y = point_at_rows(
-        p_yq + i_b * stride_yqb, p_yk + i_b * stride_ykb, o_s, o_h, stride_yqs, stride_yqh, stride_yks, stride_ykh, H
+        p_yq + i_b * stride_yqb, p_yk + i_b * stride_ykb, o_s, o_h, stride_yqs, stride_yqh, stride_yks, stride_ykh,
+        H, VEC,
     )  # fmt: skip
     store_pairs(p_y, b_y1, b_y2, o_p, m, CHUNKS, VEC, PAIRS, REST, VEC, INTERLEAVED)
 
@@ -94,43 +93,42 @@ def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _triton(q: Tensor, k: Tensor, inverse: bool, heads_adjacent: bool, angles: Angles) -> tuple[Tensor, Tensor]:
+def _triton(q: Tensor, k: Tensor, inverse: bool, angles: Angles) -> tuple[Tensor, Tensor]:
     y_q, y_k = _fake(q, k)
     q, k = dense_features(q), dense_features(k)
     n_b, n_qh, n_s, features = q.shape
     n_kh = k.shape[1]
-    tensors, sizes, constexprs = angles.for_kernel(q)
+    tensors, sizes, constexprs = angles.for_kernel(q, k, y_q, y_k)
     chunks = _LAUNCH.pairs // constexprs["VEC"]
     n_tiles = tiles((n_qh + n_kh) * n_s, features // 2 // constexprs["VEC"], chunks)
     launch(
-        rope_kernel, (n_b * n_tiles,), q, k, *tensors, y_q, y_k, n_b, n_s, *sizes, *strides(q, k, y_q, y_k),
-        H=n_qh, K=n_kh, **constexprs, INVERSE=inverse, HEADS_ADJACENT=heads_adjacent, CHUNKS=chunks,
-        num_warps=_LAUNCH.warps,
+        rope_kernel, (n_b * n_tiles,),
+        q, k, *tensors, y_q, y_k, n_b, n_s, heads_adjacent(q), *sizes, *strides(q, k, y_q, y_k),
+        H=n_qh, K=n_kh, **constexprs, INVERSE=inverse, CHUNKS=chunks, num_warps=_LAUNCH.warps,
     )  # fmt: skip
     return y_q, y_k
 
 
-def _run(q: Tensor, k: Tensor, inverse: bool, heads_adjacent: bool, *angles: Any) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, inverse: bool, *angles: Any) -> tuple[Tensor, Tensor]:
     rotation = Angles(*angles)
     if takes_kernel(q):
-        return _triton(q, k, inverse, heads_adjacent, rotation)
-    return rotate_reference(q, rotation, inverse), rotate_reference(k, rotation, inverse)
+        return _triton(q, k, inverse, rotation)
+    y_q, y_k = (laid_out_like(x, rotate_reference(x, rotation, inverse)) for x in (q, k))
+    return y_q, y_k
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, ctx.inverse, ctx.heads_adjacent, cos, sin, positions, *ctx.rotation = inputs
+    _, _, ctx.inverse, cos, sin, positions, *ctx.rotation = inputs
     ctx.save_for_backward(cos, sin, positions)
 
 
 def _autograd(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
-    # Cut as the forward pass was: which kernel runs must not hang on the layout that attention gives its gradients, or
-    # the plan, taken with another attention, would miss it.
-    y = _rope(d_q, d_k, not ctx.inverse, ctx.heads_adjacent, *ctx.saved_tensors, *ctx.rotation)
-    return *y, None, None, *[None] * len(Angles._fields)
+    y = _rope(d_q, d_k, not ctx.inverse, *ctx.saved_tensors, *ctx.rotation)
+    return *y, None, *[None] * len(Angles._fields)
 
 
 _rope = register(
-    f"rope(Tensor q, Tensor k, bool inverse, bool heads_adjacent, {ANGLES}) -> (Tensor, Tensor)",
+    f"rope(Tensor q, Tensor k, bool inverse, {ANGLES}) -> (Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,
@@ -155,7 +153,7 @@ def rope(
     """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU fused, in fp32 and rounded once.
 
     Neither q nor k is written to, nor copied where the features of a head are adjacent: they may be parts of one
-    projection. The results keep the memory layout.
+    projection. The results keep the memory layout. Under `torch.func` all is plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
@@ -191,6 +189,9 @@ def rope(
         q, cos, sin, positions=positions, rotary_dim=rotary_dim, interleaved=interleaved,
         mrope_section=mrope_section, mrope_interleaved=mrope_interleaved,
     )  # fmt: skip
-    y = _rope(q, k, inverse, q.stride(1) <= q.stride(2), *angles)
-    y_q, y_k = from_bhsd(layout, *y)
+    if is_transformed():
+        y_q, y_k = (rotate_reference(x, angles, inverse) for x in (q, k))
+    else:
+        y_q, y_k = _rope(q, k, inverse, *angles)
+    y_q, y_k = from_bhsd(layout, y_q, y_k)
     return y_q, y_k
