@@ -43,23 +43,24 @@ def linear_head(head: nn.Module) -> nn.Linear:
     return head
 
 
-# By the class in transformers.activations, or in torch.nn; "gelu_new" is the tanh approximation written out.
+# "gelu_new" is the tanh approximation written out.
 _ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "swiglu": {"SiLUActivation": {}, "SiLU": {}},
+    "swiglu": {"transformers.activations.SiLUActivation": {}, "torch.nn.modules.activation.SiLU": {}},
     "geglu": {
-        "GELUActivation": {"approximate": "none"},
-        "GELUTanh": {"approximate": "tanh"},
-        "NewGELUActivation": {"approximate": "tanh"},
+        "transformers.activations.GELUActivation": {"approximate": "none"},
+        "transformers.activations.GELUTanh": {"approximate": "tanh"},
+        "transformers.activations.NewGELUActivation": {"approximate": "tanh"},
     },
-    "relu_squared": {"ReLUSquaredActivation": {}},
+    "relu_squared": {"transformers.activations.ReLUSquaredActivation": {}},
 }
 
 
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
     """The keyword arguments with which `operator` computes `activation`; None if it does not."""
-    return _ACTIVATIONS[operator].get(type(activation).__name__)
+    cls = type(activation)
+    return _ACTIVATIONS[operator].get(f"{cls.__module__}.{cls.__name__}")
 
 
 def activations_of(operator: str) -> str:
     """The names of the activations that `operator` computes, as error messages list them."""
-    return ", ".join(_ACTIVATIONS[operator])
+    return ", ".join(name.rpartition(".")[2] for name in _ACTIVATIONS[operator])
