@@ -187,7 +187,7 @@ def _backward_triton(
         dy_rows, dh_rows, rows, _dense(weight), stats, dx, partial, dw, db,
         n_rows, dy_stride, dh_stride, stride, offset, int(fused),
         **{**cut, "CHUNKS": triton.cdiv(cut["CHUNKS"], split) * split}, CENTER=center, SPLIT=split, STAGES=tile.stages,
-        GROUPS=tile.groups, ADD_ROWS=32, ADD_BLOCK=256,
+        GROUPS=tile.groups, ADD_ROWS=16, ADD_BLOCK=256,
     )  # fmt: skip
     if sums and not fused:
         block = 16 if width < 512 else 32
