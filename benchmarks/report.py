@@ -47,8 +47,8 @@ _CASES: dict[tuple[str, str], tuple[Operator, Case]] = {
     (operator.name, operator.label(case.shape)): (operator, case) for operator in OPERATORS for case in operator.cases
 }
 _BY = {"ours": "Strata", **NAMES}
-DOCS = Path("docs/performance.md")
-DATA = Path("docs/performance.csv")
+DOCS = Path(__file__).parents[1] / "docs/performance.md"
+DATA = DOCS.with_suffix(".csv")
 
 
 def is_green(row: Row) -> bool:
