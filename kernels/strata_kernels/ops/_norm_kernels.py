@@ -28,6 +28,14 @@ import triton.language as tl
 
 
 @triton.jit
+def _columns(i, m_r, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Block i of the features: offsets, which of them there are, and the mask of a block of rows."""
+    o_d = i * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < D
+    return o_d, m_d, m_r[:, None] & m_d[None, :]
+
+
+@triton.jit
 def _load(p_x, o_r, stride, o_d, m):
     return tl.load(p_x + o_r[:, None] * stride + o_d[None, :], mask=m, other=0.0)
 
@@ -79,8 +87,7 @@ def norm_fwd_kernel(
     b_rows = ()
     b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        o_d = i * BLOCK + tl.arange(0, BLOCK)
-        m = m_r[:, None] & (o_d < D)[None, :]
+        o_d, _, m = _columns(i, m_r, D, BLOCK)
         b_h = _load(p_x, o_r, stride_x, o_d, m)
         if p_res is not None:
             b_h = (b_h.to(tl.float32) + _load(p_res, o_r, stride_res, o_d, m).to(tl.float32)).to(b_h.dtype)
@@ -97,8 +104,7 @@ def norm_fwd_kernel(
         tl.store(p_stats + n_rows + o_r[:, None], b_mean, mask=m_r[:, None])
         b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
         for i in tl.static_range(CHUNKS):
-            o_d = i * BLOCK + tl.arange(0, BLOCK)
-            m = m_r[:, None] & (o_d < D)[None, :]
+            o_d, _, m = _columns(i, m_r, D, BLOCK)
             b_x = tl.where(m, _again(b_rows, i, p_row, o_r, stride_row, o_d, m, KEEP, REPACK) - b_mean, 0.0)
             b_sum += b_x * b_x
         b_square = (tl.sum(b_sum, 1) / D)[:, None]
@@ -110,9 +116,7 @@ def norm_fwd_kernel(
     if CAST == "none":
         b_rstd = b_rstd.to(p_x.dtype.element_ty).to(tl.float32)
     for i in tl.static_range(CHUNKS):
-        o_d = i * BLOCK + tl.arange(0, BLOCK)
-        m_d = o_d < D
-        m = m_r[:, None] & m_d[None, :]
+        o_d, m_d, m = _columns(i, m_r, D, BLOCK)
         b_y = (_again(b_rows, i, p_row, o_r, stride_row, o_d, m, KEEP, REPACK) - b_mean) * b_rstd
         if CAST != "gemma":
             b_y = b_y.to(p_x.dtype.element_ty).to(tl.float32)
@@ -197,6 +201,22 @@ def _scale(b_w, i: tl.constexpr, p_w, o_d, m_d, KEEP: tl.constexpr, REPACK: tl.c
     return _widen(b_w[i], REPACK)[None, :] if KEEP else _parameter(p_w, o_d, m_d)
 
 
+@triton.jit
+def _zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    b_sums = ()
+    for _ in tl.static_range(CHUNKS):
+        b_sums += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    return b_sums
+
+
+@triton.jit
+def _store_sums(p_to, b_sums, n_cols, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The column sums of all blocks, next to each other, of which n_cols columns exist."""
+    for i in tl.static_range(CHUNKS):
+        o_d = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_to + o_d, tl.sum(b_sums[i], 0), mask=o_d < n_cols)
+
+
 @triton.jit(do_not_specialize=["n_rows", "fused"])
 def norm_bwd_kernel(
     p_dy, p_dh, p_x, p_w, p_stats, p_dx, p_partial, p_dw, p_db, n_rows, stride_dy, stride_dh, stride_x, offset, fused,
@@ -215,13 +235,8 @@ def norm_bwd_kernel(
     i_own = tl.program_id(0) % SPLIT * OWN
     b_w = _kept(p_w, D, BLOCK, CHUNKS, KEEP)
     # The sums over rows stay elementwise until the end: one reduction in all instead of one per tile.
-    b_dw = ()
-    b_db = ()
-    for _ in tl.static_range(OWN):
-        if p_dw is not None:
-            b_dw += (tl.zeros([ROWS, BLOCK], tl.float32),)
-        if p_db is not None:
-            b_db += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    b_dw = _zeros(ROWS, BLOCK, OWN if p_dw is not None else 0)
+    b_db = _zeros(ROWS, BLOCK, OWN if p_db is not None else 0)
     for i_t in tl.range(i_p, tl.cdiv(n_rows, ROWS), tl.num_programs(0) // SPLIT, num_stages=STAGES):
         o_r = i_t * ROWS + tl.arange(0, ROWS)
         m_r = o_r < n_rows
@@ -234,9 +249,7 @@ def norm_bwd_kernel(
         b_gx = tl.zeros([ROWS, BLOCK], tl.float32)
         b_g = tl.zeros([ROWS, BLOCK], tl.float32)
         for i in tl.static_range(CHUNKS):
-            o_d = i * BLOCK + tl.arange(0, BLOCK)
-            m_d = o_d < D
-            m = m_r[:, None] & m_d[None, :]
+            o_d, m_d, m = _columns(i, m_r, D, BLOCK)
             b_xi = _load(p_x, o_r, stride_x, o_d, m)
             b_dyi = _load(p_dy, o_r, stride_dy, o_d, m)
             if KEEP:
@@ -255,9 +268,7 @@ def norm_bwd_kernel(
         b_dw_next = ()
         b_db_next = ()
         for i in tl.static_range(OWN):
-            o_d = (i_own + i) * BLOCK + tl.arange(0, BLOCK)
-            m_d = o_d < D
-            m = m_r[:, None] & m_d[None, :]
+            o_d, m_d, m = _columns(i_own + i, m_r, D, BLOCK)
             b_xi = _again(b_x, i, p_x, o_r, stride_x, o_d, m, KEEP, REPACK) - b_mean
             b_dyi = _again(b_dy, i, p_dy, o_r, stride_dy, o_d, m, KEEP, REPACK)
             b_gi = b_dyi
@@ -273,13 +284,9 @@ def norm_bwd_kernel(
                 b_db_next += (b_db[i] + b_dyi,)
         b_dw = b_dw_next
         b_db = b_db_next
-    p_own = p_partial + i_p * WIDTH
-    for i in tl.static_range(OWN):
-        o_d = (i_own + i) * BLOCK + tl.arange(0, BLOCK)
-        if p_dw is not None:
-            tl.store(p_own + o_d, tl.sum(b_dw[i], 0), mask=o_d < D)
-        if p_db is not None:
-            tl.store(p_own + WIDTH - D + o_d, tl.sum(b_db[i], 0), mask=o_d < D)
+    p_own = p_partial + i_p * WIDTH + i_own * BLOCK
+    _store_sums(p_own, b_dw, D - i_own * BLOCK, BLOCK, OWN if p_dw is not None else 0)
+    _store_sums(p_own + WIDTH - D, b_db, D - i_own * BLOCK, BLOCK, OWN if p_db is not None else 0)
     if GROUPS > 0 and WIDTH > 0:
         p_counters = p_stats + (n_rows * 2 if CENTER else n_rows)
         if fused:
