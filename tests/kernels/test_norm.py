@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,6 +59,22 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "multiprocessors", lambda device: 1)
 
 
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`tables(tile, own_sums=…)` cuts rows of any width in this way."""
+    plans = norm._forward_plan, norm._backward_plan
+
+    def use(tile: Tile, own_sums: int) -> None:
+        for name, value in (("_FORWARD", (tile,)), ("_BACKWARD", (tile,)), ("_OWN_SUMS", own_sums)):
+            monkeypatch.setattr(norm, name, value)
+        for plan in plans:
+            plan.cache_clear()
+
+    yield use
+    for plan in plans:
+        plan.cache_clear()
+
+
 # Every way in which the tables may cut a row, at widths that the interpreter bears.
 TILINGS = {
     "several rows a tile": Tile(row=2**40, warps=4, tile=1024, occupancy=2),
@@ -71,11 +88,8 @@ TILINGS = {
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("width", [16, 100])
 @each
-def test_rows_however_cut(name, width, tiling, device, compare, poisoned, monkeypatch) -> None:
-    monkeypatch.setattr(norm, "_FORWARD", (TILINGS[tiling],))
-    monkeypatch.setattr(norm, "_BACKWARD", (TILINGS[tiling],))
-    if "shared" in tiling:
-        monkeypatch.setattr(norm, "_OWN_SUMS", 64)
+def test_rows_however_cut(name, width, tiling, device, compare, poisoned, tables) -> None:
+    tables(TILINGS[tiling], own_sums=64 if "shared" in tiling else 2**40)
     ours, torchs, _ = NORMS[name]
     compare(ours, torchs, randoms(name, 3, width, device=device))
 

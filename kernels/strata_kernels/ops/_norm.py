@@ -66,8 +66,7 @@ _OWN_SUMS = 20480
 _BRIEF = 2**23
 
 
-@cache
-def _plan(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) -> tuple[Tile, dict[str, Any]]:
+def _cut(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) -> tuple[Tile, dict[str, Any]]:
     """The table's row for rows of `width` features, and the constexprs that follow from it."""
     tile = next(tile for tile in table if width * itemsize <= tile.row)
     padded = triton.next_power_of_2(width)
@@ -82,6 +81,25 @@ def _plan(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool)
         "REPACK": padded > 256 and not interpreted,
         "num_warps": tile.warps,
     }
+
+
+@cache
+def _forward_plan(width: int, itemsize: int, cast: str, center: bool, interpreted: bool) -> dict[str, Any]:
+    """The constexprs of the forward kernel."""
+    _, cut = _cut(_FORWARD, width, itemsize, interpreted)
+    return {**cut, "CAST": cast, "CENTER": center, "COUNTERS": _COUNTERS}
+
+
+@cache
+def _backward_plan(
+    width: int, itemsize: int, gradients: int, center: bool, interpreted: bool
+) -> tuple[Tile, dict[str, Any]]:
+    """The table's row and the constexprs of the backward kernel for so many `gradients` of weight and bias."""
+    tile, cut = _cut(_BACKWARD, width, itemsize, interpreted)
+    split = 1 if tile.keep else max(1, triton.cdiv(width * gradients, _OWN_SUMS))
+    chunks = triton.cdiv(cut["CHUNKS"], split) * split
+    added = {"GROUPS": tile.groups, "ADD_ROWS": 16, "ADD_BLOCK": 256}
+    return tile, {**cut, "CHUNKS": chunks, "SPLIT": split, "STAGES": tile.stages, "CENTER": center, **added}
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
@@ -143,11 +161,11 @@ def norm_forward(
     residual_rows, residual_stride = _rows_if_any(residual)
     width = x.shape[-1]
     n_rows = x.numel() // width
-    _, cut = _plan(_FORWARD, width, x.itemsize, x.is_cpu)
+    plan = _forward_plan(width, x.itemsize, cast, center, x.is_cpu)
     launch(
-        norm_fwd_kernel, (triton.cdiv(n_rows, cut["ROWS"]),),
+        norm_fwd_kernel, (-(-n_rows // plan["ROWS"]),),
         rows, residual_rows, _dense(weight), _dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,
-        **cut, CENTER=center, CAST=cast, COUNTERS=_COUNTERS,
+        **plan,
     )  # fmt: skip
     return y, x if h is None else h, stats
 
@@ -176,24 +194,22 @@ def _backward_triton(
     dh_rows, dh_stride = _rows_if_any(dh)
     width = x.shape[-1]
     n_rows = x.numel() // width
-    tile, cut = _plan(_BACKWARD, width, x.itemsize, x.is_cpu)
-    sums = width * ((dw is not None) + (db is not None))
-    split = 1 if tile.keep else max(1, triton.cdiv(sums, _OWN_SUMS))
-    programs = min(triton.cdiv(n_rows, cut["ROWS"]), tile.occupancy * multiprocessors(x.device))
-    fused = tile.groups > 0 and x.numel() * x.itemsize <= _BRIEF
-    partial = x.new_empty((programs, sums), dtype=torch.float32)
+    gradients = (dw is not None) + (db is not None)
+    tile, plan = _backward_plan(width, x.itemsize, gradients, center, x.is_cpu)
+    programs = min(-(-n_rows // plan["ROWS"]), tile.occupancy * multiprocessors(x.device))
+    fused = tile.groups > 0 and x.nbytes <= _BRIEF
+    partial = x.new_empty((programs, width * gradients), dtype=torch.float32)
     launch(
-        norm_bwd_kernel, (programs * split,),
+        norm_bwd_kernel, (programs * plan["SPLIT"],),
         dy_rows, dh_rows, rows, _dense(weight), stats, dx, partial, dw, db,
         n_rows, dy_stride, dh_stride, stride, offset, int(fused),
-        **{**cut, "CHUNKS": triton.cdiv(cut["CHUNKS"], split) * split}, CENTER=center, SPLIT=split, STAGES=tile.stages,
-        GROUPS=tile.groups, ADD_ROWS=16, ADD_BLOCK=256,
+        **plan,
     )  # fmt: skip
-    if sums and not fused:
+    if gradients and not fused:
         block = 16 if width < 512 else 32
         launch(
-            add_rows_kernel, (triton.cdiv(width, block),),
-            partial, dw, db, programs, D=width, WIDTH=sums, ROWS=4096 // block, BLOCK=block, num_warps=4,
+            add_rows_kernel, (-(-width // block),),
+            partial, dw, db, programs, D=width, WIDTH=width * gradients, ROWS=4096 // block, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dx
 
