@@ -7,6 +7,7 @@ but imports transformers when it is first asked for.
 from typing import TYPE_CHECKING, Any
 
 from .ops.add_rms_norm import add_rms_norm
+from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
 from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from .auto import AutoModelForCausalLM as AutoModelForCausalLM
 
 __all__ = [
+    "LossAndPredictions",
     "PatchReport",
     "add_rms_norm",
+    "cross_entropy",
+    "cross_entropy_with_predictions",
     "geglu",
     "geglu_packed",
     "layer_norm",

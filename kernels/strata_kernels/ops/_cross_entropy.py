@@ -1,7 +1,13 @@
-"""Cross entropy of rows of logits, which it overwrites by their gradients: the middle of `linear_cross_entropy`.
+"""The kernel of `cross_entropy` and `linear_cross_entropy`: losses of rows of logits, and their gradients.
 
-Axes: N rows, V vocabulary entries. One program takes one row, whose logits it reads twice and writes once; 6 bytes per
-logit in bf16, 4 of them where the second reading comes out of L2. The formulas stand in `linear_cross_entropy`.
+Axes: N rows, V vocabulary entries, parts of a row. The gradient of a part needs the maximum and the sum of exponentials
+of its whole row, so logits are read twice; the second reading comes out of L2, which leaves 4 bytes per logit in bf16,
+one read and one write, for memory. To that end program i takes the statistics of part i, but the gradient of part
+i - lag: by then the programs of that row are done, and its logits are still in L2. The statistics travel through one
+word of memory per part. The formulas stand in `cross_entropy`.
+
+A program waits only for programs before it, and a GPU starts programs in the order of their numbers, as prefix sums by
+look-back need it, too: none waits in vain, however few run at once.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -15,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import accumulator, launch, takes_kernel
+from ._launch import accumulator, launch, multiprocessors, takes_kernel
 
 # Rows of the buffer start at multiples of this many elements: the matrix products and the kernel then move 16 bytes.
 _ALIGNMENT = 64
@@ -47,158 +53,265 @@ def _cap(b_z, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _gradient(
-    b_z, o_v, p_weight, target, target_weight, lse, share, scale,
-    V: tl.constexpr, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    b_dz = tl.exp2((b_z - lse) * _LOG2E) * (share + 2.0 * Z_LOSS * lse)
-    b_dz -= tl.where(o_v == target, (1.0 - SMOOTHING) * target_weight, 0.0)
-    if SMOOTHING > 0.0:
-        b_dz -= SMOOTHING / TOTAL * _class_weights(p_weight, o_v, V)
-    b_dz *= scale
+def _slope(b_x, SOFTCAP: tl.constexpr):
+    """The derivative of `_cap`, without the cancellation of 1 - tanh²."""
+    b_slope = 1.0
     if SOFTCAP > 0.0:
-        b_z = b_z / SOFTCAP
-        b_dz *= 1.0 - b_z * b_z
-    return b_dz
+        b_e = tl.exp(-2.0 / SOFTCAP * tl.abs(b_x.to(tl.float32)))
+        b_r = 1.0 / (1.0 + b_e)
+        b_slope = 4.0 * b_e * b_r * b_r
+    return b_slope
 
 
 @triton.jit
 def _class_weights(p_weight, o_v, V: tl.constexpr):
     """The weights of the classes, zero beyond the last; the scalar one without weights."""
-    if p_weight is None:
-        return 1.0
-    return tl.load(p_weight + o_v, mask=o_v < V, other=0.0)
+    b_w = 1.0
+    if p_weight is not None:
+        b_w = tl.load(p_weight + o_v, mask=o_v < V, other=0.0)
+    return b_w
 
 
 @triton.jit
-def cross_entropy_kernel(
-    p_z, p_target, p_weight, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction,
-    stride_z, stride_scale, ignore_index, start,
-    V: tl.constexpr, V_PADDED: tl.constexpr, TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One row: its loss, and dz in place of its logits.
+def _gradient(b_p, b_slope, b_w, b_one_hot, scale, factor, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr):
+    """dlogits of probabilities p; factor is scale times what multiplies p. Blocks or scalars."""
+    b_dz = b_p * factor - b_one_hot
+    if SMOOTHING > 0.0:
+        b_dz -= b_w * (SMOOTHING / TOTAL * scale)
+    return b_dz * b_slope
 
-    The row's last block stays in registers between the two walks, and the second walk goes backwards, so that it meets
-    first what the first one left in L2. Without STATISTICS, lse and share are read. V < TOTAL is a shard of the
-    vocabulary: what is stored in place of the loss is then its part that is linear in the logits.
+
+@triton.jit
+def _word(high, low):
+    """An fp32 and 32 bits in one word of memory, which other programs see as a whole."""
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def _high(b_word):
+    return (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _low(b_word):
+    return b_word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _spread(condition, BLOCK: tl.constexpr):
+    """A scalar condition for every element of a block; the interpreter cannot combine the two kinds of masks."""
+    return tl.full([BLOCK], condition.to(tl.int32), tl.int32) != 0
+
+
+@triton.jit
+def _wait(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """The words of a row's parts, once all are there; 0 is none yet."""
+    o_c = tl.arange(0, PADDED)
+    b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
+    while tl.min((b_word != 0).to(tl.int32), 0) == 0:
+        b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
+    return b_word
+
+
+@triton.jit
+def _row(i_n, n_inner, stride_outer, stride_inner):
+    return (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
+
+
+@triton.jit
+def _publish(
+    b_x, o_v, p_word, p_weight, n_parts,
+    V: tl.constexpr, WIDTH: tl.constexpr, BEYOND: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
+):  # fmt: skip
+    """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column."""
+    if WIDTH > V:
+        b_x = tl.where(o_v < V, b_x, 0.0)
+    b_z = _cap(b_x, SOFTCAP)
+    b_inside = b_z if BEYOND != 0.0 else tl.where(o_v < V, b_z, -float("inf"))
+    # Finite, so that a part of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
+    z_max = tl.maximum(tl.max(b_inside, 0), -1e30)
+    z_exp = tl.sum(tl.exp2((b_inside - z_max) * _LOG2E), 0)
+    if SMOOTHING > 0.0:
+        z_sum = tl.sum(tl.where(o_v < V, _class_weights(p_weight, o_v, V) * b_z, 0.0), 0)
+        tl.store(p_word + n_parts, _word(z_sum, 1))
+    if PREDICT:
+        best = tl.min(tl.where(b_inside == z_max, o_v, V - 1), 0)
+        tl.store(p_word + 2 * n_parts, best.to(tl.int64) + 1)
+    tl.store(p_word, _word(z_max, z_exp.to(tl.uint32, bitcast=True).to(tl.int64)))
+
+
+@triton.jit(do_not_specialize=["n_parts", "lag", "n_inner"])
+def cross_entropy_kernel(
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
+    n_parts, lag, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
+    V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one part and the statistics of a later one; one program of a row writes the row's results.
+
+    Without STATISTICS, lse and share are read. V < TOTAL is a shard of the vocabulary: what is stored in place of the
+    loss is then its part that is linear in the logits.
     """
-    i_n = tl.program_id(0).to(tl.int64)
-    p_z += i_n * stride_z
+    # Beyond the last column, -inf has no part in maximum and sum; only these can do with it.
+    BEYOND: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or WIDTH > V else -float("inf")
+    i_a = tl.program_id(0)
+    i_b = i_a - lag
+    if STATISTICS:
+        # Asked for early, needed late.
+        o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
+        counted_a = tl.load(p_target + i_a // PARTS, mask=i_a < n_parts, other=ignore_index) != ignore_index
+        p_a = p_z + _row(i_a // PARTS, n_inner, stride_z_outer, stride_z)
+        b_a = tl.load(p_a + o_a, mask=(o_a < WIDTH) & _spread(counted_a, BLOCK), other=BEYOND)
+    if i_b >= 0:
+        _finish(
+            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction,
+            p_words, i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
+            stride_scale, ignore_index, start,
+            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK,
+        )  # fmt: skip
+    if STATISTICS and counted_a:
+        PREDICT: tl.constexpr = p_prediction is not None
+        _publish(b_a, o_a, p_words + i_a, p_weight, n_parts, V, WIDTH, BEYOND, SMOOTHING, SOFTCAP, PREDICT)
+
+
+@triton.jit
+def _finish(
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
+    i_n, i_c, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
+    V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of part i_c of row i_n, and the row's results if this is the part to write them."""
     target = tl.load(p_target + i_n)
-    TAIL: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    o_b = tl.arange(0, BLOCK)
-    o_t = TAIL + o_b
-    # The buffer's padding may be read: a mask at its end, a multiple of 16 bytes, keeps the loads vectorized.
-    m_t = o_t < V_PADDED
+    o_v = i_c * BLOCK + tl.arange(0, BLOCK)
+    # Where rows are padded the padding may be read and written: its end, a multiple of 16 bytes, keeps accesses wide.
+    m_v = o_v < WIDTH
+    if GRADIENT:
+        p_dz += _row(i_n, n_inner, stride_dz_outer, stride_dz)
     if target == ignore_index:
         if GRADIENT:
-            b_zero = tl.zeros([BLOCK], p_z.dtype.element_ty)
-            for i_v in range(0, TAIL, BLOCK):
-                tl.store(p_z + i_v + o_b, b_zero)
-            tl.store(p_z + o_t, b_zero, mask=m_t)
+            tl.store(p_dz + o_v, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=m_v)
         if STATISTICS:
-            tl.store(p_loss + i_n, 0.0)
-            if p_lse is not None:
-                tl.store(p_lse + i_n, 0.0)
-            if p_share is not None:
-                tl.store(p_share + i_n, 0.0)
-            if p_largest is not None:
-                tl.store(p_largest + i_n, 0.0)
-            if p_prediction is not None:
-                tl.store(p_prediction + i_n, -1)
-        return
-
-    # A target outside the vocabulary is the caller's bug; there is no way to raise from here, so the row turns to NaN.
-    poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
-    target -= start
-    here = (target >= 0) & (target < V)
-    target_weight = 1.0
-    if p_weight is not None:
-        target_weight = tl.load(p_weight + target, mask=here, other=0.0)
-    b_tail = tl.where(o_t < V, tl.load(p_z + o_t, mask=m_t, other=0.0), 0.0)
-
-    if STATISTICS:
-        z_target = _cap(tl.load(p_z + target, mask=here, other=0.0), SOFTCAP)
-        # Finite, so that a block of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
-        z_max = -1e30
-        z_exp = 0.0
-        z_sum = 0.0
-        w_sum = 0.0
-        best = 0
-        for i_v in tl.range(0, TAIL, BLOCK, num_stages=STAGES):
-            b_z = _cap(tl.load(p_z + i_v + o_b), SOFTCAP)
-            b_max = tl.max(b_z, 0)
-            if p_prediction is not None and b_max > z_max:
-                best = tl.min(tl.where(b_z == b_max, i_v + o_b, V), 0)
-            m_new = tl.maximum(z_max, b_max)
-            z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
-            z_max = m_new
-            if SMOOTHING > 0.0:
-                b_w = _class_weights(p_weight, i_v + o_b, V)
-                z_sum += tl.sum(b_w * b_z, 0)
-                if p_weight is not None:
-                    w_sum += tl.sum(b_w, 0)
-        b_z = tl.where(o_t < V, _cap(b_tail, SOFTCAP), -float("inf"))
-        b_max = tl.max(b_z, 0)
-        if p_prediction is not None and b_max > z_max:
-            best = tl.min(tl.where(b_z == b_max, o_t, V), 0)
-        m_new = tl.maximum(z_max, b_max)
-        z_exp = z_exp * tl.exp2((z_max - m_new) * _LOG2E) + tl.sum(tl.exp2((b_z - m_new) * _LOG2E), 0)
-        if SMOOTHING > 0.0:
-            b_w = _class_weights(p_weight, o_t, V)
-            z_sum += tl.sum(tl.where(o_t < V, b_w * b_z, 0.0), 0)
-            if p_weight is not None:
-                w_sum += tl.sum(b_w, 0)
-
-        lse = m_new + tl.log2(z_exp) * _LN2
-        linear = (1.0 - SMOOTHING) * target_weight * z_target + SMOOTHING / TOTAL * z_sum
+            _store_row(p_loss, p_lse, p_share, p_largest, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
+    elif GRADIENT or i_c == 0:
+        p_z += _row(i_n, n_inner, stride_z_outer, stride_z)
+        if GRADIENT:
+            b_x = tl.load(p_z + o_v, mask=m_v, other=0.0, eviction_policy="evict_first")
+            if WIDTH > V:
+                b_x = tl.where(o_v < V, b_x, 0.0)
+            scale = tl.load(p_scale + i_n * stride_scale)
+        # A target outside the vocabulary is the caller's bug; there is no way to raise, so the row turns to NaN.
+        poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
+        column = target - start
+        inside = (column >= 0) & (column < V)
+        here = inside & (column // BLOCK == i_c)
+        first = i_c == 0
+        ends = here | (first & (inside == 0)) if GRADIENT else first
+        x_target = tl.load(p_z + column, mask=ends & inside, other=0.0)
+        z_target = _cap(x_target, SOFTCAP)
+        target_weight = 1.0
         share = 1.0
         if p_weight is not None:
-            share = (1.0 - SMOOTHING) * target_weight + SMOOTHING / TOTAL * w_sum
-        if V == TOTAL:
-            tl.store(p_loss + i_n, share * lse - linear + Z_LOSS * lse * lse + poison)
+            target_weight = tl.load(p_weight + column, mask=inside, other=0.0)
+
+        if STATISTICS:
+            p_words += i_n * PARTS
+            o_c = tl.arange(0, PADDED)
+            b_word = _wait(p_words, PARTS, PADDED)
+            b_max = tl.where(o_c < PARTS, _high(b_word), -1e30)
+            z_max = tl.max(b_max, 0)
+            z_exp = tl.sum(tl.where(o_c < PARTS, _low(b_word), 0.0) * tl.exp2((b_max - z_max) * _LOG2E), 0)
+            lse = z_max + tl.log2(z_exp) * _LN2
+            if p_weight is not None:
+                share = (1.0 - SMOOTHING) * target_weight
+                if SMOOTHING > 0.0:
+                    share += SMOOTHING / TOTAL * tl.load(p_weight_sum)
+            if ends:
+                loss = poison - (1.0 - SMOOTHING) * target_weight * z_target
+                if SMOOTHING > 0.0:
+                    b_word = _wait(p_words + n_parts, PARTS, PADDED)
+                    loss -= SMOOTHING / TOTAL * tl.sum(tl.where(o_c < PARTS, _high(b_word), 0.0), 0)
+                loss = loss + share * lse + Z_LOSS * lse * lse if V == TOTAL else -loss
+                best = 0
+                if p_prediction is not None:
+                    b_word = _wait(p_words + 2 * n_parts, PARTS, PADDED)
+                    best = tl.min(tl.where((b_max == z_max) & (o_c < PARTS), b_word.to(tl.int32) - 1, V - 1), 0)
+                _store_row(
+                    p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, z_max, start + best, True
+                )
         else:
-            tl.store(p_loss + i_n, linear + poison)
-        if p_lse is not None:
-            tl.store(p_lse + i_n, lse)
-        if p_share is not None:
-            tl.store(p_share + i_n, share)
-        if p_largest is not None:
-            tl.store(p_largest + i_n, m_new)
-        if p_prediction is not None:
-            tl.store(p_prediction + i_n, start + best)
-    else:
-        lse = tl.load(p_lse + i_n)
-        share = 1.0
-        if p_share is not None:
-            share = tl.load(p_share + i_n)
+            lse = tl.load(p_lse + i_n)
+            if p_share is not None:
+                share = tl.load(p_share + i_n)
 
-    if GRADIENT:
-        scale = tl.load(p_scale + i_n * stride_scale) + poison
-        b_z = _cap(b_tail, SOFTCAP)
-        b_dz = _gradient(
-            b_z, o_t, p_weight, target, target_weight, lse, share, scale, V, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP
-        )
-        tl.store(p_z + o_t, b_dz.to(p_z.dtype.element_ty), mask=m_t)
-        for i_v in tl.range(BLOCK, TAIL + BLOCK, BLOCK, num_stages=STAGES):
-            o_v = TAIL - i_v + o_b
-            b_z = _cap(tl.load(p_z + o_v), SOFTCAP)
-            b_dz = _gradient(
-                b_z, o_v, p_weight, target, target_weight, lse, share, scale, V, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP
-            )
-            tl.store(p_z + o_v, b_dz.to(p_z.dtype.element_ty))
+        if GRADIENT:
+            scale += poison
+            factor = (share + 2.0 * Z_LOSS * lse) * scale
+            b_p = tl.exp2((_cap(b_x, SOFTCAP) - lse) * _LOG2E)
+            b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
+            b_dz = _gradient(b_p, _slope(b_x, SOFTCAP), b_w, 0.0, scale, factor, TOTAL, SMOOTHING)
+            if here:
+                # The target's logit has been read by the thread that will need it before another one overwrites it.
+                tl.debug_barrier()
+            tl.store(p_dz + o_v, b_dz.to(p_dz.dtype.element_ty), mask=m_v, eviction_policy="evict_first")
+            if here:
+                # One element of the row differs from the others; it is written over what was just stored.
+                tl.debug_barrier()
+                p = tl.exp2((z_target - lse) * _LOG2E)
+                one_hot = (1.0 - SMOOTHING) * target_weight * scale
+                slope = _slope(x_target, SOFTCAP)
+                dz = _gradient(p, slope, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING)
+                tl.store(p_dz + column, dz.to(p_dz.dtype.element_ty))
 
 
-def _tile(vocabulary: int) -> tuple[int, int, int]:
-    """(BLOCK, warps, stages) for a row.
+@triton.jit
+def _store_row(
+    p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, largest, prediction, mask
+):  # fmt: skip
+    """The results of row i_n, those that are wanted."""
+    tl.store(p_loss + i_n, loss, mask=mask)
+    if p_lse is not None:
+        tl.store(p_lse + i_n, lse, mask=mask)
+    if p_share is not None:
+        tl.store(p_share + i_n, share, mask=mask)
+    if p_largest is not None:
+        tl.store(p_largest + i_n, largest, mask=mask)
+    if p_prediction is not None:
+        tl.store(p_prediction + i_n, prediction, mask=mask)
 
-    A thread holds 32 elements of a block. On an H200, 2048 rows of 128256 bf16 logits took 0.374 ms with 8192 elements,
-    8 warps and 4 stages, against 0.385 with 4096, 0.406 with 16384 and 0.377 with 32768 elements unpipelined.
+
+@dataclass(frozen=True)
+class Tile:
+    """How rows of `itemsize` bytes per logit are cut.
+
+    block: logits of a part; warps: of a program; registers: of a thread at the most; ahead: programs per multiprocessor
+    by which the statistics are ahead of the gradients, more than run at once, so that none waits, and as few as that
+    allows, so that the logits between are in L2.
     """
-    block = min(max(triton.next_power_of_2(vocabulary), 256), 8192)
-    return block, max(block // 1024, 1), 4
+
+    itemsize: int
+    block: int
+    warps: int
+    registers: int
+    ahead: int
+
+
+_TILES = (
+    Tile(itemsize=2, block=4096, warps=4, registers=64, ahead=11),
+    Tile(itemsize=4, block=2048, warps=4, registers=64, ahead=11),
+)
+
+
+def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
+    """The table's row, and the logits of a part and the warps of a program for rows of `vocabulary` logits."""
+    tile = next(tile for tile in _TILES if itemsize <= tile.itemsize)
+    block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
+    return tile, block, max(tile.warps * block // tile.block, 1)
 
 
 @dataclass(frozen=True)
@@ -236,37 +349,91 @@ class Statistics(NamedTuple):
     prediction: Tensor | None
 
 
+class _Results(NamedTuple):
+    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads lse and share."""
+
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    share: Tensor | None = None
+    largest: Tensor | None = None
+    prediction: Tensor | None = None
+
+
 def padded(vocabulary: int) -> int:
     """Elements from one row of a buffer of logits to the next."""
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., V] as [A, B, V] with adjacent columns: a view if they are adjacent and two strides lead to its rows."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    axes = [(1, 0), (1, 0)]
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if axes[-1][1] == size * stride and axes[-1][0] > 1:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size != 1:
+            axes.append((size, stride))
+    if len(axes) > 4 or x.numel() == 0:
+        return x.reshape(1, -1, x.shape[-1])
+    (outer, stride_outer), (inner, stride_inner) = axes[-2:]
+    return x.as_strided((outer, inner, x.shape[-1]), (stride_outer, stride_inner, 1))
+
+
 def cross_entropy_rows(
-    z: Tensor, target: Tensor, scale: Tensor, loss: Tensor, options: Options, gradient: bool,
-    *, weight: Tensor | None = None, prediction: Tensor | None = None,
+    z: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, options: Options, gradient: bool,
+    *, weight: Tensor | None = None, dz: Tensor | None = None, lse: Tensor | None = None, share: Tensor | None = None,
+    prediction: Tensor | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `loss` with the losses of the rows and, if asked, overwrite `z` by scale · dloss/dz.
+    """Fill `loss` with the losses of the rows and, if asked, `dz` with scale · dloss/dz.
 
     Args:
-        z: [N, V], the leading columns of a buffer with `padded(V)` of them; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
+        z: [N, V], or [A, B, V] with N = A · B; adjacent columns; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
         target: [N], int64, contiguous.
-        scale: [N], of loss's dtype; expanded scalars too. Not read without `gradient`.
+        scale: [N], of loss's dtype; expanded scalars too. Needed for the gradient alone.
         loss: [N], fp32 (fp64 for fp64).
         options: what shapes the loss.
-        gradient: whether z is overwritten; it is left in no particular state otherwise.
+        gradient: whether dz is filled.
         weight: [V], of loss's dtype, contiguous: the classes' weights.
+        dz: like z, which is overwritten without it.
+        lse, share: [N], like loss: filled with what `cross_entropy_gradient` reads; share only with a weight.
         prediction: [N], int64, filled with the first column of each row's largest logit; -1 for an ignored row.
+        padding: whether z is the leading columns of a buffer with `padded(V)` of them, of which the others may be read,
+            and are left in no particular state where z is overwritten.
     """
-    n_rows = z.shape[0]
+    whole = Shard(0, z.shape[-1])
     if takes_kernel(z):
-        _launch(z, target, scale, loss, options, Shard(0, z.shape[1]), weight, gradient, prediction=prediction)
+        results = _Results(loss, lse, share, prediction=prediction)
+        filled = None if not gradient else z if dz is None else dz
+        _launch(z, target, options, whole, weight, results, scale, filled, padding)
         return
-    found = shard_statistics(z, target, options, Shard(0, z.shape[1]), weight=weight, predict=prediction is not None)
+    flat = z.reshape(-1, z.shape[-1])
+    found = _reference_statistics(flat, target, options, whole, weight, prediction is not None)
     loss.copy_(shard_loss(found, target, options))
-    if prediction is not None and found.prediction is not None:
-        prediction.copy_(found.prediction)
-    if gradient and n_rows:
-        shard_gradient(z, target, scale, found.lse, found.share, options, Shard(0, z.shape[1]), weight=weight)
+    for given, value in ((lse, found.lse), (share, found.share), (prediction, found.prediction)):
+        if given is not None and value is not None:
+            given.copy_(value)
+    if gradient:
+        cross_entropy_gradient(z, target, scale, found.lse, found.share, options, weight=weight, dz=dz)
+
+
+def cross_entropy_gradient(
+    z: Tensor, target: Tensor, scale: Tensor | None, lse: Tensor | None, share: Tensor | None, options: Options,
+    *, weight: Tensor | None = None, dz: Tensor | None = None, shard: Shard | None = None, padding: bool = True,
+) -> None:  # fmt: skip
+    """Fill `dz` with scale · dloss/dz from the rows' lse and share; arguments as in `cross_entropy_rows`.
+
+    With a shard, z and weight are its part of the vocabulary, and lse and share those of the whole.
+    """
+    assert scale is not None and lse is not None
+    shard = shard or Shard(0, z.shape[-1])
+    if takes_kernel(z):
+        results = _Results(lse=lse, share=share)
+        _launch(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
+        return
+    flat = z.reshape(-1, z.shape[-1])
+    value = _reference_gradient(flat, target, scale, lse, share, options, shard, weight)
+    (z if dz is None else dz).copy_(value.view(z.shape))
 
 
 def shard_statistics(
@@ -276,21 +443,16 @@ def shard_statistics(
 
     Arguments as in `cross_entropy_rows`: target counts in the whole vocabulary, weight is of the shard's classes.
     """
-    dtype, n_rows = accumulator(z.dtype), z.shape[0]
-
-    def rows(wanted: bool, dtype: torch.dtype = dtype) -> Tensor | None:
-        return z.new_empty(n_rows, dtype=dtype) if wanted else None
-
-    lse, linear = z.new_empty(n_rows, dtype=dtype), z.new_empty(n_rows, dtype=dtype)
-    share, largest, prediction = rows(weight is not None), rows(predict), rows(predict, torch.int64)
-    found = Statistics(lse, linear, share, largest, prediction)
-    if takes_kernel(z):
-        _launch(
-            z, target, None, linear, options, shard, weight, False,
-            lse=lse, share=share, largest=largest, prediction=prediction,
-        )  # fmt: skip
-        return found
-    return _reference_statistics(z, target, options, shard, weight, predict)
+    if not takes_kernel(z):
+        return _reference_statistics(z, target, options, shard, weight, predict)
+    lse, linear, share, largest = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
+    found = Statistics(
+        lse, linear, None if weight is None else share, largest if predict else None,
+        torch.empty_like(target) if predict else None,
+    )  # fmt: skip
+    results = _Results(linear, lse, found.share, found.largest, found.prediction)
+    _launch(z, target, options, shard, weight, results, None, None, padding=True)
+    return found
 
 
 def shard_gradient(
@@ -298,10 +460,7 @@ def shard_gradient(
     *, weight: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite a shard's logits z by scale · dloss/dz, from lse and share [N] of the whole vocabulary."""
-    if takes_kernel(z):
-        _launch(z, target, scale, None, options, shard, weight, True, lse=lse, share=share, statistics=False)
-        return
-    _reference_gradient(z, target, scale, lse, share, options, shard, weight)
+    cross_entropy_gradient(z, target, scale, lse, share, options, weight=weight, shard=shard)
 
 
 def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
@@ -312,20 +471,37 @@ def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
 
 
 def _launch(
-    z: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor | None, options: Options, shard: Shard,
-    weight: Tensor | None, gradient: bool, *, statistics: bool = True, lse: Tensor | None = None,
-    share: Tensor | None = None, largest: Tensor | None = None, prediction: Tensor | None = None,
+    z: Tensor, target: Tensor, options: Options, shard: Shard, weight: Tensor | None, results: _Results,
+    scale: Tensor | None, dz: Tensor | None, padding: bool,
 ) -> None:  # fmt: skip
-    vocabulary = z.shape[1]
-    block, warps, stages = _tile(vocabulary)
+    """Fill the results, if they have a place for the loss, and dz, if there is one."""
+    vocabulary = z.shape[-1]
+    tile, block, warps = _tile(vocabulary, z.itemsize)
+    parts = triton.cdiv(vocabulary, block)
+    n_parts = target.shape[0] * parts
+    words, weight_sum, lag = None, None, 0
+    statistics = results.loss is not None
+    if statistics:
+        # A word per part for its maximum and sum, one for its weighted sum, one for its largest logit's column.
+        kinds = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
+        words = z.new_zeros(kinds * n_parts, dtype=torch.int64)
+        weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
+        lag = min(n_parts, parts + tile.ahead * multiprocessors(z.device))
     launch(
-        cross_entropy_kernel, (z.shape[0],),
-        z, target, weight, scale, loss, lse, share, largest, prediction,
-        z.stride(0), 0 if scale is None else scale.stride(0), options.ignore_index, shard.start,
-        V=vocabulary, V_PADDED=padded(vocabulary), TOTAL=shard.total,
+        cross_entropy_kernel, (n_parts + lag,),
+        z, dz, target, weight, weight_sum, scale,
+        *results, words,
+        n_parts, lag, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
+        0 if scale is None else scale.stride(0), options.ignore_index, shard.start,
+        V=vocabulary, WIDTH=padded(vocabulary) if padding else vocabulary, TOTAL=shard.total,
         SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
-        STATISTICS=statistics, GRADIENT=gradient, BLOCK=block, STAGES=stages, num_warps=warps,
+        STATISTICS=statistics, GRADIENT=dz is not None,
+        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, num_warps=warps, maxnreg=tile.registers,
     )  # fmt: skip
+
+
+def _row_strides(x: Tensor) -> tuple[int, int]:
+    return 0 if x.dim() == 2 else x.stride(0), x.stride(-2)
 
 
 def _capped(z: Tensor, softcap: float) -> Tensor:
@@ -373,7 +549,7 @@ def _reference_statistics(
 def _reference_gradient(
     z: Tensor, target: Tensor, scale: Tensor, lse: Tensor, share: Tensor | None, options: Options, shard: Shard,
     weight: Tensor | None,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     counted, here, column = _local(target, options, shard, z.shape[1])
     smoothing, wide, lse = options.label_smoothing, _capped(z, options.softcap), lse[:, None]
     dz = (wide - lse).exp_().mul_((1.0 if share is None else share[:, None]) + 2 * options.z_loss * lse)
@@ -384,4 +560,4 @@ def _reference_gradient(
     dz.mul_(scale[:, None])
     if options.softcap:
         dz.mul_(1 - (wide / options.softcap).square_())
-    z.copy_(dz.where(counted, 0))
+    return dz.where(counted, 0)

@@ -1,0 +1,367 @@
+"""Cross entropy of logits that are there already.
+
+    z    = softcap · tanh(logits / softcap)            lse = log Σ_v exp z_v        p = exp(z - lse)
+    loss = a · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
+    dz   = ((a + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
+
+with ε the label smoothing, w the classes' weights (one without), a = (1 - ε) w_target + (ε / V) Σ_v w_v, and s what the
+reduction multiplies a row's loss by. Source: Szegedy et al. (smoothing, arXiv:1512.00567), de Brébisson and Vincent
+(z-loss, arXiv:1604.08859), Gemma 2 (softcap, arXiv:2408.00118); the gradient in the forward pass is Liger-Kernel's idea
+(arXiv:2410.10989, section 3.2).
+
+Axes: N rows, V vocabulary entries. A loss that is a scalar is linear in its incoming gradient, so the forward pass
+writes the gradient, too, while it has the logits at hand, and the backward pass multiplies it: 4 bytes per logit in
+bf16, in all. Without a reduction, a backward pass reads the logits again, and lse. Nothing is accumulated with atomics:
+results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._cross_entropy import Options, cross_entropy_gradient, cross_entropy_rows, rows_of
+from ._launch import DTYPES, accumulator, describe, has_dtype
+from ._loss import Reduction, check_options, divisors, refuse_double_backward, scaled, total
+from ._register import register
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+
+
+def _total(
+    logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if want_gradient else None
+    loss, predictions = _run(logits, weight, target, items, mean, options, dlogits, predict)
+    return loss, logits.new_empty(0) if dlogits is None else dlogits, predictions
+
+
+def _run(
+    logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool, options: Options,
+    dlogits: Tensor | None, predict: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss and the predictions; fills dlogits, which may be the logits themselves, with the loss's gradient."""
+    loss = logits.new_empty(target.numel(), dtype=accumulator(logits.dtype))
+    predictions = target.new_empty(target.shape if predict else 0)
+    labels, weight = target.reshape(-1).contiguous(), _dense(weight, loss.dtype)
+    if items is not None:
+        divisor = items.to(loss.dtype)
+        divisor, scale = divisor, divisor.reciprocal()
+    elif mean:
+        divisor, scale = divisors(labels, weight, options.ignore_index, loss).unbind()
+    else:
+        divisor = scale = loss.new_ones(())
+    rows = rows_of(logits)
+    dz = None if dlogits is None else rows if dlogits is logits else dlogits.view(rows.shape)
+    cross_entropy_rows(
+        rows, labels, scale.expand(loss.shape), loss, options, dlogits is not None, weight=weight,
+        dz=dz, prediction=predictions.view(-1) if predict else None, padding=False,
+    )  # fmt: skip
+    return total(loss, divisor), predictions
+
+
+def _dense(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if weight is None else weight.to(dtype).contiguous()
+
+
+def _total_fake(
+    logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dlogits = logits.new_empty(logits.shape if want_gradient else 0)
+    loss = logits.new_empty((), dtype=accumulator(logits.dtype))
+    return loss, dlogits, target.new_empty(target.shape if predict else 0)
+
+
+def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, dlogits, predictions = output
+    # Without this, autograd would fill a tensor of zeros as the incoming gradient of the dlogits that forward returned.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(dlogits, predictions)
+    ctx.save_for_backward(dlogits)
+    ctx.n_inputs = len(inputs)
+
+
+def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    refuse_double_backward("cross_entropy")
+    rest: tuple[None, ...] = (None,) * (ctx.n_inputs - 1)
+    return None if grad is None else scaled(ctx.saved_tensors[0], grad), *rest
+
+
+class _Reuse(torch.autograd.Function):
+    """The total over logits that its gradient overwrites; for eager mode, where autograd sees that they changed."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dlogits = logits.detach()
+        weight, target, items, mean, options, predict = rest
+        loss, predictions = _run(dlogits, weight, target, items, mean, options, dlogits, predict)
+        torch.autograd.graph.increment_version(logits)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(predictions)
+        ctx.save_for_backward(dlogits)
+        return loss, predictions
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> Any:
+        refuse_double_backward("cross_entropy")
+        return None if grad is None else scaled(ctx.saved_tensors[0], grad), *(None,) * 6
+
+
+def _rows(
+    logits: Tensor, weight: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    results = loss, lse, share, predictions = _rows_fake(
+        logits, weight, target, ignore_index, label_smoothing, z_loss, softcap, predict
+    )
+    cross_entropy_rows(
+        rows_of(logits), target.reshape(-1).contiguous(), None, loss.view(-1),
+        Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_dense(weight, loss.dtype),
+        lse=lse, share=None if weight is None else share, prediction=predictions.view(-1) if predict else None,
+        padding=False,
+    )  # fmt: skip
+    return results
+
+
+def _rows_fake(
+    logits: Tensor, weight: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype, n_rows = accumulator(logits.dtype), target.numel()
+    return (
+        logits.new_empty(target.shape, dtype=dtype),
+        logits.new_empty(n_rows, dtype=dtype),
+        logits.new_empty(0 if weight is None else n_rows, dtype=dtype),
+        target.new_empty(target.shape if predict else 0),
+    )
+
+
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, lse, share, predictions = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse, share, predictions)
+    ctx.save_for_backward(*inputs[:3], lse, share)
+    ctx.options = inputs[3:-1]
+
+
+def _rows_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    refuse_double_backward("cross_entropy")
+    return None if grad is None else _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+
+
+def _rows_bwd(
+    grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, lse: Tensor, share: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    dlogits, rows = _rows_bwd_fake(grad, logits), rows_of(logits)
+    cross_entropy_gradient(
+        rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(lse.dtype), lse,
+        None if weight is None else share, Options(ignore_index, label_smoothing, z_loss, softcap),
+        weight=_dense(weight, lse.dtype), dz=dlogits.view(rows.shape), padding=False,
+    )  # fmt: skip
+    return dlogits
+
+
+def _rows_bwd_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_total_op = register(
+    f"cross_entropy(Tensor logits, Tensor? weight, Tensor target, Tensor? items, bool mean, {_OPTIONS}, "
+    "bool want_gradient, bool predict) -> (Tensor, Tensor, Tensor)",
+    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
+)  # fmt: skip
+_rows_bwd_op = register(
+    "cross_entropy_rows_bwd(Tensor grad, Tensor logits, Tensor? weight, Tensor target, Tensor lse, Tensor share, "
+    f"{_OPTIONS}) -> Tensor",
+    _rows_bwd, _rows_bwd_fake,
+)  # fmt: skip
+_rows_op = register(
+    f"cross_entropy_rows(Tensor logits, Tensor? weight, Tensor target, {_OPTIONS}, bool predict)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
+)  # fmt: skip
+
+
+class LossAndPredictions(NamedTuple):
+    """A loss, and how well the largest logits hit the targets.
+
+    loss: as `cross_entropy` returns it.
+    predictions: int64, of target's shape: the first class of each row's largest logit; -1 in ignored rows.
+    accuracy: fp32 scalar, the share of the rows that are not ignored whose prediction is their target; NaN for none.
+    """
+
+    loss: Tensor
+    predictions: Tensor
+    accuracy: Tensor
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    reuse_logits: bool = False,
+) -> Tensor:
+    """Cross entropy of logits, fused with its gradient.
+
+    Equivalent to::
+
+        logits = softcap * torch.tanh(logits.float() / softcap)                                     # with a softcap
+        options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        loss = F.cross_entropy(logits, target, reduction="none", **options)
+        loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
+        loss = loss.sum() / (num_items or weight[target[target != ignore_index]].sum())             # reduction="mean"
+
+    for logits [N, V]; here the classes always are the last axis. The z-loss thus is averaged over the same rows, by the
+    same divisor, as the cross entropy.
+
+    With a scalar result the gradient is computed in the forward pass, into a new tensor of the size of the logits. With
+    reduction="none" a row's incoming gradient is known only in the backward pass, which then reads the logits a second
+    time; so it does in fp16, whose gradients would vanish without the loss scale that arrives with it. Double backward
+    is not supported.
+
+    Args:
+        logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are read where they are if
+            the classes are adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`).
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
+            gradient to NaN; on a CPU it raises.
+        weight: [V], a weight per class.
+        ignore_index: rows with this target have loss and gradient zero.
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-partition function.
+        softcap: logits are squashed into (-softcap, softcap).
+        reduction: "mean", "sum" or "none".
+        num_items: what "mean" divides by in place of the (weighted) number of rows that are not ignored; a tensor is
+            not read by the host.
+        reuse_logits: let a scalar loss write its gradient over the logits, which saves a tensor of their size. Whoever
+            looks at them afterwards finds the gradient. Autograd raises in the backward pass if another operator has
+            kept them. `torch.compile` plans memory by itself and leaves them alone, as does `torch.func`.
+
+    Returns:
+        fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
+        with zero gradients; the sum is 0.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit, or logits cannot be reused.
+
+    Example:
+        >>> logits = torch.randn(2, 8, 32, requires_grad=True)
+        >>> cross_entropy(logits, torch.randint(32, (2, 8))).backward()
+    """
+    _check(logits, target, weight)
+    check_options(label_smoothing, softcap, reduction, num_items)
+    options = Options(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    return _cross_entropy(logits, target, weight, options, reduction, num_items, reuse_logits, False)[0]
+
+
+def cross_entropy_with_predictions(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    reuse_logits: bool = False,
+) -> LossAndPredictions:
+    """`cross_entropy`, with `logits.argmax(-1)` and the accuracy from the same reading of the logits.
+
+    Arguments, the loss and errors as in `cross_entropy`; neither predictions nor accuracy carry a gradient.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0], [1.0, 0.0], [3.0, 0.0]])
+        >>> cross_entropy_with_predictions(logits, torch.tensor([1, 1, -100])).accuracy
+        tensor(0.5000)
+    """
+    _check(logits, target, weight)
+    check_options(label_smoothing, softcap, reduction, num_items)
+    options = Options(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    loss, predictions = _cross_entropy(logits, target, weight, options, reduction, num_items, reuse_logits, True)
+    counted = target != ignore_index
+    accuracy = ((predictions == target) & counted).sum() / counted.sum()
+    return LossAndPredictions(loss, predictions, accuracy)
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
+    num_items: int | Tensor | None, reuse_logits: bool, predict: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss and, if asked, the predictions."""
+    flags = (options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
+    trained = torch.is_grad_enabled() and logits.requires_grad
+    # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
+    # known in the backward pass.
+    if reduction == "none" or (trained and logits.dtype == torch.float16):
+        loss, _, _, predictions = _rows_op(logits, weight, target, *flags, predict)
+        if reduction == "mean":
+            loss = loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype)
+        return loss.sum() if reduction == "sum" else loss, predictions
+    items = None if num_items is None else _scalar(num_items, logits.device)
+    followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if reuse_logits and trained and not followed:
+        _check_reuse(logits)
+        reused: tuple[Tensor, Tensor] = _Reuse.apply(
+            logits, weight, target, items, reduction == "mean", options, predict
+        )
+        return reused
+    loss, _, predictions = _total_op(logits, weight, target, items, reduction == "mean", *flags, trained, predict)
+    return loss, predictions
+
+
+def _scalar(items: int | Tensor, device: torch.device) -> Tensor:
+    """The number of items on the device, made without waiting for it."""
+    if isinstance(items, Tensor):
+        return items.detach().to(device, non_blocking=True).reshape(())
+    return torch.full((), items, dtype=torch.float32, device=device)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
+    if num_items is not None:
+        return _scalar(num_items, target.device)
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return weight[target.clamp(0, weight.shape[0] - 1)].where(counted, 0.0).sum()
+
+
+def _check_reuse(logits: Tensor) -> None:
+    if logits.is_leaf:
+        raise ValueError("reuse_logits would overwrite a leaf that requires gradients; pass logits that were computed")
+    rows = rows_of(logits)
+    together = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    if together or rows.data_ptr() != logits.data_ptr():
+        raise ValueError(
+            "reuse_logits needs adjacent classes, at most two strides from row to row and no row twice; "
+            f"logits {describe(logits)} have the strides {logits.stride()}"
+        )
+
+
+def _check(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    if not has_dtype(logits) or logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must be {DTYPES} of shape [..., V] with V > 0, got {describe(logits)}")
+    if target.shape != logits.shape[:-1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"target {describe(target)} must be int64 {list(logits.shape[:-1])}, the leading shape of logits"
+        )
+    if weight is not None and (weight.shape != logits.shape[-1:] or not has_dtype(weight)):
+        raise ValueError(f"weight must be {DTYPES} of shape [{logits.shape[-1]}], got {describe(weight)}")
+    tensors = [logits, target] if weight is None else [logits, target, weight]
+    if any(t.device != logits.device for t in tensors):
+        raise ValueError(
+            f"logits, target and weight must be on one device, not {', '.join(str(t.device) for t in tensors)}"
+        )
