@@ -1,0 +1,264 @@
+"""The operators as modules, which only store and call: parameters, and the settings that do not change.
+
+Names and shapes of parameters are those of transformers' Llama-type models, so that their state dicts load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .ops._loss import Reduction
+from .ops.add_rms_norm import add_rms_norm
+from .ops.cross_entropy import cross_entropy
+from .ops.geglu import geglu, geglu_packed
+from .ops.layer_norm import layer_norm
+from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.relu_squared import relu_squared
+from .ops.rms_norm import Cast, rms_norm
+from .ops.swiglu import swiglu, swiglu_packed
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+# The operator on two tensors, the one on a packed tensor, and their options.
+_GATED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any]]] = {
+    "silu": (swiglu, swiglu_packed, {}),
+    "gelu": (geglu, geglu_packed, {"approximate": "none"}),
+    "gelu_tanh": (geglu, geglu_packed, {"approximate": "tanh"}),
+}
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` over the last axis, with a weight that starts so that `offset + weight` is one.
+
+    Args:
+        features: size of the last axis, D.
+        eps, offset, cast: as in `rms_norm`. Gemma's norm is `offset=1.0, cast="gemma"`.
+        weight: False for none.
+
+    Example:
+        >>> RMSNorm(4)(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        cast: Cast = "llama",
+        weight: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features, self.eps, self.offset, self.cast = features, eps, offset, cast
+        self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if weight else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start again with what does not scale."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+
+    def extra_repr(self) -> str:
+        """The settings, as `repr` shows them."""
+        weight = "" if self.weight is not None else ", weight=False"
+        return f"{self.features}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}{weight}"
+
+
+class AddRMSNorm(RMSNorm):
+    """`add_rms_norm`: a layer's result is added to the residual stream, and the sum is normalized for the next layer.
+
+    Args: as of `RMSNorm`.
+
+    Example:
+        >>> y, residual = AddRMSNorm(4)(torch.ones(2, 4), torch.ones(2, 4))
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x, residual: [..., D] → the norm of their sum, and the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, cast=self.cast)
+
+
+class LayerNorm(nn.Module):
+    """`layer_norm` over the last axis.
+
+    Args:
+        features: size of the last axis, D.
+        eps: added to the variance.
+        weight, bias: False for none.
+
+    Example:
+        >>> LayerNorm(4, bias=False)(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-5,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features, self.eps = features, eps
+        self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if weight else None
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start again with what changes nothing but mean and variance."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        """The settings, as `repr` shows them."""
+        return f"{self.features}, eps={self.eps}, weight={self.weight is not None}, bias={self.bias is not None}"
+
+
+class GatedMLP(nn.Module):
+    """The gated feed-forward layer, `down_proj(activation(gate_proj(x)) * up_proj(x))`.
+
+    Args:
+        features: size of the last axis of x and y, D.
+        hidden: features between, F.
+        activation: "silu" (Llama, Qwen), "gelu", or "gelu_tanh" (Gemma).
+        packed: gate and up come from one `gate_up_proj` (Phi-3, GLM), the gate first: one larger product in place of
+            two, and no tensor is cut or put together for it.
+        bias: whether the projections have one.
+
+    Raises:
+        ValueError: an unknown activation.
+
+    Example:
+        >>> GatedMLP(8, 16, activation="gelu_tanh", packed=True)(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Activation = "silu",
+        packed: bool = False,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _GATED:
+            raise ValueError(f"activation must be one of {', '.join(_GATED)}, got {activation!r}")
+        self.activation, self.packed = activation, packed
+        if packed:
+            self.gate_up_proj = nn.Linear(features, 2 * hidden, bias, device, dtype)
+        else:
+            self.gate_proj = nn.Linear(features, hidden, bias, device, dtype)
+            self.up_proj = nn.Linear(features, hidden, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden, features, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        gated, packed, options = _GATED[self.activation]
+        if self.packed:
+            h = packed(self.gate_up_proj(x), **options)
+        else:
+            h = gated(self.gate_proj(x), self.up_proj(x), **options)
+        y: Tensor = self.down_proj(h)
+        return y
+
+    def extra_repr(self) -> str:
+        """The settings, as `repr` shows them."""
+        return f"activation={self.activation!r}"
+
+
+class ReLUSquared(nn.Module):
+    """`relu_squared`.
+
+    Example:
+        >>> ReLUSquared()(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        return relu_squared(x)
+
+
+class _Loss(nn.Module):
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "reduction": reduction,
+        }
+
+    def extra_repr(self) -> str:
+        """The settings, as `repr` shows them."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class CrossEntropyLoss(_Loss):
+    """`cross_entropy` with its options.
+
+    Args: the keyword arguments of `cross_entropy` from `ignore_index` to `reduction`.
+
+    Example:
+        >>> CrossEntropyLoss(z_loss=1e-4)(torch.zeros(3, 8), torch.tensor([1, 2, -100])).shape
+        torch.Size([])
+    """
+
+    def forward(self, logits: Tensor, target: Tensor, num_items: int | Tensor | None = None) -> Tensor:
+        """logits: [..., V], target: [...] → a scalar, or [...] with reduction="none"."""
+        return cross_entropy(logits, target, num_items=num_items, **self.options)
+
+
+class LinearCrossEntropyLoss(_Loss):
+    """`linear_cross_entropy` with its options; the head's weight is an argument, so that it may be tied.
+
+    Args: the keyword arguments of `linear_cross_entropy` from `ignore_index` to `reduction`.
+
+    Example:
+        >>> head = nn.Linear(4, 8, bias=False)
+        >>> LinearCrossEntropyLoss()(torch.ones(3, 4), head.weight, torch.tensor([1, 2, -100])).backward()
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor:
+        """x: [..., H], weight: [V, H], target: [...], bias: [V] → a scalar, or [...] with reduction="none"."""
+        return linear_cross_entropy(x, weight, target, bias=bias, num_items=num_items, **self.options)
