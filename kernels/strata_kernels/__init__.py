@@ -10,7 +10,7 @@ from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
 from .ops.layer_norm import layer_norm
-from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
 from .ops.qk_norm_rope import qk_norm_rope
 from .ops.relu_squared import relu_squared
 from .ops.rms_norm import rms_norm
@@ -31,6 +31,7 @@ __all__ = [
     "geglu_packed",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_predictions",
     "patch_model",
     "qk_norm_rope",
     "relu_squared",

@@ -1,239 +1,45 @@
 """Cross entropy of a linear layer, without ever holding all of its logits.
 
     z    = softcap · tanh((x Wᵀ + b) / softcap)        lse = log Σ_v exp z_v        p = exp(z - lse)
-    loss = lse - (1 - ε) z_target - (ε / V) Σ_v z_v + z_loss · lse²
-    dz   = ((1 + 2 · z_loss · lse) p - (1 - ε) onehot(target) - ε / V) · s · (1 - (z / softcap)²)
+    loss = c · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
+    dz   = ((c + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
     dx   = dz W          dW = dzᵀ x          db = Σ_rows dz
 
-with ε the label smoothing and s what the reduction multiplies a row's loss by. Source: the order of work follows the
+with ε the label smoothing, w the classes' weights (one without), c = (1 - ε) w_target + (ε / V) Σ_v w_v, and s what a
+row's loss is multiplied by: its own weight over the divisor of the mean. Source: the order of work follows the
 gradient-in-forward scheme of Liger-Kernel (arXiv:2410.10989, section 3.2), the formulas Szegedy et al. (smoothing,
 arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemma 2 (softcap, arXiv:2408.00118).
 
-Axes: N rows, H features, V vocabulary entries. Rows are taken in chunks. A chunk is one matrix product into a reused
-buffer, one kernel that reads the logits, gives the losses and overwrites the logits by dz, and the products for dx and
-dW: 6·N·H·V FLOPs and no recomputation, since a scalar loss is linear in its incoming gradient, which the backward pass
-multiplies in. Nothing is accumulated with atomics: results repeat bit for bit.
+Axes: N rows, H features, V vocabulary entries. Rows are taken in parts: one matrix product into reused memory, a kernel
+that reads the logits, gives the losses and overwrites the logits by dz, and the products for dx and dW: 6·N·H·V FLOPs
+(4·N·H·V without dW) and no recomputation, since a scalar loss is linear in its incoming gradient, which the backward
+pass multiplies in. Nothing is accumulated with atomics: results repeat bit for bit.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from ._cross_entropy import Options, cross_entropy_rows, padded
-from ._launch import DTYPES, accumulator, describe, has_dtype, launch, takes_kernel
-from ._register import register
+from ._launch import DTYPES, accumulator, describe, has_dtype
+from ._linear_cross_entropy import rows_op, total_op
+from ._loss import Reduction, check_options
+from ._vocabulary_parallel import Cut, Localized, alone, equal_cut, is_dtensor, localize
+from .cross_entropy import LossAndPredictions
 
-Reduction = Literal["mean", "sum", "none"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-# Logits held at a time, in bytes. On an H200 at 8192x4096x128256 half of it costs 3 % of speed, twice of it gains none.
+Accumulate = Literal["exact", "lean"]
+
+# Logits held beside dW, bytes.
 _CHUNK_BYTES = 512 * 2**20
 # On a CPU a chunk that stays in the last-level cache is faster than one that does not.
 _CPU_CHUNK_BYTES = 16 * 2**20
-# dW is rounded to its dtype once per chunk. Up to this many roundings its error stays within twice that of one: with
-# bf16, 8192 rows and 4, 8 or 32 chunks it is 1.8, 2.9 or 4.8 times as large at the worst element.
-_MAX_ROUNDINGS = 4
-
-
-@triton.jit
-def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
-    """x *= factor, where a factor of one costs no traffic."""
-    factor = tl.load(p_factor).to(tl.float32)
-    if factor != 1.0:
-        o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_x = o_x < n_elements
-        b_x = tl.load(p_x + o_x, mask=m_x)
-        tl.store(p_x + o_x, (b_x.to(tl.float32) * factor).to(b_x.dtype), mask=m_x)
-
-
-def chunk_plan(
-    n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, budget: int
-) -> tuple[int, bool]:
-    """Rows of a chunk, and whether dW is accumulated in fp32.
-
-    As many rows as `budget` bytes of logits hold, evened out over the chunks. A 2-byte dW that would be rounded more
-    than `_MAX_ROUNDINGS` times gets fewer and larger chunks as long as those take less memory than an fp32 copy of dW
-    (up to about N = 8 H rows), and beyond that the copy.
-    """
-    row_bytes = padded(vocabulary) * itemsize
-    chunks = -(-n_rows * row_bytes // budget)
-    wide = False
-    if weight_grad and itemsize == 2 and chunks > _MAX_ROUNDINGS:
-        wide = -(-n_rows // _MAX_ROUNDINGS) * row_bytes > 2 * vocabulary * hidden * itemsize
-        chunks = chunks if wide else _MAX_ROUNDINGS
-    rows = -(-n_rows // max(chunks, 1))
-    # Tiles of the matrix products are 128 rows high.
-    return max(min(-(-rows // 128) * 128, n_rows), 1), wide
-
-
-def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, options: Options,
-    want_dx: bool, want_dw: bool, want_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses of the rows [N], and dx, dW, db of their sum weighted by `scale` [N]; empty where not wanted."""
-    (n_rows, hidden), vocabulary = x.shape, weight.shape[0]
-    budget = _CPU_CHUNK_BYTES if x.device.type == "cpu" else _CHUNK_BYTES
-    chunk, wide = chunk_plan(n_rows, vocabulary, hidden, x.itemsize, want_dw, budget)
-
-    loss = x.new_empty(n_rows, dtype=accumulator(x.dtype))
-    dx = torch.empty_like(x) if want_dx else x.new_empty(0)
-    dw = x.new_empty(weight.shape if want_dw else 0, dtype=accumulator(x.dtype) if wide else None)
-    db = x.new_zeros(vocabulary if want_db else 0, dtype=loss.dtype)
-    buffer = x.new_empty(chunk, padded(vocabulary))
-    for start in range(0, n_rows, chunk):
-        x_chunk = x[start : start + chunk]
-        part = slice(start, start + x_chunk.shape[0])
-        z = buffer[: x_chunk.shape[0], :vocabulary]
-        if bias is None:
-            torch.mm(x_chunk, weight.t(), out=z)
-        else:
-            torch.addmm(bias, x_chunk, weight.t(), out=z)
-        cross_entropy_rows(z, target[part], scale[part], loss[part], options, want_dx or want_dw or want_db)
-        if want_dx:
-            torch.mm(z, weight, out=dx[part])
-        if want_dw:
-            _add_product(dw, z.t(), x_chunk, first=start == 0)
-        if want_db:
-            db += z.sum(0, dtype=db.dtype)
-    if n_rows == 0:
-        dw.zero_()
-    return loss, dx, dw.to(weight.dtype), db.to(weight.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a @ b for the first product, total += a @ b after it; `total` may be wider than a and b."""
-    if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=0 if first else 1, out=total)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=total.dtype, out=total)
-    elif first:
-        total.copy_(a @ b)
-    else:
-        total += a @ b
-
-
-_ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, "
-    "int ignore_index, float label_smoothing, float z_loss, float softcap, bool want_dx, bool want_dw, bool want_db"
-)
-
-
-def _empty_gradients(
-    x: Tensor, weight: Tensor, want_dx: bool, want_dw: bool, want_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(x) if want_dx else x.new_empty(0),
-        weight.new_empty(weight.shape if want_dw else 0),
-        weight.new_empty(weight.shape[0] if want_db else 0),
-    )
-
-
-def _total(
-    divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    want_dx: bool, want_dw: bool, want_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    # A divisor of fp64 would carry its dtype into the loss.
-    divisor = divisor.to(accumulator(x.dtype))
-    scale = divisor.reciprocal().expand(x.shape[0])
-    loss, dx, dw, db = _run(x, weight, bias, target, scale, options, want_dx, want_dw, want_db)
-    return loss.sum() / divisor, dx, dw, db
-
-
-def _total_fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_gradients(x, weight, *rest[-3:])
-
-
-def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *gradients = output
-    # Without this, autograd would fill a zero dW as the incoming gradient of the dW that forward returned.
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*gradients)
-    ctx.save_for_backward(*gradients)
-    ctx.wanted = inputs[-3:]
-    ctx.n_inputs = len(inputs)
-
-
-def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    _refuse_double_backward()
-    nothing: tuple[None, ...] = (None,) * ctx.n_inputs
-    if grad is None:
-        return nothing
-    dx, dw, db = (_scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    return None, dx, dw, db, *nothing[4:]
-
-
-def _refuse_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError("linear_cross_entropy can be differentiated only once; leave out create_graph=True")
-
-
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor for a scalar on the device: in place, and without traffic for a factor of one, where that is safe.
-
-    It is not when the graph is kept for another backward pass, nor while a compiler traces (x then is of a subclass).
-    """
-    if type(x) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph() or not takes_kernel(x):
-        return x * factor
-    block = 8192
-    launch(multiply_kernel, (triton.cdiv(x.numel(), block),), x, factor, x.numel(), BLOCK=block, num_warps=8)
-    return x
-
-
-def _rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, *_: bool,
-) -> Tensor:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    scale = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
-    return _run(x, weight, bias, target, scale, options, False, False, False)[0]
-
-
-def _rows_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
-
-
-def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
-
-
-def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    _refuse_double_backward()
-    gradients: tuple[Tensor, ...] = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options)
-    return *(g if want else None for g, want in zip(gradients, ctx.options[-3:], strict=True)), *(None,) * 8
-
-
-def _rows_bwd(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    want_dx: bool, want_dw: bool, want_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    return _run(x, weight, bias, target, grad, options, want_dx, want_dw, want_db)[1:]
-
-
-def _rows_bwd_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(x, weight, *rest[-3:])
-
-
-_total_op = register(
-    f"linear_cross_entropy(Tensor divisor, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
-)  # fmt: skip
-_rows_bwd_op = register(
-    f"linear_cross_entropy_rows_bwd(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _rows_bwd, _rows_bwd_fake
-)
-_rows_op = register(
-    f"linear_cross_entropy_rows({_ARGUMENTS}) -> Tensor",
-    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
-)  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -242,12 +48,18 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    group: ProcessGroup | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Cross entropy of the logits `x @ weight.T + bias`, holding only a part of them at a time.
 
@@ -255,80 +67,278 @@ def linear_cross_entropy(
 
         logits = F.linear(x, weight, bias).float()
         logits = softcap * torch.tanh(logits / softcap)                                             # with a softcap
-        loss = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index, label_smoothing=...)
+        options = {"weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        loss = F.cross_entropy(logits, target, reduction="none", **options)
         loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
-        loss = loss.sum() / (num_items or (target != ignore_index).sum())                           # reduction="mean"
+        loss *= row_weight
+        loss = loss.sum() / (num_items or class_weight[target[target != ignore_index]].sum())       # reduction="mean"
 
     The z-loss thus is averaged over the same rows, by the same divisor, as the cross entropy.
 
-    The gradients for x, weight and bias are computed in the forward pass, those that are needed; one chunk of logits is
-    all that is held beside them (about 512 MiB at most on a GPU, or a quarter of the rows where that saves an fp32 copy
-    of the weight's gradient). With reduction="none" a row's incoming gradient is known only in the backward pass, which
+    The gradients for x, weight and bias are computed in the forward pass, those that are needed: a frozen weight saves
+    a third of the work. With reduction="none" a row's incoming gradient is known only in the backward pass, which
     then computes the logits a second time; so it does in fp16, whose gradients would vanish without the loss scale that
     arrives with it. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype.
+        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype. With a `group`, this process's part.
+            A DTensor with placement Shard(0) is vocabulary-parallel over its mesh dimension, a replicated one is not
+            cut; x and bias then are DTensors of the same mesh, and so is the result.
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
-        bias: [V], of x's dtype.
+        bias: [V], of x's dtype; cut as weight is.
+        class_weight: [V], a weight per class; all of them, also where weight is cut.
+        row_weight: of target's shape, multiplies each row's loss, without a gradient of its own. It does not enter the
+            divisor of the mean: for a weighted mean, pass its sum as `num_items`.
         ignore_index: rows with this target have loss and gradient zero.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-partition function.
         softcap: logits are squashed into (-softcap, softcap).
         reduction: "mean", "sum" or "none".
-        num_items: what "mean" divides by in place of the number of rows that are not ignored; a tensor is not read by
-            the host.
+        num_items: what "mean" divides by in place of the (weighted) number of rows that are not ignored; a tensor is
+            not read by the host.
+        max_targets: how many rows are not ignored, at most. Only that many rows are multiplied: ignored ones are
+            dropped first, without waiting for the device to count them, since the caller knows (a collator sees the
+            labels on the CPU). If more rows are not ignored, the result is NaN.
+        group: the processes that hold the vocabulary, in the order of their ranks, in parts of one size. All are
+            called with the same x, target and options, and get the same loss and gradient of x.
+        accumulate: how a 16-bit gradient of weight adds up over several parts of the rows. "exact" keeps 24 bits
+            between them, in one byte more per element while this runs, and rounds once. "lean" rounds after every part,
+            which passes twice PyTorch's own error from about the fourth part on.
+        chunk_bytes: logits held at a time, beside as many rows as fit into the memory of weight's gradient.
 
     Returns:
         fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
         with zero gradients; the sum is 0.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a shape, dtype, placement or option does not fit.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
         >>> linear_cross_entropy(x, weight, torch.randint(32, (2, 8))).backward()
     """
-    _check(x, weight, target, bias, label_smoothing, softcap, reduction, num_items)
-    device = x.device.type
-    # Meta tensors have no autocast, and torch.amp.is_autocast_available cannot be traced by torch 2.11.
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    options = _Options(
+        ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, num_items, max_targets, accumulate,
+        chunk_bytes, predict=False,
+    )  # fmt: skip
+    return _linear_cross_entropy(x, weight, target, bias, class_weight, row_weight, group, options).loss
+
+
+def linear_cross_entropy_with_predictions(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    group: ProcessGroup | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> LossAndPredictions:
+    """`linear_cross_entropy`, with the arg-max of the logits and the accuracy from the same reading of them.
+
+    Arguments, the loss and errors as in `linear_cross_entropy`; neither predictions nor accuracy carry a gradient.
+
+    Example:
+        >>> x, weight = torch.eye(3), torch.eye(3)
+        >>> linear_cross_entropy_with_predictions(x, weight, torch.tensor([0, 2, -100])).predictions
+        tensor([ 0,  1, -1])
+    """
+    options = _Options(
+        ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, num_items, max_targets, accumulate,
+        chunk_bytes, predict=True,
+    )  # fmt: skip
+    return _linear_cross_entropy(x, weight, target, bias, class_weight, row_weight, group, options)
+
+
+class _Options(NamedTuple):
+    """What the caller chose, as it is handed from step to step."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    reduction: Reduction
+    num_items: int | Tensor | None
+    max_targets: int | None
+    accumulate: Accumulate
+    chunk_bytes: int | None
+    predict: bool
+
+
+class _Rows(NamedTuple):
+    """x: [N, H], target: [N], weight: [N] in the dtype of the losses."""
+
+    x: Tensor
+    target: Tensor
+    weight: Tensor | None
+
+
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    row_weight: Tensor | None, group: ProcessGroup | None, options: _Options,
+) -> LossAndPredictions:  # fmt: skip
+    _check_options(options)
+    here = _local(x, weight, target, bias, row_weight, group)
+    x, weight, bias, target, row_weight = here.x, here.weight, here.bias, here.target, here.row_weight
+    _check(x, weight, target, bias, class_weight, row_weight, here.cut)
+    x, weight, bias = _autocast(x, weight, bias)
     _check_dtypes(x, weight, bias)
 
-    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows, weight, bias)]
-    options = (ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), *wanted)
+    wide = accumulator(x.dtype)
+    labels = target.reshape(-1).contiguous()
+    rows = _Rows(x.reshape(-1, x.shape[-1]), labels, None if row_weight is None else row_weight.reshape(-1).to(wide))
+    class_weight = None if class_weight is None else class_weight.to(wide).contiguous()
+    divisor = _divisor(labels, class_weight, options, here.sum_rows)
+    if class_weight is not None:
+        class_weight = class_weight[here.cut.start : here.cut.start + weight.shape[0]]
+
+    rows, kept = _drop_ignored(rows, options)
+    loss, predictions = _reduced(rows, weight, bias, class_weight, divisor, here.cut, options)
+    if kept is not None:
+        # More targets than were announced would go missing in silence.
+        counted = (labels != options.ignore_index).sum()
+        if loss.dim():
+            loss = loss.new_zeros(labels.shape).index_copy(0, kept, loss)
+        loss = loss + torch.where(counted > kept.shape[0], torch.nan, 0.0)
+        if options.predict:
+            predictions = predictions.new_full(labels.shape, -1).index_copy(0, kept, predictions)
+    if loss.dim():
+        loss = loss.view(target.shape)
+    if not options.predict:
+        return LossAndPredictions(here.wrap(loss), predictions, predictions)
+    hits = here.sum_rows(((predictions == labels) & (labels != options.ignore_index)).sum())
+    counted = here.sum_rows((labels != options.ignore_index).sum())
+    return LossAndPredictions(here.wrap(loss), here.wrap(predictions.view(target.shape)), hits / counted)
+
+
+def _local(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+    group: ProcessGroup | None,
+) -> Localized:  # fmt: skip
+    """What this process computes with."""
+    if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
+        if group is not None:
+            raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
+        return localize(x, weight, target, bias, row_weight)
+    cut = alone(weight.shape[0]) if group is None or group.size() == 1 else equal_cut(group, weight.shape[0])
+    return Localized(x, weight, target, bias, row_weight, cut, _same, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    device = x.device.type
+    # Meta tensors have no autocast, and torch.amp.is_autocast_available cannot be traced by torch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _divisor(
+    target: Tensor, class_weight: Tensor | None, options: _Options, sum_rows: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What the sum of the rows' losses is divided by: a scalar on the device, made without waiting for it."""
+    if options.reduction != "mean":
+        return torch.ones((), device=target.device)
+    if isinstance(options.num_items, Tensor):
+        return options.num_items.detach().to(target.device, non_blocking=True).reshape(())
+    if options.num_items is not None:
+        return torch.full((), options.num_items, dtype=torch.float32, device=target.device)
+    counted = target != options.ignore_index
+    if class_weight is None:
+        return sum_rows(counted.sum())
+    # A target outside the vocabulary, which turns its row's loss to NaN, counts as any other row.
+    return sum_rows(class_weight[target.clamp(0, class_weight.shape[0] - 1)].where(counted, 0.0).sum())
+
+
+def _drop_ignored(rows: _Rows, options: _Options) -> tuple[_Rows, Tensor | None]:
+    """At most `max_targets` rows, those that are not ignored first and in order, and where they come from."""
+    if options.max_targets is None or options.max_targets >= rows.target.shape[0]:
+        return rows, None
+    ignored = (rows.target == options.ignore_index).to(torch.uint8)
+    kept = ignored.argsort(stable=True)[: options.max_targets]
+    weight = None if rows.weight is None else rows.weight[kept]
+    return _Rows(rows.x.index_select(0, kept), rows.target[kept], weight), kept
+
+
+def _reduced(
+    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The scalar loss, or the losses of the rows, and the predictions."""
+    if torch._C._are_functorch_transforms_active():
+        return _plain(rows, weight, bias, class_weight, divisor, cut, options)
+    budget = options.chunk_bytes
+    if budget is None:
+        budget = _CPU_CHUNK_BYTES if rows.x.device.type == "cpu" else _CHUNK_BYTES
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows.x, weight, bias)]
+    tensors = (rows.x, weight, bias, rows.target, class_weight)
+    # In the order of Settings.
+    settings = (
+        options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0,
+        budget, options.accumulate == "exact", options.predict,
+        cut.group, cut.ranks, cut.start, cut.total, cut.sum_dx, *wanted,
+    )  # fmt: skip
     # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
     # known in the backward pass.
-    if reduction == "none" or rows.dtype == torch.float16:
-        losses: Tensor = _rows_op(rows, weight, bias, labels, *options)
-        if reduction == "none":
-            return losses.view(target.shape)
-        return losses.sum() / _divisor(labels, reduction, ignore_index, num_items).to(losses.dtype)
-    divisor = _divisor(labels, reduction, ignore_index, num_items)
-    loss: Tensor = _total_op(divisor, rows, weight, bias, labels, *options)[0]
-    return loss
+    if options.reduction == "none" or rows.x.dtype == torch.float16:
+        losses, predictions = rows_op(*tensors, *settings)
+        losses = losses if rows.weight is None else losses * rows.weight
+        if options.reduction == "none":
+            return losses, predictions
+        return losses.sum() / divisor.to(losses.dtype), predictions
+    loss, *_, predictions = total_op(divisor, rows.weight, *tensors, *settings)
+    return loss, predictions
 
 
-def _divisor(target: Tensor, reduction: Reduction, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
-    """What the sum of the rows' losses is divided by: a scalar on the device, made without waiting for it."""
-    if reduction == "sum":
-        return torch.ones((), device=target.device)
-    if num_items is None:
-        return (target != ignore_index).sum()
-    if isinstance(num_items, Tensor):
-        return num_items.detach().to(target.device, non_blocking=True).reshape(())
-    return torch.full((), num_items, dtype=torch.float32, device=target.device)
+def _plain(
+    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same in plain PyTorch, which is all that a transform of `torch.func` sees into."""
+    if cut.group:
+        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+    z = functional.linear(rows.x, weight, bias).to(accumulator(rows.x.dtype))
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    losses = functional.cross_entropy(
+        z, rows.target, class_weight, ignore_index=options.ignore_index, reduction="none",
+        label_smoothing=options.label_smoothing,
+    )  # fmt: skip
+    counted = rows.target != options.ignore_index
+    losses = losses + (options.z_loss * z.logsumexp(-1).square()).where(counted, 0.0)
+    losses = losses if rows.weight is None else losses * rows.weight
+    predictions = z.argmax(-1).where(counted, -1)
+    return (losses if options.reduction == "none" else losses.sum() / divisor), predictions
+
+
+def _check_options(options: _Options) -> None:
+    check_options(options.label_smoothing, options.softcap, options.reduction, options.num_items)
+    if options.accumulate not in get_args(Accumulate):
+        raise ValueError(f"accumulate {options.accumulate!r} must be one of {', '.join(get_args(Accumulate))}")
+    if options.chunk_bytes is not None and options.chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes {options.chunk_bytes} must be positive; leave it out for the default")
+    if options.max_targets is not None and options.max_targets < 0:
+        raise ValueError(f"max_targets {options.max_targets} must not be negative; leave it out to keep all rows")
 
 
 def _check(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    label_smoothing: float, softcap: float | None, reduction: str, num_items: int | Tensor | None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    row_weight: Tensor | None, cut: Cut,
 ) -> None:  # fmt: skip
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {describe(x)} and weight {describe(weight)} must be [..., H] and [V, H] with the same H")
@@ -336,22 +346,20 @@ def _check(
         raise ValueError(f"target {describe(target)} must be int64 {list(x.shape[:-1])}, the leading shape of x")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {describe(bias)} must be [{weight.shape[0]}], one value per row of weight")
-    tensors = [t for t in (x, weight, target, bias) if t is not None]
+    if class_weight is not None and (class_weight.shape != (cut.total,) or not class_weight.is_floating_point()):
+        raise ValueError(f"class_weight {describe(class_weight)} must be floating point [{cut.total}], one per class")
+    if row_weight is not None and row_weight.shape != target.shape:
+        raise ValueError(f"row_weight {describe(row_weight)} must be {list(target.shape)}, the shape of target")
+    if any(t is not None and t.requires_grad for t in (class_weight, row_weight)):
+        raise ValueError(
+            "class_weight and row_weight get no gradient: detach them, or multiply the losses of reduction='none'"
+        )
+    tensors = [t for t in (x, weight, target, bias, class_weight, row_weight) if t is not None]
     if any(t.device != x.device for t in tensors):
         devices = ", ".join(str(t.device) for t in tensors)
-        raise ValueError(f"x, weight, target and bias must be on one device, not {devices}")
+        raise ValueError(f"x, weight, target and other tensors must be on one device, not {devices}")
     if weight.numel() == 0:
         raise ValueError(f"weight {describe(weight)} must have at least one class and one feature")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing {label_smoothing} must be between 0 and 1")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap {softcap} must be positive; leave it out for none")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction {reduction!r} must be one of {', '.join(get_args(Reduction))}")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items is the divisor of reduction 'mean'; it contradicts reduction {reduction!r}")
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise ValueError(f"num_items {describe(num_items)} must have one element")
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -165,11 +165,16 @@ def _causal_lm_loss(
     *,
     softcap: float | None,
     num_items_in_batch: int | Tensor | None = None,
+    max_targets: int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What transformers' `ForCausalLMLoss` gives for the logits of `head`: position t predicts label t + 1."""
+    """What transformers' `ForCausalLMLoss` gives for the logits of `head`: position t predicts label t + 1.
+
+    A batch may bring `max_targets`: at most how many of its positions predict a label that is not ignored. The others
+    are dropped before the head.
+    """
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return linear_cross_entropy(
@@ -180,4 +185,5 @@ def _causal_lm_loss(
         ignore_index=ignore_index,
         softcap=softcap,
         num_items=num_items_in_batch,
+        max_targets=max_targets,
     )
