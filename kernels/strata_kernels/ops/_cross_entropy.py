@@ -1,335 +1,21 @@
-"""The kernel of `cross_entropy` and `linear_cross_entropy`: losses of rows of logits, and their gradients.
+"""Losses of rows of logits and their gradients: what `cross_entropy` and `linear_cross_entropy` are made of.
 
-Axes: N rows, V vocabulary entries, parts of a row. The gradient of a part needs the maximum and the sum of exponentials
-of its whole row, so logits are read twice; the second reading comes out of L2, which leaves 4 bytes per logit in bf16,
-one read and one write, for memory. To that end program i takes the statistics of part i, but the gradient of part
-i - lag: by then the programs of that row are done, and its logits are still in L2. The statistics travel through one
-word of memory per part. The formulas stand in `cross_entropy`.
-
-A program waits only for programs before it, and a GPU starts programs in the order of their numbers, as prefix sums by
-look-back need it, too: none waits in vain, however few run at once.
+The kernel, or plain PyTorch where it does not run; whole rows, or the columns that one process holds of them. The
+formulas stand in `cross_entropy`, how the work is cut in `_cross_entropy_kernel`.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from ._launch import accumulator, launch, multiprocessors, takes_kernel
-
-# Rows of the buffer start at multiples of this many elements: the matrix products and the kernel then move 16 bytes.
-_ALIGNMENT = 64
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _tanh(b_u):
-    """tanh to 2e-7 relative: an odd polynomial near zero, where the exponential form would cancel."""
-    b_w = b_u * b_u
-    b_small = -0.00599296 * b_w + 0.02092415
-    b_small = b_small * b_w - 0.05383514
-    b_small = b_small * b_w + 0.13332663
-    b_small = b_small * b_w - 0.33333328
-    b_small = b_u + b_u * b_w * b_small
-    b_e = tl.exp(-2.0 * tl.abs(b_u))
-    b_large = (1.0 - b_e) / (1.0 + b_e)
-    return tl.where(b_w < 0.4, b_small, tl.where(b_u < 0.0, -b_large, b_large))
-
-
-@triton.jit
-def _cap(b_z, SOFTCAP: tl.constexpr):
-    b_z = b_z.to(tl.float32)
-    if SOFTCAP > 0.0:
-        b_z = SOFTCAP * _tanh(b_z / SOFTCAP)
-    return b_z
-
-
-@triton.jit
-def _slope(b_x, SOFTCAP: tl.constexpr):
-    """The derivative of `_cap`, without the cancellation of 1 - tanh²."""
-    b_slope = 1.0
-    if SOFTCAP > 0.0:
-        b_e = tl.exp(-2.0 / SOFTCAP * tl.abs(b_x.to(tl.float32)))
-        b_r = 1.0 / (1.0 + b_e)
-        b_slope = 4.0 * b_e * b_r * b_r
-    return b_slope
-
-
-@triton.jit
-def _class_weights(p_weight, o_v, V: tl.constexpr):
-    """The weights of the classes, zero beyond the last; the scalar one without weights."""
-    b_w = 1.0
-    if p_weight is not None:
-        b_w = tl.load(p_weight + o_v, mask=o_v < V, other=0.0)
-    return b_w
-
-
-@triton.jit
-def _gradient(b_p, b_slope, b_w, b_one_hot, scale, factor, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr):
-    """dlogits of probabilities p; factor is scale times what multiplies p. Blocks or scalars."""
-    b_dz = b_p * factor - b_one_hot
-    if SMOOTHING > 0.0:
-        b_dz -= b_w * (SMOOTHING / TOTAL * scale)
-    return b_dz * b_slope
-
-
-@triton.jit
-def _word(high, low):
-    """An fp32 and 32 bits in one word of memory, which other programs see as a whole."""
-    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
-
-
-@triton.jit
-def _high(b_word):
-    return (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _low(b_word):
-    return b_word.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _spread(condition, BLOCK: tl.constexpr):
-    """A scalar condition for every element of a block; the interpreter cannot combine the two kinds of masks."""
-    return tl.full([BLOCK], condition.to(tl.int32), tl.int32) != 0
-
-
-@triton.jit
-def _wait(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """The words of a row's parts, once all are there; 0 is none yet."""
-    o_c = tl.arange(0, PADDED)
-    b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
-    while tl.min((b_word != 0).to(tl.int32), 0) == 0:
-        b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
-    return b_word
-
-
-@triton.jit
-def _row(i_n, n_inner, stride_outer, stride_inner):
-    return (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
-
-
-@triton.jit
-def _publish(
-    b_x, o_v, p_word, p_weight, n_parts,
-    V: tl.constexpr, WIDTH: tl.constexpr, BEYOND: tl.constexpr,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
-):  # fmt: skip
-    """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column."""
-    if WIDTH > V:
-        b_x = tl.where(o_v < V, b_x, 0.0)
-    b_z = _cap(b_x, SOFTCAP)
-    b_inside = b_z if BEYOND != 0.0 else tl.where(o_v < V, b_z, -float("inf"))
-    # Finite, so that a part of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
-    z_max = tl.maximum(tl.max(b_inside, 0), -1e30)
-    z_exp = tl.sum(tl.exp2((b_inside - z_max) * _LOG2E), 0)
-    if SMOOTHING > 0.0:
-        z_sum = tl.sum(tl.where(o_v < V, _class_weights(p_weight, o_v, V) * b_z, 0.0), 0)
-        tl.store(p_word + n_parts, _word(z_sum, 1))
-    if PREDICT:
-        best = tl.min(tl.where(b_inside == z_max, o_v, V - 1), 0)
-        tl.store(p_word + 2 * n_parts, best.to(tl.int64) + 1)
-    tl.store(p_word, _word(z_max, z_exp.to(tl.uint32, bitcast=True).to(tl.int64)))
-
-
-@triton.jit(do_not_specialize=["n_parts", "lag", "n_inner"])
-def cross_entropy_kernel(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
-    n_parts, lag, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
-    V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one part and the statistics of a later one; one program of a row writes the row's results.
-
-    Without STATISTICS, lse and share are read. V < TOTAL is a shard of the vocabulary: what is stored in place of the
-    loss is then its part that is linear in the logits.
-    """
-    # Beyond the last column, -inf has no part in maximum and sum; only these can do with it.
-    BEYOND: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or WIDTH > V else -float("inf")
-    i_a = tl.program_id(0)
-    i_b = i_a - lag
-    if STATISTICS:
-        # Asked for early, needed late.
-        o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
-        counted_a = tl.load(p_target + i_a // PARTS, mask=i_a < n_parts, other=ignore_index) != ignore_index
-        p_a = p_z + _row(i_a // PARTS, n_inner, stride_z_outer, stride_z)
-        b_a = tl.load(p_a + o_a, mask=(o_a < WIDTH) & _spread(counted_a, BLOCK), other=BEYOND)
-    if i_b >= 0:
-        _finish(
-            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction,
-            p_words, i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
-            stride_scale, ignore_index, start,
-            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK,
-        )  # fmt: skip
-    if STATISTICS and counted_a:
-        PREDICT: tl.constexpr = p_prediction is not None
-        _publish(b_a, o_a, p_words + i_a, p_weight, n_parts, V, WIDTH, BEYOND, SMOOTHING, SOFTCAP, PREDICT)
-
-
-@triton.jit
-def _finish(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
-    i_n, i_c, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
-    V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of part i_c of row i_n, and the row's results if this is the part to write them."""
-    target = tl.load(p_target + i_n)
-    o_v = i_c * BLOCK + tl.arange(0, BLOCK)
-    # Where rows are padded the padding may be read and written: its end, a multiple of 16 bytes, keeps accesses wide.
-    m_v = o_v < WIDTH
-    if GRADIENT:
-        p_dz += _row(i_n, n_inner, stride_dz_outer, stride_dz)
-    if target == ignore_index:
-        if GRADIENT:
-            tl.store(p_dz + o_v, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=m_v)
-        if STATISTICS:
-            _store_row(p_loss, p_lse, p_share, p_largest, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
-    elif GRADIENT or i_c == 0:
-        p_z += _row(i_n, n_inner, stride_z_outer, stride_z)
-        if GRADIENT:
-            b_x = tl.load(p_z + o_v, mask=m_v, other=0.0, eviction_policy="evict_first")
-            if WIDTH > V:
-                b_x = tl.where(o_v < V, b_x, 0.0)
-            scale = tl.load(p_scale + i_n * stride_scale)
-        # A target outside the vocabulary is the caller's bug; there is no way to raise, so the row turns to NaN.
-        poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
-        column = target - start
-        inside = (column >= 0) & (column < V)
-        here = inside & (column // BLOCK == i_c)
-        first = i_c == 0
-        ends = here | (first & (inside == 0)) if GRADIENT else first
-        x_target = tl.load(p_z + column, mask=ends & inside, other=0.0)
-        z_target = _cap(x_target, SOFTCAP)
-        target_weight = 1.0
-        share = 1.0
-        if p_weight is not None:
-            target_weight = tl.load(p_weight + column, mask=inside, other=0.0)
-
-        if STATISTICS:
-            p_words += i_n * PARTS
-            o_c = tl.arange(0, PADDED)
-            b_word = _wait(p_words, PARTS, PADDED)
-            b_max = tl.where(o_c < PARTS, _high(b_word), -1e30)
-            z_max = tl.max(b_max, 0)
-            z_exp = tl.sum(tl.where(o_c < PARTS, _low(b_word), 0.0) * tl.exp2((b_max - z_max) * _LOG2E), 0)
-            lse = z_max + tl.log2(z_exp) * _LN2
-            if p_weight is not None:
-                share = (1.0 - SMOOTHING) * target_weight
-                if SMOOTHING > 0.0:
-                    share += SMOOTHING / TOTAL * tl.load(p_weight_sum)
-            if ends:
-                loss = poison - (1.0 - SMOOTHING) * target_weight * z_target
-                if SMOOTHING > 0.0:
-                    b_word = _wait(p_words + n_parts, PARTS, PADDED)
-                    loss -= SMOOTHING / TOTAL * tl.sum(tl.where(o_c < PARTS, _high(b_word), 0.0), 0)
-                loss = loss + share * lse + Z_LOSS * lse * lse if V == TOTAL else -loss
-                best = 0
-                if p_prediction is not None:
-                    b_word = _wait(p_words + 2 * n_parts, PARTS, PADDED)
-                    best = tl.min(tl.where((b_max == z_max) & (o_c < PARTS), b_word.to(tl.int32) - 1, V - 1), 0)
-                _store_row(
-                    p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, z_max, start + best, True
-                )
-        else:
-            lse = tl.load(p_lse + i_n)
-            if p_share is not None:
-                share = tl.load(p_share + i_n)
-
-        if GRADIENT:
-            scale += poison
-            factor = (share + 2.0 * Z_LOSS * lse) * scale
-            b_p = tl.exp2((_cap(b_x, SOFTCAP) - lse) * _LOG2E)
-            b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
-            b_dz = _gradient(b_p, _slope(b_x, SOFTCAP), b_w, 0.0, scale, factor, TOTAL, SMOOTHING)
-            if here:
-                # The target's logit has been read by the thread that will need it before another one overwrites it.
-                tl.debug_barrier()
-            tl.store(p_dz + o_v, b_dz.to(p_dz.dtype.element_ty), mask=m_v, eviction_policy="evict_first")
-            if here:
-                # One element of the row differs from the others; it is written over what was just stored.
-                tl.debug_barrier()
-                p = tl.exp2((z_target - lse) * _LOG2E)
-                one_hot = (1.0 - SMOOTHING) * target_weight * scale
-                slope = _slope(x_target, SOFTCAP)
-                dz = _gradient(p, slope, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING)
-                tl.store(p_dz + column, dz.to(p_dz.dtype.element_ty))
-
-
-@triton.jit
-def _store_row(
-    p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, largest, prediction, mask
-):  # fmt: skip
-    """The results of row i_n, those that are wanted."""
-    tl.store(p_loss + i_n, loss, mask=mask)
-    if p_lse is not None:
-        tl.store(p_lse + i_n, lse, mask=mask)
-    if p_share is not None:
-        tl.store(p_share + i_n, share, mask=mask)
-    if p_largest is not None:
-        tl.store(p_largest + i_n, largest, mask=mask)
-    if p_prediction is not None:
-        tl.store(p_prediction + i_n, prediction, mask=mask)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How rows of `itemsize` bytes per logit are cut.
-
-    block: logits of a part; warps: of a program; registers: of a thread at the most; ahead: programs per multiprocessor
-    by which the statistics are ahead of the gradients, more than run at once, so that none waits, and as few as that
-    allows, so that the logits between are in L2.
-    """
-
-    itemsize: int
-    block: int
-    warps: int
-    registers: int
-    ahead: int
-
-
-_TILES = (
-    Tile(itemsize=2, block=4096, warps=4, registers=64, ahead=11),
-    Tile(itemsize=4, block=2048, warps=4, registers=64, ahead=11),
-)
-
-
-def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
-    """The table's row, and the logits of a part and the warps of a program for rows of `vocabulary` logits."""
-    tile = next(tile for tile in _TILES if itemsize <= tile.itemsize)
-    block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
-    return tile, block, max(tile.warps * block // tile.block, 1)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What shapes the loss of a row; a softcap of 0.0 is none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The columns of the vocabulary that a process holds: those from `start` on, of `total`."""
-
-    start: int
-    total: int
+from ._cross_entropy_kernel import Options as Options
+from ._cross_entropy_kernel import Results, launch_rows
+from ._cross_entropy_kernel import Shard as Shard
+from ._cross_entropy_kernel import padded as padded
+from ._launch import accumulator, takes_kernel
 
 
 class Statistics(NamedTuple):
@@ -347,21 +33,6 @@ class Statistics(NamedTuple):
     share: Tensor | None
     largest: Tensor | None
     prediction: Tensor | None
-
-
-class _Results(NamedTuple):
-    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads lse and share."""
-
-    loss: Tensor | None = None
-    lse: Tensor | None = None
-    share: Tensor | None = None
-    largest: Tensor | None = None
-    prediction: Tensor | None = None
-
-
-def padded(vocabulary: int) -> int:
-    """Elements from one row of a buffer of logits to the next."""
-    return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -403,9 +74,9 @@ def cross_entropy_rows(
     """
     whole = Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(loss, lse, share, prediction=prediction)
+        results = Results(loss, lse, share, prediction=prediction)
         filled = None if not gradient else z if dz is None else dz
-        _launch(z, target, options, whole, weight, results, scale, filled, padding)
+        launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
     found = _reference_statistics(flat, target, options, whole, weight, prediction is not None)
@@ -428,8 +99,8 @@ def cross_entropy_gradient(
     assert scale is not None and lse is not None
     shard = shard or Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(lse=lse, share=share)
-        _launch(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
+        results = Results(lse=lse, share=share)
+        launch_rows(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
     value = _reference_gradient(flat, target, scale, lse, share, options, shard, weight)
@@ -450,8 +121,8 @@ def shard_statistics(
         lse, linear, None if weight is None else share, largest if predict else None,
         torch.empty_like(target) if predict else None,
     )  # fmt: skip
-    results = _Results(linear, lse, found.share, found.largest, found.prediction)
-    _launch(z, target, options, shard, weight, results, None, None, padding=True)
+    results = Results(linear, lse, found.share, found.largest, found.prediction)
+    launch_rows(z, target, options, shard, weight, results, None, None, padding=True)
     return found
 
 
@@ -468,40 +139,6 @@ def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
     lse = whole.lse if whole.share is None else whole.share * whole.lse
     loss = lse - whole.linear + options.z_loss * whole.lse.square()
     return loss.where(target != options.ignore_index, 0.0)
-
-
-def _launch(
-    z: Tensor, target: Tensor, options: Options, shard: Shard, weight: Tensor | None, results: _Results,
-    scale: Tensor | None, dz: Tensor | None, padding: bool,
-) -> None:  # fmt: skip
-    """Fill the results, if they have a place for the loss, and dz, if there is one."""
-    vocabulary = z.shape[-1]
-    tile, block, warps = _tile(vocabulary, z.itemsize)
-    parts = triton.cdiv(vocabulary, block)
-    n_parts = target.shape[0] * parts
-    words, weight_sum, lag = None, None, 0
-    statistics = results.loss is not None
-    if statistics:
-        # A word per part for its maximum and sum, one for its weighted sum, one for its largest logit's column.
-        kinds = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
-        words = z.new_zeros(kinds * n_parts, dtype=torch.int64)
-        weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
-        lag = min(n_parts, parts + tile.ahead * multiprocessors(z.device))
-    launch(
-        cross_entropy_kernel, (n_parts + lag,),
-        z, dz, target, weight, weight_sum, scale,
-        *results, words,
-        n_parts, lag, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
-        0 if scale is None else scale.stride(0), options.ignore_index, shard.start,
-        V=vocabulary, WIDTH=padded(vocabulary) if padding else vocabulary, TOTAL=shard.total,
-        SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
-        STATISTICS=statistics, GRADIENT=dz is not None,
-        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, num_warps=warps, maxnreg=tile.registers,
-    )  # fmt: skip
-
-
-def _row_strides(x: Tensor) -> tuple[int, int]:
-    return 0 if x.dim() == 2 else x.stride(0), x.stride(-2)
 
 
 def _capped(z: Tensor, softcap: float) -> Tensor:
