@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from strata_platform.spec import RunSpec, dump_spec
+from tasks.runtime.checkpoint.state import load_model
+from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import PRESETS, adopt_tokenizer, build_model
+from tasks.runtime.model import PRESETS, adopt_tokenizer, build_model, build_saved_model, materialize
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
 
 log = logging.getLogger(__name__)
-
-
-# What a Trainer's checkpoint holds besides the state that only training needs.
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
 
 
 def collect_weights(folder: RunFolder, record: CompletionRecord) -> Path:
@@ -27,13 +26,11 @@ def collect_weights(folder: RunFolder, record: CompletionRecord) -> Path:
     weights = folder.weights
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
-    for pattern in _WEIGHTS:
-        for file in Path(record.checkpoint).glob(pattern):
-            # A link where the file system has them: weights are large, and a checkpoint is never written to again.
-            try:
-                os.link(file, weights / file.name)
-            except OSError:
-                shutil.copyfile(file, weights / file.name)
+    checkpoint = Path(record.checkpoint)
+    model = build_saved_model(checkpoint)
+    materialize(model, torch.device("cpu"))
+    load_model(Index(checkpoint), model)
+    model.save_pretrained(weights)
     shutil.copyfile(folder.metrics, weights / folder.metrics.name)
     return weights
 

@@ -11,7 +11,8 @@ from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
 
 log = logging.getLogger(__name__)
 
-# What may differ between two attempts of one run: none of it changes what the next step computes.
+# What may differ between two attempts of one run: none of it changes what the next step computes, rounding aside. How
+# the rows of a step are spread over processes and micro-batches is free, how many they are is not.
 _FREE = {
     "tracking": True,
     "evaluation": True,
@@ -19,6 +20,10 @@ _FREE = {
     "checkpoint": True,
     "output": True,
     "kernels": {"warmup", "warmup_timeout"},
+    "runtime": True,
+    "parallel": True,
+    "topology": True,
+    "training": {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"},
 }
 
 
@@ -110,7 +115,11 @@ def data_folder(output: str, recipe: DataRecipe) -> Path:
 
 
 def _bound(spec: RunSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", exclude=_FREE)  # type: ignore[arg-type]
+    decisive = {
+        "rows per step (training.micro_batch_size x gradient_accumulation_steps x processes)": spec.rows_per_step,
+        "parallel.compute_dtype": spec.parallel.compute_dtype if spec.parallel.type == "fsdp" else "model",
+    }
+    return spec.model_dump(mode="json", exclude=_FREE) | decisive  # type: ignore[arg-type]
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -44,6 +47,13 @@ def dtype_of(spec: RunSpec) -> torch.dtype:
     return _DTYPES[spec.model.dtype]
 
 
+def compute_dtype(spec: RunSpec) -> torch.dtype:
+    """The dtype that the forward and backward passes of training run in."""
+    if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
+        return _DTYPES[spec.parallel.compute_dtype]
+    return dtype_of(spec)
+
+
 def load_config(spec: RunSpec) -> PretrainedConfig:
     """The architecture alone; no weights are read."""
     if spec.model.name in PRESETS:
@@ -78,6 +88,50 @@ def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel
     return model
 
 
+def build_empty_model(spec: RunSpec) -> PreTrainedModel:
+    """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
+    return _empty_model(load_config(spec), dtype_of(spec), spec.model.attention)
+
+
+def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """The model of a checkpoint, likewise without memory for its weights."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = _empty_model(config, config.dtype, attention)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.config.use_cache = False
+    model.tie_weights()
+    return model
+
+
+def is_empty(model: PreTrainedModel) -> bool:
+    """Whether the model has no memory for its weights yet."""
+    return next(model.parameters()).is_meta
+
+
+def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: torch.device | None = None) -> None:
+    """Give an empty model memory on `device` for weights that are read next; its buffers keep their values."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device)
+    for path, buffer in buffers.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, buffer.to(buffers_on or device))
+    model.tie_weights()
+
+
+def place(model: PreTrainedModel, device: torch.device) -> None:
+    """Move the model to `device`; one that is empty gets its memory there."""
+    if is_empty(model):
+        materialize(model, device)
+    else:
+        model.to(device)
+
+
 def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own.
 
@@ -101,7 +155,7 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
             # Attention is not the kernel layer's, and this one runs on meta tensors.
             load_config(spec),
             attn_implementation="sdpa",
-            dtype=dtype_of(spec),
+            dtype=compute_dtype(spec),
         )
     model.config.use_cache = False
     return model

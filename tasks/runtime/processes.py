@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from strata_platform.spec import RunSpec
 # Long enough for one rank to load and pack data while the others wait, short enough that a dead peer ends the attempt.
 TIMEOUT = timedelta(minutes=30)
 
+_CONNECTIONS = count()
+
 T = TypeVar("T")
 
 
@@ -27,6 +30,8 @@ class Processes:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    group: dist.ProcessGroup | None = None
+    """Whom the collectives below are with; None is the group that training uses."""
 
     @classmethod
     def from_environment(cls) -> Processes:
@@ -65,9 +70,10 @@ class Processes:
             torch.cuda.set_device(self.local_rank)
             backend, device = "cpu:gloo,cuda:nccl", self.device
         store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-        # torchrun's static rendezvous keeps its store over restarts: without a prefix of its own, a process that comes
-        # back first would meet the addresses that its peers had before.
-        store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # torchrun's static rendezvous keeps its store over restarts, and over the sessions of a process: without a
+        # prefix of its own, one that comes back first would meet the addresses that its peers had before.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"restart-{restart}/connection-{next(_CONNECTIONS)}", store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
         )
@@ -92,11 +98,35 @@ class Processes:
             except ValueError as error:
                 refusal, outcome[1] = error, str(error)
         # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(outcome, src=0, group=self.group, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise refusal or ValueError(outcome[1])
         result: T = outcome[0]
         return result
+
+    def gather(self, value: T) -> list[T] | None:
+        """The values of all processes by rank, on the main process; None on the others. A collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, group=self.group)
+        return values
+
+    def scatter(self, values: list[T] | None) -> T:
+        """This process's of the values that the main process has. A collective."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values, group=self.group)
+        value: T = received[0]
+        return value
+
+    def in_new_group(self) -> Processes:
+        """The same processes, whose collectives, on the CPU, do not mix with those of any other group. A collective."""
+        if self.world_size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true in every process. A collective."""

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,12 +21,19 @@ from strata_kernels import PatchReport
 from strata_kernels.warmup import count_compiles
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.frameworks import hf
+from tasks.runtime.frameworks import framework_of
+from tasks.runtime.job import Job
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import adopt_tokenizer, build_model, prepare_for_training
+from tasks.runtime.model import adopt_tokenizer, build_empty_model, build_model, build_saved_model, prepare_for_training
+from tasks.runtime.optimizer import build_optimizer
+from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
+from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput
 from tasks.runtime.signals import preemptible
@@ -79,25 +86,85 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    done = checkpoint.step_of(resume_from) if resume_from else 0
     attempt = run.folder.begin_attempt() if run.processes.is_main else 0
-    model = build_model(run.spec)
+    model = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
     recorder = Recorder(run.spec, run.folder, run.processes, attempt)
     with count_compiles() as compiles, closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
-        if done < steps:
-            hf.train(run.spec, model, data, run.processes, run.folder, recorder, steps=steps, resume_from=resume_from)
+        if not resume_from or checkpoint.step_of(resume_from) < steps:
+            job = build_job(run, data, model, recorder, steps=steps, resume_from=resume_from)
+            with closing(job.writer):
+                framework_of(run.spec)(job)
+                job.writer.wait()
     warmup = {**run.warmup, "later_compiles": compiles.count}
     return run.processes.on_main(lambda: _record(run, data, model, patched, steps, attempt, warmup))
 
 
+def build_job(
+    run: Session,
+    data: PreparedData,
+    model: PreTrainedModel,
+    recorder: Recorder,
+    *,
+    steps: int,
+    resume_from: Path | None,
+) -> Job:
+    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective."""
+    strategy = strategy_of(run.spec, run.processes)
+    wrapped = strategy.wrap(model, weights_follow=resume_from is not None)
+    optimizer = build_optimizer(model, run.spec)
+    writer = CheckpointWriter(
+        run.folder.checkpoints,
+        model,
+        optimizer,
+        run.processes,
+        keep_last=run.spec.checkpoint.keep_last,
+        facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash},
+    )
+    return Job(
+        spec=run.spec,
+        processes=run.processes,
+        bare=model,
+        model=wrapped,
+        strategy=strategy,
+        optimizer=optimizer,
+        data=data,
+        start=checkpoint.step_of(resume_from) if resume_from else 0,
+        steps=steps,
+        recorder=recorder,
+        writer=writer,
+        set_random_states=_load(run, model, optimizer, resume_from),
+    )
+
+
+def _model(run: Session, resume_from: Path | None) -> PreTrainedModel:
+    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them."""
+    if resume_from:
+        return build_saved_model(resume_from, run.spec.model.attention)
+    return build_model(run.spec) if run.processes.is_main else build_empty_model(run.spec)
+
+
+def _load(
+    run: Session, model: PreTrainedModel, optimizer: torch.optim.Optimizer, resume_from: Path | None
+) -> Callable[[], None]:
+    """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
+    rank = run.processes.rank
+    if resume_from is None:
+        return lambda: seed_generators(run.spec.seed, rank, 0)
+    index = Index(resume_from)
+    load_model(index, model)
+    load_optimizer(index, model, optimizer)
+    if checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size:
+        return lambda: load_random_states(index, rank)
+    return lambda: seed_generators(run.spec.seed, rank, checkpoint.step_of(resume_from))
+
+
 def total_steps(spec: RunSpec, rows: int) -> int:
-    """Optimizer steps of the run; incomplete batches at the end of an epoch are left for the next shuffle."""
-    batches = rows // (spec.training.micro_batch_size * spec.topology.world_size)
-    if batches == 0:
+    """Optimizer steps of the run: those that read as many rows as its passes have."""
+    if rows < spec.training.micro_batch_size * spec.topology.world_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
             f"{spec.training.micro_batch_size} x {spec.topology.world_size} processes; "
@@ -106,7 +173,7 @@ def total_steps(spec: RunSpec, rows: int) -> int:
     if spec.passes is None:
         assert spec.training.steps is not None
         return spec.training.steps
-    return math.ceil(spec.passes * math.ceil(batches / spec.training.gradient_accumulation_steps))
+    return math.ceil(spec.passes * rows / spec.rows_per_step)
 
 
 def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
@@ -139,7 +206,7 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
             "set it to 'auto' to continue, choose another name, or remove the folder"
         )
-    if latest and checkpoint.data_of(latest) != data.manifest.recipe_hash:
+    if latest and checkpoint.facts_of(latest)["data_hash"] != data.manifest.recipe_hash:
         raise ValueError(
             f"{latest} was trained on other data than data.source {run.spec.data.source!r} gives now: its files, the "
             "tokenizer or Python changed. Restore them to continue that run, choose another name, or remove "
@@ -160,7 +227,6 @@ def _announce(
 ) -> None:
     if not run.processes.is_main:
         return
-    batch = run.spec.training.micro_batch_size * run.spec.training.gradient_accumulation_steps
     log.info(
         "model %s, %.1f M parameters, %s, on %d x %s",
         run.spec.model.name,
@@ -170,7 +236,7 @@ def _announce(
         device_name(run.processes),
     )
     log.info("kernels: %s", patched.summary() if patched else "off")
-    log.info("training: %d steps of %d rows", steps, batch * run.processes.world_size)
+    log.info("training: %d steps of %d rows, %s", steps, run.spec.rows_per_step, run.spec.runtime.framework)
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
 

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.whole import MANIFEST, commit, prune
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def write(root, step, content=b"weights", committed=True):
     (folder / "model.safetensors").write_bytes(content)
     (folder / "sub" / "state").write_bytes(content[::-1])
     if committed:
-        checkpoint.commit(folder, spec_hash="abc", data_hash="def", world_size=1)
+        commit(folder, {}, {"data_hash": "def"})
     return folder
 
 
@@ -34,9 +35,9 @@ def test_no_folder_has_no_checkpoint(root):
 
 
 def test_manifest_names_every_file(root):
-    manifest = json.loads((write(root, 3) / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((write(root, 3) / MANIFEST).read_text())
     assert manifest["step"] == 3
-    assert checkpoint.data_of(root / "checkpoint-3") == "def"
+    assert checkpoint.facts_of(root / "checkpoint-3")["data_hash"] == "def"
     assert set(manifest["files"]) == {"model.safetensors", "sub/state"}
 
 
@@ -53,12 +54,12 @@ def remove(folder):
 
 
 def tear_manifest(folder):
-    manifest = folder / checkpoint.MANIFEST
+    manifest = folder / MANIFEST
     manifest.write_text(manifest.read_text()[:40])
 
 
 def unfinished(folder):
-    (folder / checkpoint.MANIFEST).unlink()
+    (folder / MANIFEST).unlink()
 
 
 @pytest.mark.parametrize(
@@ -90,5 +91,20 @@ def test_discard_after_removes_what_a_killed_save_left(root):
 def test_prune_keeps_the_newest(root):
     for step in (5, 10, 15):
         write(root, step)
-    checkpoint.prune(root, keep=2)
+    prune(root, keep=2)
     assert [checkpoint.step_of(f) for f in checkpoint.folders(root)] == [10, 15]
+
+
+def test_what_its_writer_tells_of_a_file_is_believed_until_it_is_read(root):
+    folder = write(root, 5, committed=False)
+    commit(folder, {"model.safetensors": {"bytes": 7, "sha256": "0" * 64}}, {})
+    assert checkpoint.latest(root) is None
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_the_way_out(root):
+    folder = write(root, 5)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["format"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"checkpoint format 1, this version of Strata reads 2; finish that run with"):
+        checkpoint.facts_of(folder)

@@ -47,10 +47,10 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
     ("training", "rows", "steps"),
     [
         ({"steps": 7}, 1000, 7),
-        ({"epochs": 1, "micro_batch_size": 4}, 101, 25),
+        ({"epochs": 1, "micro_batch_size": 4}, 101, 26),
         ({"epochs": 0.5, "micro_batch_size": 4}, 101, 13),
-        ({"epochs": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 8}, 101, 12),
-        ({"micro_batch_size": 4}, 101, 50),
+        ({"epochs": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 8}, 101, 10),
+        ({"micro_batch_size": 4}, 101, 51),
     ],
 )
 def test_steps_of_a_run(training, rows, steps):

@@ -28,6 +28,9 @@ def test_same_spec_continues(tmp_path):
         {"evaluation": {"samples": 1}},
         {"resources": {"cpu": "8"}},
         {"kernels": {"warmup": False}},
+        {"runtime": {"framework": "torch"}},
+        {"topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}, "training": {"micro_batch_size": 2}},
+        {"training": {"micro_batch_size": 1, "gradient_accumulation_steps": 4}},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -41,6 +44,22 @@ def test_another_spec_is_refused_with_what_differs(tmp_path):
     with pytest.raises(ValueError, match=r"seed was 0, is 7.*optimizer\.lr was None, is 0\.001") as error:
         RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, seed=7, optimizer={"lr": 1e-3}))
     assert "Choose another name" in str(error.value)
+
+
+def test_the_rows_of_a_step_may_be_spread_but_not_changed(tmp_path):
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    with pytest.raises(ValueError, match=r"rows per step \(training\.micro_batch_size x .*\) was 4, is 8"):
+        RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, training={"gradient_accumulation_steps": 2}))
+
+
+def test_another_precision_is_another_run(tmp_path):
+    two = {"topology": {"nproc_per_node": 2}, "training": {"micro_batch_size": 2}}
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, **two, parallel={"type": "fsdp"}))
+    with pytest.raises(ValueError, match=r"parallel\.compute_dtype was 'model', is 'bfloat16'"):
+        RunFolder.of(spec(tmp_path)).claim(
+            spec(tmp_path, **two, parallel={"type": "fsdp", "compute_dtype": "bfloat16"})
+        )
 
 
 def test_attempts_are_counted(tmp_path):

@@ -11,7 +11,7 @@ import torch.multiprocessing as multiprocessing
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.frameworks.hf import _arguments
+from tasks.runtime.frameworks.hf import arguments
 from tasks.runtime.processes import Processes
 from tasks.runtime.run import session
 
@@ -48,6 +48,10 @@ def work(local_rank, folder, port):
         with session(make_spec(folder / "shared")) as run:
             assert run.processes.on_main(lambda: f"from {run.processes.rank}") == "from 0"
             assert run.processes.all_true(True)
+            others = run.processes.in_new_group()
+            gathered = others.gather(local_rank)
+            assert gathered == ([0, 1] if others.is_main else None)
+            assert others.scatter(gathered) == local_rank
             assert not run.processes.all_true(run.processes.is_main)
         assert sorted(path.name for path in RunFolder.of(make_spec(folder / "shared")).root.iterdir()) == ["spec.yaml"]
         # Found by the main process alone.
@@ -87,5 +91,4 @@ def test_processes_find_each_other_again_after_a_restart(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_single_process_takes_one_gpu(tmp_path):
-    spec = RunSpec(output=str(tmp_path))
-    assert _arguments(spec, RunFolder.of(spec), steps=1).n_gpu == 1
+    assert arguments(RunSpec(), tmp_path, steps=1).n_gpu == 1

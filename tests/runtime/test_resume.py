@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("train_only.py"))
 STEPS = 14
 
-# Two epochs and a half, checkpoints that do not fall on their borders, and two micro-batches to a step.
+# More than two epochs, checkpoints that do not fall on their borders, and two micro-batches to a step.
 SMALL = {
     "data": {"sequence_length": 64, "max_samples": 200},
     "training": {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
@@ -44,7 +44,7 @@ def make_spec(output, name, processes, **changes):
             "name": name,
             "output": str(output),
             "topology": {"nproc_per_node": processes},
-            "parallel": {"type": "ddp" if processes > 1 else "single"},
+            **({"parallel": {"type": "fsdp"}, "runtime": {"framework": "torch"}} if processes > 1 else {}),
             **changes,
         }
     )
@@ -177,10 +177,10 @@ class TestFinishedRun:
         spec, data = finished
         folder = RunFolder.of(spec)
         newest = checkpoint.latest(folder.checkpoints)
-        weights = newest / "model.safetensors"
+        weights = newest / "process-00000-000.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
         with caplog.at_level(logging.INFO, "tasks"), session(spec) as run:
             assert train(run, data).status == "complete"
-        assert f"{newest} is not used: model.safetensors has" in caplog.text
+        assert f"{newest} is not used: process-00000-000.safetensors has" in caplog.text
         assert "continuing after step 12" in caplog.text
         assert losses(spec) == undisturbed[1]

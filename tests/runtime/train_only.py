@@ -1,16 +1,35 @@
-"""Trains a spec and stops there: `python -m tests.runtime.train_only SPEC`, alone or under torchrun."""
+"""Trains specs in turn and stops there: `python -m tests.runtime.train_only SPEC[@STEP]...`, alone or under torchrun.
+
+With a step, what the run did after it is forgotten before: its later checkpoints, and that it was complete.
+"""
 
 import sys
 
 from strata_platform.spec import DataRecipe, load_spec
+from tasks.runtime import checkpoint
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.folder import data_folder
+from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.run import session, train
 
-if __name__ == "__main__":
-    configure_logging()
-    spec = load_spec(sys.argv[1])
+
+def forget(spec, step):
+    """Leave of a run what it had when `step` was done."""
+    checkpoint.discard_after(RunFolder.of(spec).checkpoints, step)
+    RunFolder.of(spec).record.unlink()
+
+
+def train_spec(spec, step=None):
+    """Train as the launched processes do."""
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     with session(spec) as run:
-        train(run, prepare(recipe, data_folder(spec.output, recipe), report=print))
+        if step is not None:
+            run.processes.on_main(lambda: forget(spec, step))
+        return train(run, prepare(recipe, data_folder(spec.output, recipe), report=print))
+
+
+if __name__ == "__main__":
+    configure_logging()
+    for argument in sys.argv[1:]:
+        file, _, step = argument.partition("@")
+        train_spec(load_spec(file), int(step) if step else None)

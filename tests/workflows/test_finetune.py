@@ -84,13 +84,19 @@ def test_the_record_has_what_was_asked_and_what_was_done(finished):
 
 def test_the_model_loads_in_a_fresh_interpreter_with_the_logits_of_the_checkpoint(finished, tmp_path):
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from tasks.runtime.checkpoint.state import load_model
+    from tasks.runtime.checkpoint.storage import Index
+    from tasks.runtime.model import build_saved_model, materialize
 
     folder, _ = finished
     subprocess.run([sys.executable, "-c", LOGITS, folder / "model", tmp_path / "logits"], check=True, timeout=120)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("def sum(iterable)", return_tensors="pt").input_ids
-    trained = AutoModelForCausalLM.from_pretrained(CompletionRecord.load(folder / "record.json").checkpoint)
+    trained = build_saved_model(checkpoint := Path(CompletionRecord.load(folder / "record.json").checkpoint))
+    materialize(trained, torch.device("cpu"))
+    load_model(Index(checkpoint), trained)
     assert torch.equal(torch.load(tmp_path / "logits"), trained(ids).logits)
     assert trained.config.eos_token_id == tokenizer.eos_token_id
 

@@ -225,10 +225,34 @@ class Ddp(Section):
     bucket_cap_mb: Count = Field(25, description="Size of a gradient bucket, MiB.")
 
 
+class Fsdp(Section):
+    """FSDP2: weights, gradients and optimizer state split over the processes, and gathered layer by layer."""
+
+    type: Literal["fsdp"] = Field("fsdp", description="A part of the model per process.")
+    reshard_after_forward: Flag = Field(
+        True,
+        description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
+        "pass: less memory, half as much traffic again.",
+    )
+    compute_dtype: Literal["model", "bfloat16"] = Field(
+        "model",
+        description="Type that layers are gathered in and compute in. `bfloat16` under model.dtype `float32` keeps "
+        "exact weights for the optimizer.",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Type that gradients are summed over processes in."
+    )
+    cpu_offload: Flag = Field(
+        False, description="Keep weights, gradients and optimizer state in host memory, and take steps there."
+    )
+
+
 class Runtime(Section):
     """What drives the training loop."""
 
-    framework: Literal["hf"] = Field("hf", description="`hf`: the Hugging Face Trainer.")
+    framework: Literal["hf", "torch"] = Field(
+        "hf", description="`hf`: the Hugging Face Trainer; `torch`: a plain PyTorch loop. Both train the same."
+    )
 
 
 class Kernels(Section):
@@ -294,7 +318,7 @@ class Tracking(Section):
 
 
 Objective = Annotated[Pretrain | Sft, Field(discriminator="type")]
-Parallel = Annotated[Single | Ddp, Field(discriminator="type")]
+Parallel = Annotated[Single | Ddp | Fsdp, Field(discriminator="type")]
 
 
 class RunSpec(Section):
@@ -331,6 +355,12 @@ class RunSpec(Section):
         return 2e-3 if self.model.name in PRESETS else 2e-5
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows that all processes read for one optimizer step."""
+        training = self.training
+        return training.micro_batch_size * training.gradient_accumulation_steps * self.topology.world_size
+
+    @property
     def passes(self) -> float | None:
         """Passes over the data: None when `training.steps` decides the length."""
         if self.training.steps is not None:
@@ -347,8 +377,14 @@ class RunSpec(Section):
         yield Contradiction(
             self.parallel.type == "single" and topology.world_size > 1,
             ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
-            f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp', "
-            "or topology.nnodes and topology.nproc_per_node to 1",
+            f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp' or "
+            "'fsdp', or topology.nnodes and topology.nproc_per_node to 1",
+        )
+        yield Contradiction(
+            self.parallel.type == "fsdp" and topology.world_size == 1,
+            ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
+            "'fsdp' splits the model over processes, and topology.nproc_per_node x topology.nnodes is 1; raise one of "
+            "them, or set parallel.type to 'single'",
         )
         yield Contradiction(
             0 < self.resources.gpu < topology.nproc_per_node,

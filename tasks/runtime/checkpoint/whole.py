@@ -14,7 +14,9 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from tasks.runtime import version
 from tasks.runtime.record import write_json
 
 log = logging.getLogger(__name__)
@@ -33,23 +35,19 @@ def folders(root: Path) -> list[Path]:
     return sorted((p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
-def commit(folder: Path, *, spec_hash: str, data_hash: str, world_size: int) -> None:
-    """Declare the checkpoint whole. Call on one process, after every process has written its files."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+def commit(folder: Path, written: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Declare the checkpoint whole. Call on one process, after every process has written its files.
+
+    `written` has the size and SHA-256 of the files whose writers told them; the others are read. `facts` are noted.
+    """
+    others = [p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST]
+    found = {str(p.relative_to(folder)): p for p in others}
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(_sync_and_digest, files))
+        read = pool.map(_sync_and_digest, (path for name, path in found.items() if name not in written))
+        files = written | dict(zip((name for name in found if name not in written), read, strict=True))
     write_json(
         folder / MANIFEST,
-        {
-            "step": step_of(folder),
-            "spec_hash": spec_hash,
-            "data_hash": data_hash,
-            "world_size": world_size,
-            "files": {
-                str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest}
-                for file, digest in zip(files, digests, strict=True)
-            },
-        },
+        {"format": version.CHECKPOINT, "step": step_of(folder), **facts, "files": dict(sorted(files.items()))},
     )
     # The rename itself must survive a power cut, too.
     descriptor = os.open(folder, os.O_RDONLY)
@@ -61,12 +59,11 @@ def commit(folder: Path, *, spec_hash: str, data_hash: str, world_size: int) -> 
 
 def damage(folder: Path) -> str | None:
     """Why the checkpoint cannot be used, or None when it is whole."""
-    manifest = folder / MANIFEST
-    if not manifest.exists():
+    if not (folder / MANIFEST).exists():
         return "its save did not finish"
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+        files = _manifest(folder)["files"]
+    except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} is unreadable"
     for name, expected in files.items():
         file = folder / name
@@ -74,14 +71,24 @@ def damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != expected["bytes"]:
             return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
-        if _digest(file) != expected["sha256"]:
-            return f"{name} has changed since it was written"
-    return None
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: _digest(folder / name), files)
+        changed = [name for name, digest in zip(files, digests, strict=True) if digest != files[name]["sha256"]]
+    return f"{changed[0]} has changed since it was written" if changed else None
 
 
-def data_of(folder: Path) -> str:
-    """Which data a whole checkpoint was trained on: the hash of their recipe."""
-    return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("data_hash"))
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What the manifest of a whole checkpoint notes of its run.
+
+    Raises ValueError when it was written by a version of Strata whose checkpoints cannot be read by this one.
+    """
+    manifest = _manifest(folder)
+    if manifest.get("format") != version.CHECKPOINT:
+        raise ValueError(
+            f"{folder} has checkpoint format {manifest.get('format', 1)}, this version of Strata reads "
+            f"{version.CHECKPOINT}; finish that run with the version that began it, or choose another name"
+        )
+    return manifest
 
 
 def latest(root: Path) -> Path | None:
@@ -109,10 +116,14 @@ def prune(root: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def _sync_and_digest(file: Path) -> str:
+def _manifest(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+
+
+def _sync_and_digest(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
-    return _digest(file)
+    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
 
 
 def _digest(file: Path) -> str:

@@ -1,0 +1,67 @@
+"""What a checkpoint holds: weights, the optimizer's state, random states; by names that no framework or strategy knows.
+
+Learning rate and data position are functions of the step, so the step is all that is kept of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.random_states import random_states, restore_random_states
+
+_MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names in the checkpoint; a tied one has the first of its names."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[_MODEL + name] = tensor.detach()
+    return tensors
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+    """All tensors that this process has of a checkpoint: whole ones, and its parts of the distributed ones."""
+    tensors = model_tensors(model)
+    for name, parameter in model.named_parameters():
+        for slot, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"{_OPTIMIZER}{slot}.{name}"] = tensor
+    return tensors | {f"{_RANDOM}{rank}.{name}": state for name, state in random_states().items()}
+
+
+def load_model(index: Index, model: nn.Module) -> None:
+    """Fill the model, or this process's parts of it."""
+    index.read(model_tensors(model))
+
+
+def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the state it had, split like the parameters are now."""
+    parameters = dict(model.named_parameters())
+    tensors = {}
+    for key in index:
+        if key.startswith(_OPTIMIZER):
+            slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
+            if name not in parameters:
+                raise ValueError(f"the checkpoint has {slot} of {name!r}, which this model does not have")
+            state = _empty_slot(parameters[name], index.shape(key), index.dtype(key))
+            tensors[key] = optimizer.state[parameters[name]][slot] = state
+    index.read(tensors)
+
+
+def load_random_states(index: Index, rank: int) -> None:
+    """Continue this process's random numbers; only for the number of processes that the checkpoint was written by."""
+    states = {name: index.empty(f"{_RANDOM}{rank}.{name}") for name in random_states()}
+    index.read({f"{_RANDOM}{rank}.{name}": state for name, state in states.items()})
+    restore_random_states(states)
+
+
+def _empty_slot(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Moments are split like their parameter; what has another shape, such as a count of steps, is whole."""
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)

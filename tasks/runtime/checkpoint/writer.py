@@ -1,0 +1,174 @@
+"""Writing checkpoints while training goes on.
+
+`save` copies the state to the host and returns; a thread writes the copy. Every process writes what PyTorch's planner
+gives it, tensors that all have being shared out among them. When all have written, the main process writes the index
+and, last, the manifest. One save is in flight at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from transformers import PreTrainedModel
+
+from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.state import training_tensors
+from tasks.runtime.checkpoint.storage import INDEX, index_entry, offset_key, part_key, write_tensors
+from tasks.runtime.processes import Processes
+
+log = logging.getLogger(__name__)
+
+# Files of this size are hashed side by side when a checkpoint is read.
+FILE_BYTES = 2 << 30
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run. Every method is a collective."""
+
+    def __init__(
+        self,
+        root: Path,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        processes: Processes,
+        *,
+        keep_last: int,
+        facts: dict[str, Any],
+    ) -> None:
+        """`facts` are noted in every manifest."""
+        self.root, self._model, self._optimizer = root, model, optimizer
+        self._keep_last, self._facts = keep_last, facts
+        # A group of its own: the thread must not take part in what the training process says to its peers.
+        self._processes = processes.in_new_group()
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after `step`; waits for the save before. Raises what that one failed with."""
+        self.wait()
+        folder = self.root / f"{whole.PREFIX}{step}"
+        files, index = self._staged(training_tensors(self._model, self._optimizer, self._processes.rank))
+        self._thread = threading.Thread(target=self._write, args=(folder, files, index), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises ValueError, on every process, when one could not write its part.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Let the save in flight end, for a process that ends for another reason: what is whole need not be redone."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.warning("the last checkpoint is not whole: %s", error)
+
+    def _staged(self, tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
+        """This process's files, copied to the host, and on the main process the index of all files."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(tensors, is_coordinator=self._processes.is_main)
+        plans = self._processes.gather(_without_empty(planner.create_local_plan()))
+        index = None
+        if plans is not None:
+            plans, _ = planner.create_global_plan(plans)
+            index = _index(plans)
+        plan = planner.finish_plan(self._processes.scatter(plans))
+        files: dict[str, dict[str, Tensor]] = {}
+        for item, file in _files(plan, self._processes.rank):
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            files.setdefault(file, {})[part_key(item.index)] = self._copy(part_key(item.index), tensor.detach())
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return files, index
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        """`tensor` on the host; the memory is kept for the next save, since pinning it takes longer than the copy."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _write(self, folder: Path, files: dict[str, dict[str, Tensor]], index: dict[str, Any] | None) -> None:
+        """In the thread: write, wait for the others, declare the checkpoint whole."""
+        try:
+            written: dict[str, Any] = {}
+            failure = None
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                written = {file: write_tensors(folder / file, tensors) for file, tensors in files.items()}
+            except OSError as error:
+                failure = f"process {self._processes.rank}: {error}"
+            outcomes = self._processes.gather((written, failure))
+            self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}))
+        except BaseException as error:
+            self._error = error
+
+    def _commit(self, folder: Path, outcomes: list[tuple[dict[str, Any], str | None]], index: dict[str, Any]) -> None:
+        failures = [failure for _, failure in outcomes if failure]
+        try:
+            if not failures:
+                # What it takes, beside the tensors, to build the model again.
+                self._model.config.save_pretrained(folder)
+                self._model.generation_config.save_pretrained(folder)
+                (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+                known = {file: digest for written, _ in outcomes for file, digest in written.items()}
+                whole.commit(folder, known, {**self._facts, "world_size": self._processes.world_size})
+                whole.prune(self.root, self._keep_last)
+        except OSError as error:
+            failures = [str(error)]
+        if failures:
+            raise ValueError(
+                f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
+                "the run again: it continues from the checkpoint before"
+            )
+
+
+def _without_empty(plan: SavePlan) -> SavePlan:
+    """A tensor with fewer rows than there are processes leaves some of them nothing."""
+    items = [item for item in plan.items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() > 0]
+    assert all(item.type != WriteItemType.BYTE_IO for item in plan.items), "only tensors are written, never a pickle"
+    return dataclasses.replace(plan, items=items)
+
+
+def _files(plan: SavePlan, rank: int) -> list[tuple[WriteItem, str]]:
+    """The file that each part goes to."""
+    placed, number, filled = [], 0, 0
+    for item in plan.items:
+        assert item.tensor_data is not None
+        size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        filled += size
+        placed.append((item, f"process-{rank:05d}-{number:03d}.safetensors"))
+    return placed
+
+
+def _index(plans: list[SavePlan]) -> dict[str, Any]:
+    """What `storage.Index` reads."""
+    tensors: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        for item, file in _files(plan, rank):
+            data = item.tensor_data
+            assert data is not None
+            entry = tensors.setdefault(item.index.fqn, index_entry(data.size, data.properties.dtype))
+            entry["parts"][offset_key(data.chunk.offsets)] = {"file": file, "shape": list(data.chunk.sizes)}
+    return tensors

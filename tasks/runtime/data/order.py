@@ -1,0 +1,62 @@
+"""Which rows a step reads: a pure function of the seed and the step.
+
+The rows of an epoch are shuffled anew, and the epochs follow each other without a gap: nothing is dropped, and every
+step has the same number of rows. A step's rows are one stretch of that stream, cut into micro-batches and those into
+the processes' shares, so that the same rows make a step however they are spread over processes and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.dataset import PreparedData, collator
+from tasks.runtime.processes import Processes
+
+
+class RowOrder:
+    """Row at each position of the endless stream of shuffled epochs over `rows` rows."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = divmod(position, self._rows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 24) + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(self._rows, generator=generator)
+        return int(self._permutation[index])
+
+
+class MicroBatches(Sampler[list[int]]):
+    """Rows of this process's micro-batches, from the one after step `start` to the last of step `stop`."""
+
+    def __init__(self, spec: RunSpec, processes: Processes, rows: int, *, start: int, stop: int) -> None:
+        self._order = RowOrder(rows, spec.seed)
+        self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
+        self._processes, self._start, self._stop = processes, start, stop
+
+    def __len__(self) -> int:
+        return (self._stop - self._start) * self._per_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self._start * self._per_step, self._stop * self._per_step):
+            begin = (number * self._processes.world_size + self._processes.rank) * self._size
+            yield [self._order[position] for position in range(begin, begin + self._size)]
+
+
+def training_loader(
+    spec: RunSpec, data: PreparedData, processes: Processes, *, start: int, stop: int
+) -> DataLoader[dict[str, torch.Tensor]]:
+    """This process's micro-batches in order, `training.gradient_accumulation_steps` for each step."""
+    rows = data.train
+    return DataLoader(
+        rows,
+        batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop),
+        collate_fn=collator(spec.model.attention),
+        pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,82 @@
+"""What a framework is given to train: all is built, loaded and in its place, and the loop is what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.writer import CheckpointWriter
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.order import training_loader
+from tasks.runtime.optimizer import learning_rate_factor
+from tasks.runtime.parallel import Strategy
+from tasks.runtime.processes import Processes
+from tasks.runtime.recorder import Recorder
+
+
+@dataclass
+class Job:
+    """A training run from the step after `start` to step `steps`, in one of its processes.
+
+    A framework goes through `loader`, whose micro-batches belong together by `training.gradient_accumulation_steps`;
+    for each step it counts targets and computes losses by `tasks.runtime.objective`, runs the backward passes inside
+    `strategy.backward_pass`, clips, takes a step of `optimizer` at `learning_rate`, and calls `end_step`.
+    """
+
+    spec: RunSpec
+    processes: Processes
+    bare: PreTrainedModel
+    """The model as it was built; its parameters are those of `model`."""
+    model: nn.Module
+    """What a forward pass calls: `bare`, as the strategy wrapped it."""
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    data: PreparedData
+    start: int
+    steps: int
+    recorder: Recorder
+    writer: CheckpointWriter
+    set_random_states: Callable[[], None]
+    """Sets those that the next step starts from."""
+    learning_rate_factor: Callable[[int], float] = field(init=False)
+    """Share of the peak rate for the step after so many are done."""
+
+    def __post_init__(self) -> None:
+        self.learning_rate_factor = learning_rate_factor(self.spec, self.steps)
+
+    def learning_rate(self, done: int) -> float:
+        """For the step after `done` steps."""
+        return self.spec.peak_lr * self.learning_rate_factor(done)
+
+    def loader(self) -> DataLoader[dict[str, Tensor]]:
+        """This process's micro-batches of all steps that are left."""
+        return training_loader(self.spec, self.data, self.processes, start=self.start, stop=self.steps)
+
+    def begin(self) -> None:
+        """Call right before the first step: nothing may draw a random number in between."""
+        self.recorder.begin(self.start, self.steps)
+        self.set_random_states()
+
+    def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
+        """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due."""
+        self.recorder.end_step(step, grad_norm, learning_rate)
+        if step % self.spec.checkpoint.every == 0 or step == self.steps:
+            # Metrics first: a whole checkpoint implies that every step up to it is on record.
+            self.recorder.flush()
+            self.recorder.sync()
+            self.writer.save(step)
+            self.recorder.restart_clock()
+
+
+class Framework(Protocol):
+    """Drives the loop."""
+
+    def __call__(self, job: Job) -> None:
+        """Train `job.model` in place until `job.steps`."""

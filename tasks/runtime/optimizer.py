@@ -1,0 +1,66 @@
+"""The optimizer recipe: which parameters decay, how fast they learn at each step, how gradients are clipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strata_platform.spec import RunSpec
+
+
+def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
+    """Fused AdamW over the parameters that learn; those of one dimension, biases and norms, do not decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": spec.optimizer.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=spec.peak_lr,
+        betas=spec.optimizer.betas,
+        eps=spec.optimizer.eps,
+        fused=True,
+    )
+
+
+def learning_rate_factor(spec: RunSpec, steps: int) -> Callable[[int], float]:
+    """Share of the peak learning rate that the step after `done` of `steps` steps takes: a pure function of `done`."""
+    warmup = math.ceil(spec.schedule.warmup_ratio * steps)
+    shape = _SHAPES[spec.schedule.type]
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return done / warmup
+        return shape((done - warmup) / max(1, steps - warmup))
+
+    return factor
+
+
+# From the share of the steps after the warm-up that are done, 0 to 1.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """What the next step takes."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip_gradients(model: nn.Module, spec: RunSpec) -> Tensor | None:
+    """Scale gradients down to `optimizer.max_grad_norm` and return their global norm before; None when it is off.
+
+    A collective when the gradients are sharded.
+    """
+    if spec.optimizer.max_grad_norm == 0:
+        return None
+    norm = nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.max_grad_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,38 @@
+"""DistributedDataParallel: a replica in each process, gradients averaged while the backward pass runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Ddp as Settings
+from tasks.runtime.model import place
+from tasks.runtime.processes import Processes
+
+
+class Ddp:
+    """A replica of the model in each process."""
+
+    def __init__(self, spec: RunSpec, processes: Processes) -> None:
+        assert isinstance(spec.parallel, Settings)
+        self._settings, self._device = spec.parallel, processes.device
+
+    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+        """The model in DistributedDataParallel, which starts with the main process's weights."""
+        place(model, self._device)
+        return DistributedDataParallel(
+            model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            bucket_cap_mb=self._settings.bucket_cap_mb,
+            # Gradients live in the buckets that are reduced: no second copy of them.
+            gradient_as_bucket_view=True,
+        )
+
+    def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged once for a step, in its last backward pass."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        return nullcontext() if last else wrapped.no_sync()

@@ -1,0 +1,82 @@
+"""FSDP2: parameters, gradients and optimizer state are split over the processes, and gathered layer by layer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Fsdp as Settings
+from tasks.runtime.checkpoint.state import model_tensors
+from tasks.runtime.model import compute_dtype, is_empty, materialize
+from tasks.runtime.processes import Processes
+
+_REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Fsdp:
+    """The model split over all processes."""
+
+    def __init__(self, spec: RunSpec, processes: Processes) -> None:
+        assert isinstance(spec.parallel, Settings)
+        self._settings, self._processes = spec.parallel, processes
+        self._mesh = init_device_mesh(processes.device.type, (processes.world_size,))
+        self._dtypes = MixedPrecisionPolicy(
+            param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
+        )
+
+    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+        """The model itself, its parameters now parts of the whole ones."""
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(
+                f"parallel.type 'fsdp' splits a model by its layers, and {type(model).__name__} does not say which "
+                "modules those are; set parallel.type to 'ddp'"
+            )
+        # Before they are split: the main process hands out what only it has.
+        whole = {} if is_empty(model) else model_tensors(model)
+        for layer in layers:
+            self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
+        # What no layer has: embeddings, the last norm and the head. In one group with the model, because the fused loss
+        # reads the head's weight without calling it; kept whole until the backward pass, which follows at once.
+        self._split(model, reshard_after_forward=False)
+        if is_empty(model):
+            device = self._processes.device
+            materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
+        if not weights_follow:
+            self._hand_out(model, whole)
+        return model
+
+    def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients are split after every backward pass: kept whole until the last one, they would not fit."""
+        return nullcontext()
+
+    def _split(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
+        offload = CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=self._dtypes,
+            offload_policy=offload if self._settings.cpu_offload else OffloadPolicy(),
+        )
+
+    def _hand_out(self, model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> None:
+        """Give every process its parts of the main process's weights, one tensor at a time. A collective."""
+        for name, tensor in model_tensors(model).items():
+            sent = whole[name] if self._processes.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+            sent = sent.to(self._processes.device)
+            dist.broadcast(sent, src=0)
+            if isinstance(tensor, DTensor):
+                part = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(part.to_local())
+            else:
+                tensor.copy_(sent)

@@ -1,0 +1,27 @@
+"""One process: nothing is split."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tasks.runtime.model import place
+from tasks.runtime.processes import Processes
+
+
+class Single:
+    """The whole model in one process."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._device = processes.device
+
+    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+        """The model itself, on this process's device."""
+        place(model, self._device)
+        return model
+
+    def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Nothing to average."""
+        return nullcontext()

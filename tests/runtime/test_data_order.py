@@ -1,0 +1,53 @@
+"""Which rows a step reads depends on the seed and the step alone."""
+
+import pytest
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.order import MicroBatches, RowOrder
+from tasks.runtime.processes import Processes
+
+ROWS = 10
+
+
+def rows_of_step(step, *, size, accumulation, processes, seed=0):
+    """All rows of a step, over its micro-batches and processes."""
+    spec = RunSpec.model_validate(
+        {
+            "seed": seed,
+            "training": {"micro_batch_size": size, "gradient_accumulation_steps": accumulation},
+            "topology": {"nproc_per_node": processes},
+            "parallel": {"type": "ddp"},
+        }
+    )
+    shares = [
+        MicroBatches(spec, Processes(rank, rank, processes), ROWS, start=step, stop=step + 1)
+        for rank in range(processes)
+    ]
+    assert all(len(share) == accumulation == len(list(share)) for share in shares)
+    return [row for micro_batches in zip(*shares, strict=True) for rows in micro_batches for row in rows]
+
+
+def test_every_epoch_has_every_row_once_in_another_order():
+    order = RowOrder(ROWS, seed=3)
+    epochs = [[order[epoch * ROWS + index] for index in range(ROWS)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [RowOrder(ROWS, seed=4)[index] for index in range(ROWS)] not in epochs
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulation", "processes"),
+    [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
+    ids=lambda value: str(value),
+)
+def test_a_step_has_the_same_rows_however_they_are_spread(size, accumulation, processes):
+    order = RowOrder(ROWS, seed=0)
+    for step in range(6):
+        rows = rows_of_step(step, size=size, accumulation=accumulation, processes=processes)
+        assert rows == [order[position] for position in range(4 * step, 4 * step + 4)]
+
+
+def test_steps_follow_each_other_wherever_one_begins():
+    spec = RunSpec.model_validate({"training": {"micro_batch_size": 3}})
+    whole = list(MicroBatches(spec, Processes(), ROWS, start=0, stop=9))
+    assert list(MicroBatches(spec, Processes(), ROWS, start=4, stop=9)) == whole[4:]

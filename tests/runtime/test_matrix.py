@@ -1,0 +1,184 @@
+"""Every framework under every strategy trains the same, comes back exactly, and continues what another one began."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Parallel, Runtime
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.metrics import read_points
+from tests.runtime.train_only import train_spec
+
+ROOT = Path(__file__).parents[2]
+STEPS, SAVED = 6, 2
+FRAMEWORKS = get_args(Runtime.model_fields["framework"].annotation)
+STRATEGIES = [section.model_fields["type"].default for section in get_args(get_args(Parallel)[0])]
+
+
+def make_spec(output, name, framework, strategy, processes, recompute=False, **options):
+    """Four rows a step, however they are spread; `options` are those of the strategy."""
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "data": {"sequence_length": 64, "max_samples": 60},
+            "training": {
+                "steps": STEPS,
+                "micro_batch_size": 1,
+                "gradient_accumulation_steps": 4 // processes,
+                "gradient_checkpointing": recompute,
+            },
+            "checkpoint": {"every": SAVED, "keep_last": STEPS},
+            "tracking": {"log_every": 1, "tensorboard": False},
+            "runtime": {"framework": framework},
+            "parallel": {"type": strategy, **options},
+            "topology": {"nproc_per_node": processes},
+        }
+    )
+
+
+def accepted(framework, strategy, processes):
+    try:
+        return make_spec("out", "x", framework, strategy, processes)
+    except SpecError:
+        return None
+
+
+# All that the spec allows on two processes.
+CELLS = [cell for cell in product(FRAMEWORKS, STRATEGIES, (2,)) if accepted(*cell)]
+
+OPTIONS = {"cpu_offload": True, "reshard_after_forward": False, "recompute": True, "compute_dtype": "bfloat16"}
+
+
+def name_of(cell):
+    return "-".join(map(str, cell))
+
+
+def curve(spec, attempt=None):
+    """Loss, norm, rate and counts of each step: of the newest attempt, or of one."""
+    if attempt is None:
+        points = map(asdict, read_points(RunFolder.of(spec).metrics))
+    else:
+        points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
+    names = ("step", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
+    return [tuple(point[name] for name in names) for point in points if attempt in (None, point["attempt"])]
+
+
+def approx(points):
+    """Equal but for rounding. PyTorch sums a large norm on the CPU in one go, which is less exact than in parts."""
+    return [
+        (step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-3), *counts)
+        for step, loss, norm, *counts in points
+    ]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def reference(output):
+    """The curve of the plain loop in one process."""
+    spec = make_spec(output, "reference", "torch", "single", 1)
+    assert train_spec(spec).status == "complete"
+    return curve(spec)
+
+
+def file_of(output, spec):
+    file = output / f"{spec.name}.json"
+    file.write_text(spec.model_dump_json())
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def trained(output, reference):
+    """Specs of runs by two processes. Each cell is trained from the start, and again from its first checkpoint."""
+    specs = {cell: make_spec(output, name_of(cell), *cell) for cell in CELLS}
+    specs |= {
+        option: make_spec(output, option.replace("_", "-"), "torch", "fsdp", 2, **{option: value})
+        for option, value in OPTIONS.items()
+    }
+    # The run that one process began, and two go on with.
+    specs["widened"] = make_spec(output, "reference", "hf", "fsdp", 2)
+    files = {key: file_of(output, spec) for key, spec in specs.items()}
+    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, "widened")]
+    launch([*(file for key, file in files.items() if key != "widened"), *again])
+    return specs
+
+
+def launch(arguments):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, "-m", "tests.runtime.train_only", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_matrix_has_every_choice_of_the_spec():
+    assert {framework for framework, _, _ in CELLS} == set(FRAMEWORKS)
+    assert {strategy for _, strategy, _ in CELLS} == set(STRATEGIES) - {"single"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_alone_every_framework_computes_the_same_bits(output, reference, framework):
+    spec = make_spec(output, f"alone-{framework}", framework, "single", 1)
+    assert train_spec(spec).status == "complete"
+    assert curve(spec) == reference
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_losses_are_those_of_one_process(trained, reference, cell):
+    assert curve(trained[cell], attempt=0) == approx(reference)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_a_resumed_run_computes_the_same_bits(trained, cell):
+    assert curve(trained[cell], attempt=1) == curve(trained[cell], attempt=0)[SAVED:]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_one_process_of_another_framework_continues_what_two_began(trained, output, reference, cell):
+    other = FRAMEWORKS[FRAMEWORKS.index(cell[0]) - 1]
+    spec = make_spec(output, trained[cell].name, other, "single", 1)
+    assert train_spec(spec, SAVED).status == "complete"
+    assert curve(spec) == approx(reference)
+
+
+def test_two_processes_continue_what_one_began(trained, reference):
+    assert curve(trained["widened"]) == approx(reference)
+    assert [step for step, *_ in curve(trained["widened"], attempt=1)] == list(range(SAVED + 1, STEPS + 1))
+
+
+def test_each_process_writes_its_part(trained):
+    folder = RunFolder.of(trained["torch", "fsdp", 2]).checkpoints / f"checkpoint-{SAVED}"
+    parts = json.loads((folder / "index.json").read_text())["model.model.embed_tokens.weight"]["parts"]
+    assert {key: part["shape"] for key, part in parts.items()} == {"0,0": [2048, 256], "2048,0": [2048, 256]}
+    assert len({part["file"] for part in parts.values()}) == 2
+
+
+@pytest.mark.parametrize("option", ["cpu_offload", "reshard_after_forward", "recompute"])
+def test_what_fsdp_keeps_and_where_changes_no_loss(trained, reference, option):
+    assert curve(trained[option]) == approx(reference)
+
+
+def test_fsdp_computes_in_bfloat16_on_exact_weights(trained, reference):
+    losses = [loss for _, loss, *_ in curve(trained["compute_dtype"])]
+    expected = [loss for _, loss, *_ in reference]
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert losses != pytest.approx(expected, rel=1e-5)
+    index = Index(checkpoint.latest(RunFolder.of(trained["compute_dtype"]).checkpoints))
+    assert index.dtype("model.model.embed_tokens.weight") == torch.float32

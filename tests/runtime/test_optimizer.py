@@ -1,0 +1,42 @@
+"""The recipe that every framework follows."""
+
+import pytest
+import torch
+from torch import nn
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_rate_factor
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"type": "constant", "warmup_ratio": 0}, [1, 1, 1, 1]),
+        ({"type": "linear", "warmup_ratio": 0}, [1, 0.75, 0.5, 0.25]),
+        ({"type": "cosine", "warmup_ratio": 0.5}, [0, 0.5, 1, 0.5]),
+        ({"type": "constant", "warmup_ratio": 1}, [0, 0.25, 0.5, 0.75]),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else None,
+)
+def test_schedules(schedule, expected):
+    factor = learning_rate_factor(RunSpec.model_validate({"schedule": schedule}), 4)
+    assert [factor(done) for done in range(4)] == pytest.approx(expected)
+
+
+def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out():
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    model[2].weight.requires_grad_(False)
+    optimizer = build_optimizer(model, RunSpec(optimizer={"weight_decay": 0.1}))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    names = {name: decays.get(id(p)) for name, p in model.named_parameters()}
+    assert names == {
+        "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": None, "2.bias": 0.0,
+    }  # fmt: skip
+
+
+def test_clipping_returns_the_norm_before_and_can_be_off():
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0]])
+    assert clip_gradients(model, RunSpec(optimizer={"max_grad_norm": 0})) is None
+    assert clip_gradients(model, RunSpec(optimizer={"max_grad_norm": 1})) == 3
+    assert model.weight.grad.item() == pytest.approx(1)
