@@ -22,7 +22,6 @@ from typing import Any, get_args
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._angles import (
     ANGLES,
@@ -42,7 +41,7 @@ from ._angles import (
 from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._norm import gradient_like, is_transformed, norm_backward, norm_reference
 from ._qk_norm_rope import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
-from ._register import register
+from ._register import once_differentiable, register
 from .rms_norm import Cast
 
 
@@ -91,9 +90,9 @@ def _triton(
     n_tiles = tiles((n_qh + n_kh) * n_s, 1, cut["ROWS"])
     launch(
         qk_norm_rope_fwd_kernel, (n_b * n_tiles,),
-        q, k, q_weight, k_weight, *tensors, y_q, y_k, n_b, n_s, heads_adjacent(q), eps, offset, *sizes,
+        q, k, q_weight, k_weight, *tensors, y_q, y_k, n_b, n_s, heads_adjacent(q), eps, offset or None, *sizes,
         *strides(q, k, y_q, y_k),
-        H=n_qh, K=n_kh, **constexprs, CAST=cast, **cut,
+        H=n_qh, K=n_kh, **constexprs, CAST=cast, IN_PAIRS=not q.is_cpu, **cut,
     )  # fmt: skip
     return y_q, y_k
 
@@ -136,7 +135,7 @@ def _backward_triton(
     launch(
         qk_norm_rope_bwd_kernel, (programs,),
         d_yq, d_yk, q, k, q_weight.contiguous(), k_weight.contiguous(), *tensors, d_q, d_k, partial,
-        n_b, n_s, heads_adjacent(q), tiles_q, tiles_k, programs_q, eps, offset, *sizes,
+        n_b, n_s, heads_adjacent(q), tiles_q, tiles_k, programs_q, eps, offset or None, *sizes,
         *strides(d_yq, d_yk, q, k, d_q, d_k),
         H=n_qh, K=n_kh, **constexprs, WEIGHT_GRAD=weight_grad, **cut, STAGES=_BACKWARD.stages,
     )  # fmt: skip
