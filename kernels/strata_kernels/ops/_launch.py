@@ -14,7 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
 _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -23,6 +25,7 @@ _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 DTYPES = "bf16, fp16, fp32, fp64"
 
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
+_launched: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_launched", default=None)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,23 @@ class Call:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A launch that happened, as Triton's launcher was asked for it.
+
+    args: for all parameters in order; None for constexprs, which launchers take and skip.
+    """
+
+    kernel: CompiledKernel
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """Run `kernel[grid](*args, **kwargs)` on the device of the first tensor argument, or note it when recording.
+    """Run `kernel[grid](*args, **kwargs)` on the device of args[0], or note it when recording.
+
+    args: a tensor, then tensors, int, float and None, for all parameters but the constexprs, in order.
+    kwargs: the constexprs, which are the last parameters, and Triton's options.
 
     An empty grid launches nothing.
     """
@@ -47,18 +65,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
         return
     if 0 in grid:
         return
-    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*args, **kwargs)
-    else:
-        assert isinstance(kernel, InterpretedFunction), f"{device} tensors need TRITON_INTERPRET=1"
+    index = args[0].get_device()
+    if index < 0:
+        assert isinstance(kernel, InterpretedFunction), "cpu tensors need TRITON_INTERPRET=1"
         kernel[grid](*args, **kwargs)
+    elif index == torch._C._cuda_getDevice():
+        _note(kernel[grid](*args, **kwargs), kernel, grid, args)
+    else:
+        with torch.cuda.device(index):
+            _note(kernel[grid](*args, **kwargs), kernel, grid, args)
 
 
-def runs_triton(x: torch.Tensor) -> bool:
+def _note(compiled: CompiledKernel, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    launched = _launched.get()
+    if launched is not None:
+        assert [param.is_constexpr for param in kernel.params] == [i >= len(args) for i in range(len(kernel.params))], (
+            f"{kernel.__name__}: its constexprs, and they alone, must come last and be given by keyword"
+        )
+        launched.append(Launched(compiled, grid, args + (None,) * (len(kernel.params) - len(args))))
+
+
+def runs_triton(x: Tensor) -> bool:
     """Whether an operator on `x` runs the kernel: on a GPU, and on the CPU under TRITON_INTERPRET=1."""
-    return x.is_cuda or (x.device.type == "cpu" and bool(triton.knobs.runtime.interpret))
+    return x.is_cuda or (x.device.type == "cpu" and bool(knobs.runtime.interpret))
 
 
 def is_recording() -> bool:
@@ -66,7 +95,7 @@ def is_recording() -> bool:
     return _calls.get() is not None
 
 
-def takes_kernel(x: torch.Tensor) -> bool:
+def takes_kernel(x: Tensor) -> bool:
     """Whether an operator on `x` takes the kernel path: it runs the kernel, or its launches are being noted.
 
     fp64 never does: it is for checking gradients, in plain PyTorch.
@@ -74,7 +103,7 @@ def takes_kernel(x: torch.Tensor) -> bool:
     return x.dtype in _KERNEL_DTYPES and (runs_triton(x) or (x.is_meta and is_recording()))
 
 
-def has_dtype(x: torch.Tensor) -> bool:
+def has_dtype(x: Tensor) -> bool:
     """Whether operators take the dtype of `x`: one of DTYPES."""
     return x.dtype in _KERNEL_DTYPES or x.dtype == torch.float64
 
@@ -90,7 +119,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def describe(x: torch.Tensor) -> str:
+def describe(x: Tensor) -> str:
     """A tensor as error messages name it: `float32 [2, 3]`."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
@@ -107,3 +136,14 @@ def recording() -> Iterator[list[Call]]:
         yield calls
     finally:
         _calls.reset(token)
+
+
+@contextmanager
+def noting() -> Iterator[list[Launched]]:
+    """Note this thread's launches on a GPU, which are made all the same; yields the list that fills."""
+    launched: list[Launched] = []
+    token = _launched.set(launched)
+    try:
+        yield launched
+    finally:
+        _launched.reset(token)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._launch import describe
 from ._norm import is_transformed, norm_forward, norm_reference, normalized_like, statistics_like, unfilled
-from ._register import register
+from ._register import once_differentiable, register
 from .rms_norm import Cast, check, rms_norm_bwd
 
 

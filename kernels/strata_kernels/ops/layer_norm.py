@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._launch import DTYPES, describe, has_dtype
 from ._norm import (
@@ -27,7 +26,7 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._register import register
+from ._register import once_differentiable, register
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"
