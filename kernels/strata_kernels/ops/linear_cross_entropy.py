@@ -10,7 +10,7 @@ row's loss is multiplied by: its own weight over the divisor of the mean. Source
 gradient-in-forward scheme of Liger-Kernel (arXiv:2410.10989, section 3.2), the formulas Szegedy et al. (smoothing,
 arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemma 2 (softcap, arXiv:2408.00118).
 
-Axes: N rows, H features, V vocabulary entries. One matrix product gives logits, a kernel reads them, gives the losses and
+Axes: N rows, H features, V vocabulary entries. A matrix product gives logits, a kernel reads them, gives the losses and
 overwrites them by dz, and two products give dx and dW: 6·N·H·V FLOPs (4·N·H·V without dW) and no recomputation, since a
 scalar loss is linear in its incoming gradient, which the backward pass multiplies in. Logits lie in the memory that dW
 will take, or take turns in a buffer: `_logit_memory` says when. Nothing is accumulated with atomics: results repeat bit
