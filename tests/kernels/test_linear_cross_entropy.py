@@ -139,7 +139,7 @@ def test_matches_fp64(options, shape, dtype, problem, compare_trained, poisoned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", ["smoothing", "all", "none"])
+@pytest.mark.parametrize("options", ["all"] if INTERPRETED else ["smoothing", "all", "none"])
 @pytest.mark.parametrize("rows", [4, 10])
 def test_logits_in_panels_match_fp64(rows, options, dtype, problem, compare_trained, small_panels, poisoned) -> None:
     """Four rows find room in the memory of dW and a panel beside it; ten need more beside it."""
@@ -231,6 +231,7 @@ def test_the_dtype_of_the_divisor_leaves_the_loss_alone(items, problem) -> None:
         assert loss.dtype == torch.float32 and loss.shape == ()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="what is tested is around the kernel")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
 def test_is_a_well_formed_operator(problem) -> None:
     (x, weight, bias), target = problem(6, 20, 8)
@@ -433,7 +434,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, OPTIONS["all"], OPTIONS["none"]], ids=["mean", "all", "none"])
-@pytest.mark.parametrize("most", [9, 11, 20])
+@pytest.mark.parametrize("most", [9] if INTERPRETED else [9, 11, 20])
 def test_ignored_rows_are_dropped(most, options, dtype, problem, gradients, monkeypatch) -> None:
     """Nine of twelve rows are not ignored."""
     inputs, target = problem(12, 40, 8, dtype, options.get("ignore_index", -100))
