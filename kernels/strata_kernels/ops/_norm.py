@@ -47,10 +47,10 @@ _FORWARD = (
     Tile(row=2**40, block=2**14, warps=32, keep=False),
 )
 # About 60 KiB of rows on their way to a multiprocessor are best: fewer do not hide the distance, more get in each
-# other's way.
+# other's way. Adding up wider rows of sums would keep the last program for longer than another kernel takes to start.
 _BACKWARD = (
     Tile(row=2**9, tile=2**13, warps=8, stages=5, groups=15),
-    Tile(row=2**12, tile=2**12, warps=4, stages=4, occupancy=2, groups=15),
+    Tile(row=2**12, tile=2**12, warps=4, stages=4, occupancy=2),
     Tile(row=6144, block=2**10, warps=4, stages=4, occupancy=2),
     Tile(row=2**13, tile=2**14, warps=8, stages=3),
     Tile(row=10240, block=2**12, warps=8, stages=4),
