@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,9 @@ from tasks.runtime.optimizer import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
 from tasks.runtime.recorder import Recorder
+from tasks.runtime.signals import Notice, Preempted
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Job:
     writer: CheckpointWriter
     set_random_states: Callable[[], None]
     """Sets those that the next step starts from."""
+    notice: Notice = field(default_factory=Notice)
+    """Given when the job is to stop after the step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
     """Share of the peak rate for the step after so many are done."""
 
@@ -65,14 +71,22 @@ class Job:
         self.set_random_states()
 
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
-        """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due."""
+        """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due.
+
+        Raises `Preempted`, on every process, when one of them was told to stop and the spec wants that saved first.
+        """
         self.recorder.end_step(step, grad_norm, learning_rate)
-        if step % self.spec.checkpoint.every == 0 or step == self.steps:
+        stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
+        if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
             self.recorder.flush()
             self.recorder.sync()
             self.writer.save(step)
             self.recorder.restart_clock()
+        if stop and step < self.steps:
+            self.writer.wait()
+            log.info("told to stop: step %d is done and saved", step)
+            raise Preempted("SIGTERM")
 
 
 class Framework(Protocol):

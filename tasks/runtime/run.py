@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,7 +36,7 @@ from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput
-from tasks.runtime.signals import preemptible
+from tasks.runtime.signals import Notice, deferred, preemptible
 from tasks.runtime.warm import ensure_warm
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             job = build_job(run, data, model, recorder, steps=steps, resume_from=resume_from)
-            with closing(job.writer):
+            stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
+            with closing(job.writer), stopping as job.notice:
                 framework_of(run.spec)(job)
                 job.writer.wait()
     warmup = {**run.warmup, "later_compiles": compiles.count}

@@ -39,6 +39,33 @@ def preemptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+class Notice:
+    """Whether SIGTERM came since `deferred` was entered."""
+
+    given = False
+
+
+@contextmanager
+def deferred() -> Iterator[Notice]:
+    """Within `preemptible`: note SIGTERM instead of raising, so that the step can end and be saved.
+
+    Outside the main thread signals cannot be handled; then the notice is never given.
+    """
+    notice = Notice()
+    if threading.current_thread() is not threading.main_thread():
+        yield notice
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        notice.given = True
+
+    previous = signal.signal(signal.SIGTERM, note)
+    try:
+        yield notice
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 _EXITS = {
     signal.SIGKILL: "SIGKILL; usually out of memory, or the machine is gone",
     signal.SIGTERM: "SIGTERM; the cluster wants the machine back",

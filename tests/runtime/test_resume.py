@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,14 +88,30 @@ def wait_for_step(process, step):
     pytest.fail(f"the run ended before step {step}")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
-def undisturbed(request, output):
-    spec, file = make_spec(output, f"undisturbed-{request.param}", request.param)
-    finish(start(file, request.param))
-    return request.param, losses(spec)
+@pytest.fixture(scope="module")
+def curve_of(output):
+    """What so many processes compute when nothing disturbs them: the Trainer alone, or the plain loop under FSDP."""
+
+    @cache
+    def run(processes):
+        spec, file = make_spec(output, f"undisturbed-{processes}", processes)
+        finish(start(file, processes))
+        return losses(spec)
+
+    return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.fixture
+def undisturbed(request, curve_of):
+    return request.param, curve_of(request.param)
+
+
+@pytest.mark.parametrize(
+    ("undisturbed", "number"),
+    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGTERM)],
+    indirect=["undisturbed"],
+    ids=["one process, SIGKILL", "two processes, SIGKILL", "two processes, SIGTERM"],
+)
 def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
     processes, expected = undisturbed
     step = random.Random(f"{processes} {number.name}").randint(5, STEPS - 2)
@@ -111,6 +128,24 @@ def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
     assert "continuing after step" in said
     record = CompletionRecord.load(RunFolder.of(spec).record)
     assert (record.status, record.steps, record.restarts) == ("complete", STEPS, 1)
+    assert losses(spec) == expected
+
+
+@pytest.mark.parametrize("undisturbed", [2], indirect=True, ids=["two processes"])
+def test_told_to_stop_it_may_save_first(undisturbed, output):
+    processes, expected = undisturbed
+    spec, file = make_spec(output, "saved-first", processes, checkpoint={"every": 100, "on_sigterm": "save"})
+    first = start(file, processes)
+    wait_for_step(first, 6)
+    # As the kubelet does: to the launcher alone, which tells its workers.
+    first.terminate()
+    said, _ = first.communicate(timeout=120)
+    assert first.returncode != 0
+    saved = checkpoint.step_of(checkpoint.latest(RunFolder.of(spec).checkpoints))
+    assert 6 <= saved < STEPS
+    assert f"told to stop: step {saved} is done and saved" in said
+
+    assert f"continuing after step {saved}" in finish(start(file, processes))
     assert losses(spec) == expected
 
 

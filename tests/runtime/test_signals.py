@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tasks.runtime.signals import Preempted, describe_exit, preemptible
+from tasks.runtime.signals import Preempted, deferred, describe_exit, preemptible
 
 
 def test_sigterm_raises_preempted_and_the_handler_is_restored():
@@ -33,6 +33,16 @@ def test_second_sigterm_does_not_interrupt_the_clean_up():
             os.kill(os.getpid(), signal.SIGTERM)
             cleaned.append(True)
     assert cleaned
+
+
+def test_sigterm_can_be_noted_and_raised_later():
+    with preemptible():
+        before = signal.getsignal(signal.SIGTERM)
+        with deferred() as notice:
+            assert not notice.given
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert notice.given
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_outside_the_main_thread_nothing_changes():

@@ -271,6 +271,11 @@ class Checkpoint(Section):
 
     every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
     keep_last: Count = Field(2, description="Complete checkpoints to keep.")
+    on_sigterm: Literal["stop", "save"] = Field(
+        "stop",
+        description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
+        "and saves first, within the grace period, for which the processes exchange a message after every step.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any, also "
