@@ -439,6 +439,8 @@ def test_shapes_of_a_run_share_their_kernels() -> None:
         "multiply_kernel",
     ]
     assert len(plans[0] + record(functools.partial(step, 64, 128256))) == len(plans[0]) + 1
+    # Triton looks a kernel up by its options in the order of the launch.
+    assert [name for name, _ in plans[0].specializations[1].options] == ["enable_fp_fusion", "num_warps", "maxnreg"]
 
 
 @pytest.mark.parametrize("classes", [7, 32000, 262208, 10**6])

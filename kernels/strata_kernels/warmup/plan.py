@@ -90,7 +90,8 @@ def _specialize(call: Call) -> Specialization:
     options = {name: value for name, value in call.kwargs.items() if name not in kernel.arg_names}
     values |= {name: value for name, value in call.kwargs.items() if name in kernel.arg_names}
     arguments = tuple((param.name, _stand_in(param, values)) for param in kernel.params if param.name in values)
-    return Specialization(kernel, arguments, tuple(sorted(options.items())))
+    # In the order of the launch, which is part of the key by which Triton finds a kernel again.
+    return Specialization(kernel, arguments, tuple(options.items()))
 
 
 def _stand_in(param: Any, values: Mapping[str, Any]) -> Any:
