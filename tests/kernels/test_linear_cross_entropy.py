@@ -28,8 +28,9 @@ INTERPRETED = "TRITON_INTERPRET" in os.environ
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 # Rows, vocabulary, features: one row, odd sizes, one part, several; more than one block of the vocabulary.
 SHAPES = [(1, 7, 301), (7, 130, 33), (33, 300, 17), (2, 20000, 5)]
+FULL = []
 if torch.cuda.is_available():
-    SHAPES += [(513, 128256, 768), (2000, 50257, 520), (4096, 32000, 1024), (1111, 262208, 256)]
+    FULL = [(513, 128256, 768), (2000, 50257, 520), (4096, 32000, 1024), (1111, 262208, 256)]
 CLASSES = "as many random weights as there are classes"
 ROWS = "as many random weights as there are rows"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -124,9 +125,11 @@ def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *FULL], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_matches_fp64(options, shape, dtype, problem, compare_trained, poisoned) -> None:
+def test_matches_fp64(options, shape, dtype, path, problem, compare_trained, poisoned) -> None:
+    if shape in FULL and path != "gpu":
+        pytest.skip("a size for a GPU")
     rows, vocabulary, _ = shape
     inputs, target = problem(*shape, dtype, options.get("ignore_index", -100))
     options = filled(options, rows, vocabulary, target.device)
@@ -154,7 +157,8 @@ def test_logits_in_panels_match_fp64(rows, options, dtype, problem, compare_trai
     compare_trained(call(linear_cross_entropy, chunk_bytes=budget), call(plain), inputs)
     frozen = [inputs[0].requires_grad_(), *(t.detach() for t in inputs[1:])]
     whole, parts = (call(linear_cross_entropy, **c)(*frozen).sum() for c in ({}, {"chunk_bytes": budget}))
-    tolerance = 4 * torch.finfo(dtype).eps
+    # The products of fewer rows add up in another order.
+    tolerance = max(4 * torch.finfo(dtype).eps, 1e-5)
     for a, b in zip(*(torch.autograd.grad(loss, frozen[:1]) for loss in (whole, parts)), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
@@ -449,7 +453,8 @@ def test_ignored_rows_are_dropped(most, options, dtype, problem, gradients, monk
 
     kept = call(max_targets=most)
     assert set(sizes) == {min(most, 12)}
-    tolerance = 4 * torch.finfo(dtype).eps
+    # The products of fewer rows add up in another order.
+    tolerance = max(4 * torch.finfo(dtype).eps, 1e-5)
     for a, b in zip(kept, call(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 

@@ -38,13 +38,14 @@ PLANS = {
     "no dW": ((8192, 128256, 4096, 2, False, True, 512), (False, 2048, False)),
     "as many rows as features": ((4096, 152064, 3584, 2, True, False, 512), (True, 4096, False)),
     "logits for an fp32 copy": ((8192, 128256, 4096, 2, True, True, 512), (True, 8192, False)),
+    "whole waves of tiles": ((16384, 151936, 2048, 2, True, True, 640), (False, 2048, True)),
     "lean": ((8192, 128256, 4096, 2, True, False, 512), (False, 2048, False)),
     "lean in little memory": ((8192, 128256, 4096, 2, True, False, 256), (False, 1024, False)),
     "fp32 in between": ((32768, 128256, 4096, 2, True, True, 512), (False, 2048, True)),
     "fp32": ((32768, 128256, 4096, 4, True, True, 512), (False, 1024, False)),
     "few classes": ((131072, 4096, 256, 2, True, True, 512), (False, 65536, True)),
     "no rows": ((0, 100, 8, 2, True, True, 512), (False, 1, False)),
-    "one row of a huge vocabulary": ((1, 10**7, 8, 2, True, True, 1), (True, 1, False)),
+    "one row of a huge vocabulary": ((1, 10**7, 8, 2, True, True, 1), (False, 1, False)),
 }
 
 
@@ -67,7 +68,7 @@ def test_peak_memory_is_as_planned(n_rows, dtype, accumulate, small_panels, monk
     monkeypatch.setattr(Tensor, "new_empty", lambda x, *a, **k: sizes.append((y := new_empty(x, *a, **k)).nbytes) or y)
     loss = linear_cross_entropy(x, weight, torch.randint(300, (n_rows,)), accumulate=accumulate, chunk_bytes=budget)
     loss.backward()
-    copy = 300 * 32 * 2 if accumulate == "exact" and x.itemsize == 2 else 0
+    copy = 2 * 300 * 32 * 2 if accumulate == "exact" and x.itemsize == 2 else 0
     dx = n_rows * 32 * (4 + x.itemsize)
     assert sum(sizes) <= weight.nbytes + budget + copy + dx + 100 * n_rows
     assert weight.grad is not None and weight.grad.untyped_storage().nbytes() == weight.nbytes
