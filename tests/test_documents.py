@@ -30,7 +30,9 @@ def test_the_spec_of_the_readme_is_valid(tmp_path):
     assert subprocess.run([STRATA, "spec", "my.yaml"], cwd=tmp_path, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "kernels/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/runtime.md", "kernels/README.md"]
+)
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -1,14 +1,23 @@
 """Building models: presets, dtypes, tokenizers."""
 
+from typing import get_args
+
 import torch
 
+from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Kernels
 from strata_platform.spec.models import PRESETS as NAMES
 from tasks.runtime.model import PRESETS, build_meta_model, build_model, prepare_for_training
 
 
 def test_every_preset_of_the_spec_can_be_built():
     assert set(PRESETS) == set(NAMES)
+
+
+def test_every_operator_that_models_are_patched_with_can_be_excluded():
+    names, _ = get_args(Kernels.model_fields["exclude"].annotation)
+    assert get_args(names) == OPERATORS
 
 
 def test_a_preset_starts_from_the_seed():

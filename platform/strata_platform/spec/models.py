@@ -259,7 +259,7 @@ class Kernels(Section):
     """The fused operators, and compiling them before training starts."""
 
     enabled: Flag = Field(True, description="Patch the model with the fused operators.")
-    exclude: tuple[Literal["rms_norm", "rope", "swiglu", "linear_cross_entropy"], ...] = Field(
+    exclude: tuple[Literal["rms_norm", "rope", "swiglu", "geglu", "relu_squared", "linear_cross_entropy"], ...] = Field(
         (), description="Operators to leave as the model has them."
     )
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
