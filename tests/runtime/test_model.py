@@ -6,8 +6,8 @@ import torch
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Kernels
 from strata_platform.spec.models import PRESETS as NAMES
+from strata_platform.spec.models import Kernels
 from tasks.runtime.model import PRESETS, build_meta_model, build_model, prepare_for_training
 
 
