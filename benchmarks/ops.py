@@ -31,7 +31,7 @@ from torch import Tensor
 from strata_kernels.warmup import record, warmup
 
 from .measure import Gate, Limits, differentiate, extra_mib, in_turns_ms, limits, rotated, step, timed, wall_ms
-from .operators import OPERATORS, Case, Operator
+from .operators import OPERATORS, Case, Operator, in_case
 from .peers import NAMES, Candidate, candidate, versions
 from .reference import Shape
 from .report import Row, finish, is_green, plot, show, write
@@ -56,6 +56,8 @@ def measure_case(job: Job, names: Sequence[str], limit: Limits, device: torch.de
     # What is alive now stays: the many collections below need not look at it.
     gc.collect()
     gc.freeze()
+
+    operator = in_case(operator, case)
 
     def make() -> tuple[Tensor, ...]:
         torch.manual_seed(0)
@@ -135,7 +137,9 @@ def compile_ours(chosen: Sequence[Job]) -> str:
 
     def steps() -> None:
         for _, operator, case in chosen:
-            differentiate(operator.ours, operator.inputs(case.shape, torch.bfloat16, torch.device("meta")))
+            differentiate(
+                in_case(operator, case).ours, operator.inputs(case.shape, torch.bfloat16, torch.device("meta"))
+            )
 
     return warmup(record(steps)).summary()
 

@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import ops, report
 from benchmarks.measure import Gate, Limits
-from benchmarks.operators import OPERATORS, Operator
+from benchmarks.operators import OPERATORS, Operator, in_case
 from benchmarks.peers import NAMES, PEERS, Candidate, candidate
 from strata_kernels.warmup import record
 
@@ -37,6 +38,18 @@ def gate(operator: Operator, dtype: torch.dtype) -> Gate:
 def test_gate_is_green_for_ours(operator: Operator) -> None:
     errors, untouched = gate(operator, torch.float32).check(operator.ours)
     assert untouched and errors and all(error.ok for error in errors), errors
+
+
+def test_ignored_rows_are_told_and_left_out() -> None:
+    operator = BY_NAME["linear_cross_entropy"]
+    for case in (one for one in operator.cases if "ignored" in one.shape):
+        _, _, target = operator.inputs({**case.shape, "features": 1, "vocabulary": 8}, torch.float32, CPU)
+        assert case.told == {"max_targets": int((target >= 0).sum())}
+    inputs = operator.inputs({"rows": 6, "features": 64, "vocabulary": 40, "ignored": 50}, torch.float32, CPU)
+    # A number too small turns the loss to NaN, if it is passed on.
+    for number, finite in ((3, True), (1, False)):
+        told = in_case(operator, replace(operator.cases[-1], told={"max_targets": number}))
+        assert bool(told.ours(*inputs).isfinite()) == finite
 
 
 def test_gate_is_red_for_what_is_wrong(operator: Operator) -> None:
