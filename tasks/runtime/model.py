@@ -71,9 +71,11 @@ def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
-        # Initialised in fp32 and then rounded, so that every dtype starts from the same weights.
+        # Initialised in fp32 and then rounded, so that every dtype starts from the same weights. Weights alone: what is
+        # computed, such as the frequencies of rotary embeddings, has the type that the model gives it in any dtype.
         model = AutoModelForCausalLM.from_config(load_config(spec), attn_implementation=spec.model.attention)
-        model = model.to(dtype)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     else:
         model = AutoModelForCausalLM.from_pretrained(
@@ -116,7 +118,7 @@ def is_empty(model: PreTrainedModel) -> bool:
 
 def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: torch.device | None = None) -> None:
     """Give an empty model memory on `device` for weights that are read next; its buffers keep their values."""
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     for path, buffer in buffers.items():
         parent, _, name = path.rpartition(".")

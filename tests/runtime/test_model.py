@@ -2,13 +2,22 @@
 
 from typing import get_args
 
+import pytest
 import torch
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import PRESETS as NAMES
 from strata_platform.spec.models import Kernels
-from tasks.runtime.model import PRESETS, build_meta_model, build_model, prepare_for_training
+from tasks.runtime.model import (
+    PRESETS,
+    build_empty_model,
+    build_meta_model,
+    build_model,
+    build_saved_model,
+    materialize,
+    prepare_for_training,
+)
 
 
 def test_every_preset_of_the_spec_can_be_built():
@@ -32,6 +41,31 @@ def test_every_dtype_starts_from_the_same_weights():
     rounded = build_model(RunSpec(model={"dtype": "bfloat16"}))
     assert rounded.dtype == rounded.config.dtype == torch.bfloat16
     assert torch.equal(exact.model.embed_tokens.weight.bfloat16(), rounded.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_computed_is_the_same_on_every_process_and_after_a_restart(tmp_path, dtype):
+    spec = RunSpec(model={"dtype": dtype})
+    built = build_model(spec)
+    built.config.save_pretrained(tmp_path)
+    built.generation_config.save_pretrained(tmp_path)
+    expected = dict(built.named_buffers())
+    assert expected
+    for model in (build_empty_model(spec), build_saved_model(tmp_path)):
+        found = dict(model.named_buffers())
+        assert found.keys() == expected.keys()
+        assert all(found[name].dtype == buffer.dtype for name, buffer in expected.items())
+        assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+        assert {p.dtype for p in model.parameters()} == {p.dtype for p in built.parameters()}
+
+
+def test_buffers_under_two_names_keep_their_values():
+    model = build_empty_model(RunSpec())
+    model.again = torch.nn.Module()
+    model.again.register_buffer("inv_freq", model.model.rotary_emb.inv_freq)
+    expected = model.again.inv_freq.clone()
+    materialize(model, torch.device("cpu"))
+    assert torch.equal(model.again.inv_freq, expected)
 
 
 def test_building_one_model_leaves_the_next_as_it_was():
