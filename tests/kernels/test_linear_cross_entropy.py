@@ -463,8 +463,14 @@ def test_more_targets_than_announced(problem) -> None:
     (x, weight, _), target = problem(12, 40, 8)
     assert linear_cross_entropy(x, weight, target, max_targets=8).isnan()
     assert linear_cross_entropy(x, weight, target, max_targets=8, reduction="none").isnan().all()
+    # A trainer that leaves a NaN out of its log must not train on the rows that are left.
+    weight.requires_grad_()
+    for most, reduction in ((8, "mean"), (8, "none"), (0, "sum")):
+        loss = linear_cross_entropy(x, weight, target, max_targets=most, reduction=reduction).sum()
+        assert torch.autograd.grad(loss, weight)[0].isnan().all()
     target.fill_(-100)
-    assert linear_cross_entropy(x.requires_grad_(), weight, target, max_targets=0, reduction="sum") == 0
+    loss = linear_cross_entropy(x, weight, target, max_targets=0, reduction="sum")
+    assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"max_targets": 5}, {"chunk_bytes": 2**11}, {"reduction": "none"}], ids=str)

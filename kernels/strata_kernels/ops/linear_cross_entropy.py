@@ -101,7 +101,7 @@ def linear_cross_entropy(
             not read by the host.
         max_targets: how many rows are not ignored, at most. Only that many rows are multiplied: ignored ones are
             dropped first, without waiting for the device to count them, since the caller knows (a collator sees the
-            labels on the CPU). If more rows are not ignored, the result is NaN.
+            labels on the CPU). If more rows are not ignored, the result and its gradients are NaN.
         group: the processes that hold the vocabulary, in the order of their ranks, in parts of one size. All are
             called with the same x, target and options, and get the same loss and gradient of x.
         accumulate: how a 16-bit gradient of weight adds up. "exact" rounds it once: all rows are taken together, their
@@ -212,8 +212,8 @@ def _linear_cross_entropy(
     if kept is not None:
         if loss.dim():
             loss = loss.new_zeros(labels.shape).index_copy(0, kept, loss)
-        # More targets than were announced would go missing in silence.
-        loss = loss + torch.where(counted.sum() > kept.shape[0], torch.nan, 0.0)
+        # More targets than were announced would go missing in silence. A factor reaches the gradients, too.
+        loss = loss * torch.where(counted.sum() > kept.shape[0], torch.nan, 1.0)
         if options.predict:
             predictions = predictions.new_full(labels.shape, -1).index_copy(0, kept, predictions)
     loss = here.wrap(loss.view(target.shape) if loss.dim() else loss)
