@@ -158,9 +158,14 @@ def _load(
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    if checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size:
-        return lambda: load_random_states(index, rank)
-    return lambda: seed_generators(run.spec.seed, rank, checkpoint.step_of(resume_from))
+    continued = checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size
+
+    def set_random_states() -> None:
+        seed_generators(run.spec.seed, rank, checkpoint.step_of(resume_from))
+        if continued:
+            load_random_states(index, rank)
+
+    return set_random_states
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:

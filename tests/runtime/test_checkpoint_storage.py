@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint import writer
-from tasks.runtime.checkpoint.state import load_model, load_optimizer, model_tensors
+from tasks.runtime.checkpoint import state, writer
+from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states, model_tensors
 from tasks.runtime.checkpoint.storage import INDEX, Index, write_tensors
 from tasks.runtime.processes import Processes
 
@@ -101,6 +101,19 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path, model, optimizer):
     folder = checkpoint.latest(tmp_path)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
     assert json.loads((folder / INDEX).read_text())["model.kept"]["shape"] == [2]
+
+
+def test_a_run_begun_on_the_cpu_continues_on_a_gpu_with_the_states_that_there_are(
+    tmp_path, model, optimizer, monkeypatch
+):
+    saver = make_writer(tmp_path, model, optimizer)
+    saver.save(1)
+    expected = torch.rand(3)
+    saver.wait()
+    real = state.random_states
+    monkeypatch.setattr(state, "random_states", lambda: {**real(), "cuda": torch.zeros(16, dtype=torch.uint8)})
+    load_random_states(Index(checkpoint.latest(tmp_path)), 0)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, model, optimizer, monkeypatch):

@@ -1,9 +1,12 @@
 """Which rows a step reads depends on the seed and the step alone."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.order import MicroBatches, RowOrder
+from tasks.runtime.data.order import MicroBatches, RowOrder, training_loader
 from tasks.runtime.processes import Processes
 
 ROWS = 10
@@ -51,3 +54,12 @@ def test_steps_follow_each_other_wherever_one_begins():
     spec = RunSpec.model_validate({"training": {"micro_batch_size": 3}})
     whole = list(MicroBatches(spec, Processes(), ROWS, start=0, stop=9))
     assert list(MicroBatches(spec, Processes(), ROWS, start=4, stop=9)) == whole[4:]
+
+
+def test_reading_rows_draws_no_random_number_that_training_may_draw():
+    """A resumed run begins to read once more than an undisturbed one."""
+    rows = [{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS
+    loader = training_loader(RunSpec(), SimpleNamespace(train=rows), Processes(), start=0, stop=2)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 2
+    assert torch.equal(torch.get_rng_state(), before)

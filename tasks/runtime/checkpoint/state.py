@@ -54,8 +54,12 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_random_states(index: Index, rank: int) -> None:
-    """Continue this process's random numbers; only for the number of processes that the checkpoint was written by."""
-    states = {name: index.empty(f"{_RANDOM}{rank}.{name}") for name in random_states()}
+    """Continue this process's random numbers; only for the number of processes that the checkpoint was written by.
+
+    A generator that it had not, such as a GPU's where it ran on the CPU, is left as it is.
+    """
+    kept = [name for name in random_states() if f"{_RANDOM}{rank}.{name}" in index]
+    states = {name: index.empty(f"{_RANDOM}{rank}.{name}") for name in kept}
     index.read({f"{_RANDOM}{rank}.{name}": state for name, state in states.items()})
     restore_random_states(states)
 

@@ -59,4 +59,7 @@ def training_loader(
         batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop),
         collate_fn=collator(spec.model.attention),
         pin_memory=torch.cuda.is_available(),
+        # Going through it draws a number, which must not come from the generator that dropout draws from: a run that
+        # continues would draw it once more.
+        generator=torch.Generator(),
     )
