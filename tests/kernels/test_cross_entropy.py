@@ -313,6 +313,15 @@ def test_double_backward_is_refused(reduction, problem) -> None:
 
 
 @around_the_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_transforms_of_functions_see_plain_pytorch(options, problem) -> None:
+    logits, target, options = problem((2, 5, 20), torch.float32, options)
+    ours, theirs = (called(f, target, options) for f in (cross_entropy, plain))
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        torch.testing.assert_close(transform(ours)(logits), transform(theirs)(logits))
+
+
+@around_the_kernel
 def test_fp64_is_differentiated_exactly(device) -> None:
     logits = torch.randn(4, 6, dtype=torch.float64, device=device).requires_grad_()
     target, weight = torch.tensor([0, 5, -100, 2], device=device), torch.rand(6, dtype=torch.float64, device=device)
@@ -497,6 +506,7 @@ Z, T, W = torch.ones(3, 5), torch.zeros(3, dtype=torch.int64), torch.ones(5)
         ((Z, T), {"weight": W[:3]}, r"weight must be .* of shape \[5\], got float32 \[3\]"),
         ((Z, T), {"weight": W.int()}, "weight must be"),
         ((Z, T), {"weight": W.to("meta")}, "on one device"),
+        ((Z, T), {"weight": W.clone().requires_grad_()}, "weight gets no gradient: detach it"),
         ((Z, T), {"label_smoothing": 1.5}, "label_smoothing 1.5 must be between 0 and 1"),
         ((Z, T), {"softcap": 0.0}, "softcap 0.0 must be positive"),
         ((Z, T), {"reduction": "avg"}, "reduction 'avg' must be one of mean, sum, none"),

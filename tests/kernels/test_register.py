@@ -259,13 +259,7 @@ def test_func_grad(example, device) -> None:
     inputs = example.inputs(device)
     function = summed(example.function)
     expected = torch.autograd.grad(function(*inputs), inputs)
-    transformed = torch.func.grad(function, argnums=tuple(range(len(inputs))))
-    try:
-        given = transformed(*(x.detach() for x in inputs))
-    except NotImplementedError as error:
-        # Transforms always ask for a gradient that can be differentiated again.
-        assert "can be differentiated only once" in str(error)
-        return
+    given = torch.func.grad(function, argnums=tuple(range(len(inputs))))(*(x.detach() for x in inputs))
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -278,10 +272,32 @@ def test_vmap(example, device) -> None:
     stacked = [
         a if axis is None else torch.stack((a, b)) for a, b, axis in zip(first, second, example.batched, strict=True)
     ]
-    given = as_tuple(torch.func.vmap(example.function, in_dims=example.batched)(*stacked))
-    for i, inputs in enumerate((first, second)):
-        for ours, theirs in zip(given, as_tuple(example.function(*inputs)), strict=True):
+    leaves = [x.detach().requires_grad_() for x in stacked]
+    given = as_tuple(torch.func.vmap(example.function, in_dims=example.batched)(*leaves))
+    expected = [as_tuple(example.function(*inputs)) for inputs in (first, second)]
+    for i, results in enumerate(expected):
+        for ours, theirs in zip(given, results, strict=True):
             torch.testing.assert_close(ours[i], theirs)
+    # What the batch is made of may be trained.
+    ours = torch.autograd.grad(sum(y.sum() for y in given), leaves)
+    total = sum(y.sum() for results in expected for y in results)
+    for mine, a, b, axis in zip(ours, first, second, example.batched, strict=True):
+        if axis is not None:
+            torch.testing.assert_close(mine, torch.stack(torch.autograd.grad(total, (a, b), retain_graph=True)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_batch_of_incoming_gradients(example, device) -> None:
+    inputs = example.inputs(device)
+    results = as_tuple(example.function(*inputs))
+    incoming = [torch.randn(2, *y.shape).to(y) for y in results]
+    given = torch.autograd.grad(results, inputs, incoming, retain_graph=True, is_grads_batched=True)
+    again = torch.autograd.grad(results, inputs, incoming, is_grads_batched=True)
+    for i in range(2):
+        expected = torch.autograd.grad(as_tuple(example.function(*inputs)), inputs, [dy[i] for dy in incoming])
+        for ours, last, theirs in zip(given, again, expected, strict=True):
+            torch.testing.assert_close(ours[i], theirs)
+            assert torch.equal(last, ours)
 
 
 def test_threads(path, device, gradients) -> None:

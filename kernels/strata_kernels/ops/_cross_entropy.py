@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ._cross_entropy_kernel import Options as Options
 from ._cross_entropy_kernel import Results, launch_rows
@@ -139,6 +140,17 @@ def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
     lse = whole.lse if whole.share is None else whole.share * whole.lse
     loss = lse - whole.linear + options.z_loss * whole.lse.square()
     return loss.where(target != options.ignore_index, 0.0)
+
+
+def plain_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | None) -> Tensor:
+    """The losses [N] of logits z [N, V] in plain PyTorch, which is all that a transform of `torch.func` sees into."""
+    wide = _capped(z, options.softcap)
+    losses = functional.cross_entropy(
+        wide, target, weight, ignore_index=options.ignore_index, reduction="none",
+        label_smoothing=options.label_smoothing,
+    )  # fmt: skip
+    squares = options.z_loss * wide.logsumexp(-1).square()
+    return losses + squares.where(target != options.ignore_index, 0.0)
 
 
 def _capped(z: Tensor, softcap: float) -> Tensor:

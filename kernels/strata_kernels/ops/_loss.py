@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import describe, launch, multiprocessors, takes_kernel
+from ._register import has_mode
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -88,9 +89,11 @@ def total(loss: Tensor, divisor: Tensor) -> Tensor:
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor for a scalar on the device: in place, and without traffic for a factor of one, where that is safe.
 
-    It is not when the graph is kept for another backward pass, nor while a compiler traces (x then is of a subclass).
+    It is not when the graph is kept for another backward pass, nor while a compiler traces (x then is of a subclass),
+    nor for a batch of factors (`is_grads_batched=True`).
     """
-    if type(x) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph() or not takes_kernel(x):
+    kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    if type(x) is not Tensor or kept or has_mode() or not takes_kernel(x):
         return x * factor
     if not x.is_contiguous():
         return x.mul_(factor)

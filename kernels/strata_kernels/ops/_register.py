@@ -135,9 +135,13 @@ _BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _ALWAYS = (_BACKEND.add(torch._C.DispatchKey.ADInplaceOrView), _BACKEND)
 
 
+def has_mode() -> bool:
+    """Whether this thread has a dispatch mode, transform or tracer of any kind active: each includes a dispatch key."""
+    return _included() not in _ALWAYS
+
+
 def _is_observed() -> bool:
-    """Whether this thread has a mode, transform or tracer of any kind active: each includes a dispatch key."""
-    return _included() not in _ALWAYS or torch._C._is_torch_function_mode_enabled() or is_recording()
+    return has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._cross_entropy import Options, cross_entropy_gradient, cross_entropy_rows, rows_of
+from ._cross_entropy import Options, cross_entropy_gradient, cross_entropy_rows, plain_losses, rows_of
 from ._launch import DTYPES, accumulator, describe, has_dtype
 from ._loss import Reduction, check_options, divisors, refuse_double_backward, scaled, total
 from ._register import register
@@ -230,14 +230,14 @@ def cross_entropy(
     With a scalar result the gradient is computed in the forward pass, into a new tensor of the size of the logits. With
     reduction="none" a row's incoming gradient is known only in the backward pass, which then reads the logits a second
     time; so it does in fp16, whose gradients would vanish without the loss scale that arrives with it. Double backward
-    is not supported.
+    is not supported. Under `torch.func` all is plain PyTorch.
 
     Args:
         logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are read where they are if
             the classes are adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`).
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
-        weight: [V], a weight per class.
+        weight: [V], a weight per class, without a gradient of its own.
         ignore_index: rows with this target have loss and gradient zero.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-partition function.
@@ -302,6 +302,8 @@ def _cross_entropy(
     num_items: int | Tensor | None, reuse_logits: bool, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and, if asked, the predictions."""
+    if torch._C._are_functorch_transforms_active():
+        return _plain(logits, target, weight, options, reduction, num_items)
     flags = (options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
     trained = torch.is_grad_enabled() and logits.requires_grad
     # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
@@ -312,8 +314,7 @@ def _cross_entropy(
             loss = loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype)
         return loss.sum() if reduction == "sum" else loss, predictions
     items = None if num_items is None else _scalar(num_items, logits.device)
-    followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if reuse_logits and trained and not followed:
+    if reuse_logits and trained and not torch.compiler.is_compiling():
         _check_reuse(logits)
         reused: tuple[Tensor, Tensor] = _Reuse.apply(
             logits, weight, target, items, reduction == "mean", options, predict
@@ -321,6 +322,21 @@ def _cross_entropy(
         return reused
     loss, _, predictions = _total_op(logits, weight, target, items, reduction == "mean", *flags, trained, predict)
     return loss, predictions
+
+
+def _plain(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
+    num_items: int | Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same in plain PyTorch."""
+    rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss = plain_losses(rows, labels, options, _dense(weight, accumulator(logits.dtype)))
+    predictions = rows.argmax(-1).where(labels != options.ignore_index, -1).view(target.shape)
+    if reduction == "none":
+        return loss.view(target.shape), predictions
+    if reduction == "mean":
+        return loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype), predictions
+    return loss.sum(), predictions
 
 
 def _scalar(items: int | Tensor, device: torch.device) -> Tensor:
@@ -360,6 +376,8 @@ def _check(logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
         )
     if weight is not None and (weight.shape != logits.shape[-1:] or not has_dtype(weight)):
         raise ValueError(f"weight must be {DTYPES} of shape [{logits.shape[-1]}], got {describe(weight)}")
+    if weight is not None and weight.requires_grad:
+        raise ValueError("weight gets no gradient: detach it, or multiply the losses of reduction='none'")
     tensors = [logits, target] if weight is None else [logits, target, weight]
     if any(t.device != logits.device for t in tensors):
         raise ValueError(

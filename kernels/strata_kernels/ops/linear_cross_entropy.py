@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ._cross_entropy import Options as LossOptions
+from ._cross_entropy import plain_losses
 from ._launch import DTYPES, accumulator, describe, has_dtype
 from ._linear_cross_entropy import rows_op, total_op
 from ._loss import Reduction, check_options
@@ -313,17 +315,11 @@ def _plain(
     """The same in plain PyTorch, which is all that a transform of `torch.func` sees into."""
     if cut.group:
         raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
-    z = functional.linear(rows.x, weight, bias).to(accumulator(rows.x.dtype))
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
-    losses = functional.cross_entropy(
-        z, rows.target, class_weight, ignore_index=options.ignore_index, reduction="none",
-        label_smoothing=options.label_smoothing,
-    )  # fmt: skip
-    counted = rows.target != options.ignore_index
-    losses = losses + (options.z_loss * z.logsumexp(-1).square()).where(counted, 0.0)
+    z = functional.linear(rows.x, weight, bias)
+    shape = LossOptions(options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0)
+    losses = plain_losses(z, rows.target, shape, class_weight)
     losses = losses if rows.weight is None else losses * rows.weight
-    predictions = z.argmax(-1).where(counted, -1)
+    predictions = z.argmax(-1).where(rows.target != options.ignore_index, -1)
     return (losses if options.reduction == "none" else losses.sum() / divisor), predictions
 
 
