@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import socket
 import threading
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint import state, writer
+from tasks.runtime.checkpoint import state, whole, writer
 from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states, model_tensors
 from tasks.runtime.checkpoint.storage import INDEX, Index, write_tensors
 from tasks.runtime.processes import Processes
@@ -139,7 +141,38 @@ def test_a_save_in_flight_ends_with_the_process_and_failing_is_told(tmp_path, mo
     monkeypatch.setattr(writer, "write_tensors", lambda *arguments: 1 / 0)
     saver.save(2)
     saver.close()
-    assert "the last checkpoint is not whole: division by zero" in caplog.text
+    assert re.search(r"the last checkpoint is not whole: .*checkpoint-2 could not be .*division by zero", caplog.text)
+
+
+def write_as_one_of_two(rank, root):
+    """Saves in which each of the processes in turn meets an error that nobody thought of."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": (root / "port").read_text()}
+    processes = Processes.from_environment()
+    processes.connect()
+    model = Model()
+    saver = writer.CheckpointWriter(
+        root, model, torch.optim.AdamW(model.parameters()), processes, keep_last=1, facts={"data_hash": "d"}
+    )
+    for broken, module, function in ((1, writer, "write_tensors"), (0, whole, "write_json")):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == broken:
+                patched.setattr(module, function, lambda *arguments: 1 / 0)
+            saver.save(1)
+            # Before either gives up, and the other one notices that it is gone.
+            saver._thread.join(30)
+            processes.barrier()
+            with pytest.raises(ValueError, match=r"checkpoint-1 could not be written: .*division by zero"):
+                saver.wait()
+    processes.disconnect()
+
+
+def test_every_process_hears_what_one_of_them_failed_with(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    torch.multiprocessing.spawn(write_as_one_of_two, (tmp_path,), nprocs=2)
+    assert checkpoint.latest(tmp_path) is None
 
 
 def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path, model, optimizer):
@@ -148,6 +181,33 @@ def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path, model, optimizer
         saver.save(step)
     saver.wait()
     assert [checkpoint.step_of(folder) for folder in checkpoint.folders(tmp_path)] == [2, 3]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, model, optimizer, monkeypatch, caplog):
+    def busy(folder):
+        raise OSError(16, os.strerror(16), str(folder))
+
+    saver = make_writer(tmp_path, model, optimizer, keep_last=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(whole.shutil, "rmtree", busy)
+        for step in (1, 2):
+            saver.save(step)
+        saver.wait()
+    assert "checkpoint-1 could not be removed" in caplog.text
+    assert [checkpoint.step_of(folder) for folder in checkpoint.folders(tmp_path)] == [1, 2]
+    saver.save(3)
+    saver.wait()
+    assert [checkpoint.step_of(folder) for folder in checkpoint.folders(tmp_path)] == [3]
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, model, optimizer):
+    saver = make_writer(tmp_path, model, optimizer)
+    saver.save(1)
+    saver.wait()
+    index = checkpoint.latest(tmp_path) / INDEX
+    index.write_text(index.read_text().replace("process-", "../process-"))
+    with pytest.raises(ValueError, match=r"names '\.\./process-00000-000\.safetensors', which is no file of"):
+        Index(index.parent)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, model, optimizer):

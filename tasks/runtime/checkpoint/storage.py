@@ -81,9 +81,15 @@ class Index:
     """Where the parts of a checkpoint's tensors are: what DCP calls its metadata, without a pickle."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index of a whole checkpoint."""
+        """Read the index of a whole checkpoint. Raises ValueError when it names a file outside of it."""
         self._folder = folder
         self._tensors: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        files = {part["file"] for tensor in self._tensors.values() for part in tensor["parts"].values()}
+        outside = sorted(file for file in files if Path(file).name != file)
+        if outside:
+            raise ValueError(
+                f"{folder / INDEX} names {outside[0]!r}, which is no file of the checkpoint; remove {folder}"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

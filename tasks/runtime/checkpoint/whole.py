@@ -49,12 +49,13 @@ def commit(folder: Path, written: dict[str, Any], facts: dict[str, Any]) -> None
         folder / MANIFEST,
         {"format": version.CHECKPOINT, "step": step_of(folder), **facts, "files": dict(sorted(files.items()))},
     )
-    # The rename itself must survive a power cut, too.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # The rename itself must survive a power cut, too, and so must the folder: older ones are removed next.
+    for changed in (folder, folder.parent):
+        descriptor = os.open(changed, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def damage(folder: Path) -> str | None:
@@ -109,11 +110,17 @@ def discard_after(root: Path, step: int) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints. Call after `commit`, so that a whole one always exists."""
+    """Keep the newest `keep` checkpoints. Call after `commit`, so that a whole one always exists.
+
+    One that cannot be removed is tried again the next time: a file that somebody reads over the network, say.
+    """
     for folder in folders(root)[:-keep]:
-        # Without its manifest a half-removed folder is no checkpoint.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        try:
+            # Without its manifest a half-removed folder is no checkpoint.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("the old checkpoint %s could not be removed: %s", folder, error)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -115,7 +115,9 @@ class CheckpointWriter:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 written = {file: write_tensors(folder / file, tensors) for file, tensors in files.items()}
-            except OSError as error:
+            # Whatever it is: the others wait to hear of it.
+            except Exception as error:
+                log.warning("this process could not write its part of %s", folder, exc_info=True)
                 failure = f"process {self._processes.rank}: {error}"
             outcomes = self._processes.gather((written, failure))
             self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}))
@@ -133,7 +135,8 @@ class CheckpointWriter:
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 whole.commit(folder, known, {**self._facts, "world_size": self._processes.world_size})
                 whole.prune(self.root, self._keep_last)
-        except OSError as error:
+        except Exception as error:
+            log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
         if failures:
             raise ValueError(
