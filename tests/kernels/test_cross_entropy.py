@@ -303,6 +303,14 @@ def test_backward_twice_over_a_kept_graph(reduction, problem) -> None:
     assert torch.equal(kept, last) and torch.equal(kept, copy)
 
 
+def test_batch_of_incoming_gradients(problem) -> None:
+    logits, target, _ = problem((5, 20))
+    loss = cross_entropy(logits.requires_grad_(), target)
+    (given,) = torch.autograd.grad(loss, logits, torch.tensor([1.0, 3.0]).to(loss), is_grads_batched=True)
+    (expected,) = torch.autograd.grad(cross_entropy(logits, target), logits)
+    torch.testing.assert_close(given, torch.stack((expected, 3 * expected)))
+
+
 @around_the_kernel
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_double_backward_is_refused(reduction, problem) -> None:

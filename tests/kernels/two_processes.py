@@ -72,6 +72,15 @@ def test_group_gives_what_one_process_gives(rank: int) -> None:
         assert torch.equal(*everyone)
 
 
+def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:
+    tensors, target = problem()
+    x = tensors["x"].t().contiguous().t().requires_grad_()
+    # Rows a part at a time: parts of a transposed gradient would not be dense.
+    loss = linear_cross_entropy(x, mine(rank, tensors["weight"]), target, group=dist.group.WORLD, chunk_bytes=4096)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, tensors["weight"], target), x)
+    close(torch.autograd.grad(loss, x)[0], expected, "x")
+
+
 def test_predictions_prefer_the_first_class(rank: int) -> None:
     weight = torch.zeros(6, 3)
     weight[[1, 4], [0, 0]], weight[5, 1] = 1.0, 1.0

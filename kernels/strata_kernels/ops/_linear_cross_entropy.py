@@ -26,7 +26,7 @@ _N_TENSORS = _TENSORS.count("Tensor")
 def _empty_results(x: Tensor, weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dW, db and prediction, unfilled."""
     return (
-        torch.empty_like(x) if settings.want_dx else x.new_empty(0),
+        x.new_empty(x.shape if settings.want_dx else 0),
         weight.new_empty(weight.shape if settings.want_dw else 0),
         weight.new_empty(weight.shape[0] if settings.want_db else 0),
         x.new_empty(x.shape[0] if settings.predict else 0, dtype=torch.int64),

@@ -104,7 +104,8 @@ class _Run:
             n_rows, self.cut.widest, hidden, x.itemsize, settings.want_dw, settings.exact, settings.chunk_bytes
         )
         self.loss = x.new_empty(n_rows, dtype=accumulator(x.dtype))
-        self.dx = torch.empty_like(x) if settings.want_dx else x.new_empty(0)
+        # Dense rows, whatever the strides of x: a group sums parts of them.
+        self.dx = x.new_empty(x.shape if settings.want_dx else 0)
         self.dw = WeightGradient(x, weight.shape, self.plan.wide) if settings.want_dw else None
         self.db = x.new_zeros(weight.shape[0] if settings.want_db else 0, dtype=self.loss.dtype)
         self.prediction = x.new_empty(n_rows if settings.predict else 0, dtype=torch.int64)
