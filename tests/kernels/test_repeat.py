@@ -3,7 +3,9 @@
 On a GPU `test_register.py` holds the real operators, repeated, to what the dispatcher gives.
 """
 
+import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -185,6 +187,37 @@ def test_who_watches_launches_sees_them(kernel, monkeypatch) -> None:
     assert len(runs) == 5
     call(host, torch.ones(4))
     assert len(runs) == 5
+
+
+def test_no_tensor_is_kept(kernel) -> None:
+    kept = []
+
+    def host(x: Tensor) -> Tensor:
+        middle, y = torch.empty_like(x), torch.empty_like(x)
+        kept.extend(weakref.ref(tensor) for tensor in (x, middle, y))
+        kernel.launch(x, middle, 1.0)
+        kernel.launch(middle, y, 1.0)
+        return y
+
+    for _ in range(3):
+        call(host, torch.ones(4))
+    assert isinstance(plan(), _repeat._Plan) and len(kept) == 6 and not any(ref() is not None for ref in kept)
+
+
+def test_a_call_that_fails_teaches_nothing(kernel) -> None:
+    def host(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        if fails:
+            raise MemoryError
+        kernel.launch(x, y, 1.0)
+        return y
+
+    x = torch.randn(4)
+    for fails in (False, True, True):
+        with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+            call(host, x)
+    fails = False
+    assert all(torch.equal(call(host, x), x) for _ in range(3)) and isinstance(plan(), _repeat._Plan)
 
 
 def test_plans_are_bounded(kernel, monkeypatch) -> None:
