@@ -19,6 +19,8 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.state import adopt_dtypes
+from tasks.runtime.checkpoint.storage import Index
 
 # 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -99,6 +101,8 @@ def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     """The model of a checkpoint, likewise without memory for its weights."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = _empty_model(config, config.dtype, attention)
+    index = Index(folder)
+    adopt_dtypes(model, {name: index.dtype(name) for name in index})
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 

@@ -21,7 +21,7 @@ from strata_kernels import PatchReport
 from strata_kernels.warmup import count_compiles
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states
+from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
@@ -114,6 +114,7 @@ def build_job(
     resume_from: Path | None,
 ) -> Job:
     """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective."""
+    adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None)
     optimizer = build_optimizer(model, run.spec)

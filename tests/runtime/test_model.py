@@ -4,11 +4,15 @@ from typing import get_args
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import PRESETS as NAMES
 from strata_platform.spec.models import Kernels
+from tasks.runtime.checkpoint import latest
+from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of
+from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.model import (
     PRESETS,
     build_empty_model,
@@ -18,6 +22,8 @@ from tasks.runtime.model import (
     materialize,
     prepare_for_training,
 )
+from tasks.runtime.optimizer import build_optimizer
+from tasks.runtime.processes import Processes
 
 
 def test_every_preset_of_the_spec_can_be_built():
@@ -43,20 +49,43 @@ def test_every_dtype_starts_from_the_same_weights():
     assert torch.equal(exact.model.embed_tokens.weight.bfloat16(), rounded.model.embed_tokens.weight)
 
 
+def save(model, root):
+    writer = CheckpointWriter(root, model, build_optimizer(model, RunSpec()), Processes(), keep_last=1, facts={})
+    writer.save(1)
+    writer.wait()
+    return latest(root)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_computed_is_the_same_on_every_process_and_after_a_restart(tmp_path, dtype):
     spec = RunSpec(model={"dtype": dtype})
     built = build_model(spec)
-    built.config.save_pretrained(tmp_path)
-    built.generation_config.save_pretrained(tmp_path)
     expected = dict(built.named_buffers())
     assert expected
-    for model in (build_empty_model(spec), build_saved_model(tmp_path)):
+    for model in (build_empty_model(spec), build_saved_model(save(built, tmp_path))):
         found = dict(model.named_buffers())
         assert found.keys() == expected.keys()
         assert all(found[name].dtype == buffer.dtype for name, buffer in expected.items())
         assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
         assert {p.dtype for p in model.parameters()} == {p.dtype for p in built.parameters()}
+
+
+def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restart(tmp_path):
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
+    spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "bfloat16"})
+    built = build_model(spec)
+    empty = build_empty_model(spec)
+    assert set(dtypes_of(built).values()) == {torch.bfloat16, torch.float32}
+    assert dtypes_of(empty) != dtypes_of(built)
+    adopt_dtypes(empty, dtypes_of(built))
+    assert dtypes_of(empty) == dtypes_of(build_saved_model(save(built, tmp_path))) == dtypes_of(built)
 
 
 def test_buffers_under_two_names_keep_their_values():

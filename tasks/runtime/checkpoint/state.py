@@ -34,6 +34,18 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: i
     return tensors | {f"{_RANDOM}{rank}.{name}": state for name, state in random_states().items()}
 
 
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Types of the tensors of `model_tensors`."""
+    return {name: tensor.dtype for name, tensor in model_tensors(model).items()}
+
+
+def adopt_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give an empty model the types of one with weights: some families keep some tensors in fp32 under any dtype."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if _MODEL + name in dtypes:
+            tensor.data = tensor.data.to(dtypes[_MODEL + name])
+
+
 def load_model(index: Index, model: nn.Module) -> None:
     """Fill the model, or this process's parts of it."""
     index.read(model_tensors(model))
