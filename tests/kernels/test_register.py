@@ -264,6 +264,15 @@ def test_func_grad(example, device) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_func_jvp(example, device) -> None:
+    inputs, directions = example.inputs(device), [x.detach() for x in example.inputs(device, seed=1)]
+    function = summed(example.function)
+    slopes = torch.autograd.grad(function(*inputs), inputs)
+    _, given = torch.func.jvp(function, tuple(x.detach() for x in inputs), tuple(directions))
+    expected = sum((a * b).sum() for a, b in zip(slopes, directions, strict=True))
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # a loop over the batch, where no rule is
 def test_vmap(example, device) -> None:
     first, second = (example.inputs(device, seed) for seed in (0, 1))

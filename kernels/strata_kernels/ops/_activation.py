@@ -370,13 +370,22 @@ def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
         setup_context=setup_context,
         backward=functions.backward_twice,
     )
-    return _register_batched(
+    operator = _register_batched(
         f"{name}({form.inputs}) -> Tensor",
         functions.run,
         functions.fake,
         setup_context=setup_context,
         backward=backward,
     )
+    return lambda *inputs: functions.plain(*inputs) if _is_pushed_forward() else operator(*inputs)
+
+
+def _is_pushed_forward() -> bool:
+    """Whether `torch.func.jvp` is at work, or what is made of it (jacfwd, hessian): operators have no rule for it."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
 
 
 def _register_batched(schema: str, *parts: Any, **links: Any) -> Callable[..., Any]:
