@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -73,7 +74,8 @@ class Job:
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due.
 
-        Raises `Preempted`, on every process, when one of them was told to stop and the spec wants that saved first.
+        Raises `Preempted`, on every process, when one of them was told to stop and the spec wants that saved first;
+        ValueError, on every process, when the weights to be saved are not finite.
         """
         self.recorder.end_step(step, grad_norm, learning_rate)
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
@@ -81,12 +83,23 @@ class Job:
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
             self.recorder.flush()
             self.recorder.sync()
+            self._require_finite(step)
             self.writer.save(step)
             self.recorder.restart_clock()
         if stop and step < self.steps:
             self.writer.wait()
             log.info("told to stop: step %d is done and saved", step)
             raise Preempted("SIGTERM")
+
+    def _require_finite(self, step: int) -> None:
+        """Without clipping no norm tells that gradients ruined the weights; the next loss would, too late."""
+        learned = [parameter for parameter in self.bare.parameters() if parameter.requires_grad]
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in learned]
+        if not self.processes.all_true(bool(torch.stack([part.isfinite().all() for part in parts]).all())):
+            raise ValueError(
+                f"step {step}: the weights are not finite any more, so they are not saved; start anew under another "
+                "name with a lower optimizer.lr, a higher schedule.warmup_ratio, or optimizer.max_grad_norm above 0"
+            )
 
 
 class Framework(Protocol):
