@@ -89,7 +89,15 @@ def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel
             trust_remote_code=False,
         )
     model.config.use_cache = False  # no cache in training; generation asks for its own
+    _drop_idle_settings(model.generation_config)
     return model
+
+
+def _drop_idle_settings(config: GenerationConfig) -> None:
+    """Leave out how to sample where nothing is sampled: transformers loads such settings, but may not save them."""
+    if not config.do_sample:
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(config, name, None)
 
 
 def build_empty_model(spec: RunSpec) -> PreTrainedModel:
