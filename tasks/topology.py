@@ -53,13 +53,13 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
     from tasks.runtime.data import PreparedData
-    from tasks.runtime.export import collect_weights
     from tasks.runtime.run import session, train
+    from tasks.runtime.weights import collect_weights
 
     try:
         with session(spec) as run:
             record = train(run, PreparedData.load(Path(data.path)))
-            weights = collect_weights(run.folder, record) if run.processes.is_main else run.folder.root
+            weights = collect_weights(spec, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
     except RuntimeError as error:

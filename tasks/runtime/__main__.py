@@ -30,10 +30,11 @@ def main() -> int:
     # Only a good spec is worth the seconds that torch takes to import.
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
-    from tasks.runtime.export import collect_weights, export
+    from tasks.runtime.export import export
     from tasks.runtime.folder import data_folder
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted, preemptible
+    from tasks.runtime.weights import collect_weights
 
     log = logging.getLogger("tasks.runtime")
     try:
@@ -46,7 +47,7 @@ def main() -> int:
             record = train(run, data)
         if run.processes.is_main:
             with preemptible():
-                weights = collect_weights(run.folder, record)
+                weights = collect_weights(spec, record)
                 export(spec, evaluate(spec, record, data, weights), data, weights)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

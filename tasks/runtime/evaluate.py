@@ -15,12 +15,13 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.model import adopt_tokenizer, build_model, patch
 from tasks.runtime.record import CompletionRecord, Sample
+from tasks.runtime.weights import build_trained_model
 
 log = logging.getLogger(__name__)
 
 
 def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
-    """The record with losses and samples of the model before training and with `weights`, a Hugging Face folder.
+    """The record with losses and samples of the model before training and with `weights`, of `collect_weights`.
 
     Raises ValueError when the run did not finish.
     """
@@ -54,7 +55,7 @@ def _measure(
 ) -> tuple[float | None, list[str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = data.tokenizer()
-    model = build_model(spec, weights=str(weights) if weights else None).to(device).eval()
+    model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(device).eval()
     adopt_tokenizer(model, tokenizer)
     patched = patch(model, spec)
     # In evaluation the patched forward returns logits, as transformers does, unless it is told that nobody wants them.

@@ -6,33 +6,17 @@ import logging
 import shutil
 from pathlib import Path
 
-import torch
-
 from strata_platform.spec import RunSpec, dump_spec
-from tasks.runtime.checkpoint.state import load_model
-from tasks.runtime.checkpoint.storage import Index
+from strata_platform.spec.models import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import PRESETS, adopt_tokenizer, build_model, build_saved_model, materialize
+from tasks.runtime.model import PRESETS, adopt_tokenizer
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
+from tasks.runtime.weights import build_trained_model
 
 log = logging.getLogger(__name__)
-
-
-def collect_weights(folder: RunFolder, record: CompletionRecord) -> Path:
-    """A folder with the trained weights and the run's metrics: all that evaluation and export need, and no more."""
-    weights = folder.weights
-    shutil.rmtree(weights, ignore_errors=True)
-    weights.mkdir()
-    checkpoint = Path(record.checkpoint)
-    model = build_saved_model(checkpoint)
-    materialize(model, torch.device("cpu"))
-    load_model(Index(checkpoint), model)
-    model.save_pretrained(weights)
-    shutil.copyfile(folder.metrics, weights / folder.metrics.name)
-    return weights
 
 
 def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
@@ -48,7 +32,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer = data.tokenizer()
-    model = build_model(spec, weights=str(weights))
+    model = build_trained_model(spec, weights)
     adopt_tokenizer(model, tokenizer)
     model.config.use_cache = True
     model.save_pretrained(temporary)
@@ -69,6 +53,9 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     """A model card: what it was trained from, on what, how far, and how to load it."""
     base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{spec.model.name}`"
+    if isinstance(spec.adapter, Lora):
+        kind = "DoRA" if spec.adapter.use_dora else "LoRA"
+        base += f" by {kind} of rank {spec.adapter.r}, merged,"
     source = spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source)
     losses = (
         f"Validation loss went from {record.eval_loss_before:.4f} to {record.eval_loss_after:.4f} nats per token."

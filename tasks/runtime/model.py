@@ -63,13 +63,14 @@ def load_config(spec: RunSpec) -> PretrainedConfig:
     return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
 
 
-def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel:
-    """The model on the CPU, in the spec's dtype.
+def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model on the CPU, in `dtype`, by default the spec's.
 
     `weights`, a folder in Hugging Face format, replaces the spec's own start: the same architecture, later weights.
-    A preset without weights is initialised from `seed`, the same on every machine.
+    A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for an adapter,
+    which transformers would take for its model with the adapter in it.
     """
-    dtype = dtype_of(spec)
+    dtype = dtype or dtype_of(spec)
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
@@ -88,6 +89,11 @@ def build_model(spec: RunSpec, *, weights: str | None = None) -> PreTrainedModel
             use_safetensors=True,
             trust_remote_code=False,
         )
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
+                "merge_and_unload, save that, and give its folder"
+            )
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _drop_idle_settings(model.generation_config)
     return model
@@ -100,9 +106,9 @@ def _drop_idle_settings(config: GenerationConfig) -> None:
             setattr(config, name, None)
 
 
-def build_empty_model(spec: RunSpec) -> PreTrainedModel:
+def build_empty_model(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
-    return _empty_model(load_config(spec), dtype_of(spec), spec.model.attention)
+    return _empty_model(load_config(spec), dtype or dtype_of(spec), spec.model.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
@@ -113,6 +119,12 @@ def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     adopt_dtypes(model, {name: index.dtype(name) for name in index})
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def saved_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the model of a checkpoint."""
+    dtype: torch.dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
+    return dtype
 
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:

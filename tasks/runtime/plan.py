@@ -10,6 +10,7 @@ import torch
 
 from strata_kernels.warmup import Plan, record, warmup
 from strata_platform.spec import RunSpec
+from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
 from tasks.runtime.log import configure_logging
 from tasks.runtime.model import build_meta_model, prepare_for_training
@@ -21,6 +22,7 @@ log = logging.getLogger("tasks.runtime.plan")
 def plan_of(spec: RunSpec) -> Plan:
     """Every kernel that a training step of this spec launches, found by running the real step on meta tensors."""
     model = build_meta_model(spec)
+    add_adapter(model, spec)
     prepare_for_training(model, spec)
     model.train()
     row = {"input_ids": torch.zeros(spec.data.sequence_length, dtype=torch.int64, device="meta")}

@@ -52,6 +52,8 @@ class CompletionRecord(BaseModel):
     """Median over the steps."""
     peak_memory_bytes: int
     parameters: int
+    trainable_parameters: int
+    """Those that learn: fewer than all under an adapter."""
     device: str
     world_size: int
     data: dict[str, int]

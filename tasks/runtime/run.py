@@ -21,6 +21,7 @@ from strata_kernels import PatchReport
 from strata_kernels.warmup import count_compiles
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
+from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -29,7 +30,14 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.job import Job
 from tasks.runtime.metrics import read_points
-from tasks.runtime.model import adopt_tokenizer, build_empty_model, build_model, build_saved_model, prepare_for_training
+from tasks.runtime.model import (
+    adopt_tokenizer,
+    build_empty_model,
+    build_model,
+    build_saved_model,
+    prepare_for_training,
+    saved_dtype,
+)
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
@@ -87,7 +95,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     attempt = run.folder.begin_attempt() if run.processes.is_main else 0
-    model = _model(run, resume_from)
+    model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
@@ -95,7 +103,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     with count_compiles() as compiles, closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
-            job = build_job(run, data, model, recorder, steps=steps, resume_from=resume_from)
+            job = build_job(run, data, model, base, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.writer), stopping as job.notice:
                 framework_of(run.spec)(job)
@@ -108,15 +116,19 @@ def build_job(
     run: Session,
     data: PreparedData,
     model: PreTrainedModel,
+    base: str | None,
     recorder: Recorder,
     *,
     steps: int,
     resume_from: Path | None,
 ) -> Job:
-    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective."""
+    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective.
+
+    `base` identifies the weights that an adapter is trained in.
+    """
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     strategy = strategy_of(run.spec, run.processes)
-    wrapped = strategy.wrap(model, weights_follow=resume_from is not None)
+    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and base is None)
     optimizer = build_optimizer(model, run.spec)
     writer = CheckpointWriter(
         run.folder.checkpoints,
@@ -124,7 +136,7 @@ def build_job(
         optimizer,
         run.processes,
         keep_last=run.spec.checkpoint.keep_last,
-        facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash},
+        facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash, "base": base},
     )
     return Job(
         spec=run.spec,
@@ -142,11 +154,22 @@ def build_job(
     )
 
 
-def _model(run: Session, resume_from: Path | None) -> PreTrainedModel:
-    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them."""
+def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str | None]:
+    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them.
+
+    Under an adapter a checkpoint has no other weights: they are read anew, and identified. A collective.
+    """
+    spec = run.spec
+    if spec.adapter.type == "none" and resume_from:
+        return build_saved_model(resume_from, spec.model.attention), None
+    dtype = saved_dtype(resume_from) if resume_from else None
+    model = build_model(spec, dtype=dtype) if run.processes.is_main else build_empty_model(spec, dtype=dtype)
+    if add_adapter(model, spec) is None:
+        return model, None
     if resume_from:
-        return build_saved_model(resume_from, run.spec.model.attention)
-    return build_model(run.spec) if run.processes.is_main else build_empty_model(run.spec)
+        expected = checkpoint.facts_of(resume_from)["base"]
+        run.processes.on_main(lambda: require_base(model, spec, expected))
+    return model, run.processes.on_main(lambda: base_fingerprint(model))
 
 
 def _load(
@@ -242,6 +265,9 @@ def _announce(
         run.processes.world_size,
         device_name(run.processes),
     )
+    if run.spec.adapter.type != "none":
+        learning = model.num_parameters(only_trainable=True)
+        log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
     log.info("kernels: %s", patched.summary() if patched else "off")
     log.info("training: %d steps of %d rows, %s", steps, run.spec.rows_per_step, run.spec.runtime.framework)
     if resume_from:
@@ -276,6 +302,7 @@ def _record(
         tokens_per_second=throughput(points),
         peak_memory_bytes=max(point.memory_bytes for point in points),
         parameters=model.num_parameters(),
+        trainable_parameters=model.num_parameters(only_trainable=True),
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),
@@ -313,7 +340,7 @@ def device_name(processes: Processes) -> str:
 def versions() -> dict[str, str]:
     """Versions of all that decides the numbers."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in ("strata", "torch", "triton", "transformers", "accelerate", "tokenizers"):
+    for package in ("strata", "torch", "triton", "transformers", "accelerate", "peft", "tokenizers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -26,6 +26,7 @@ def test_default_is_a_complete_run():
 def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
     assert RunSpec().peak_lr == 2e-3
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}).peak_lr == 2e-5
+    assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}, adapter={"type": "lora"}).peak_lr == 2e-4
     assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
 
 
@@ -125,6 +126,10 @@ def test_names_that_kubernetes_would_refuse(name):
         ({"parallel": {"bucket_cap_mb": 3}}, "parallel.type", "'single', 'ddp' or 'fsdp'", None),
         ({"parallel": {"type": "single", "bucket_cap_mb": 3}}, "parallel.bucket_cap_mb", "type", None),
         ({"parallel": 3}, "parallel", "a section with type 'single', 'ddp' or 'fsdp'", None),
+        ({"adapter": {"type": "lore"}, "model": {"name": "m"}}, "adapter.type", "'none' or 'lora'", "lora"),
+        ({"adapter": {"type": "none", "r": 8}}, "adapter.r", "type", None),
+        ({"adapter": {"type": "lora", "alpha": 8}, "model": {"name": "m"}}, "adapter.alpha", "lora_a", "lora_alpha"),
+        ({"adapter": {"type": "lora", "r": 0}, "model": {"name": "m"}}, "adapter.r", "at least 1", None),
         ({"model": 3}, "model", "name, revision", None),
         ({"optimizer": ["adamw"]}, "optimizer", "lr, betas", None),
         ({"training": None}, "training", "steps, epochs", None),
@@ -171,6 +176,9 @@ def test_a_long_value_is_shortened():
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
         ({"data": {"revision": "main"}}, "data.revision", "data.source"),
+        ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
+        ({"schedule": {"decay_ratio": 0.1}}, "schedule.decay_ratio", "schedule.type"),
+        ({"schedule": {"type": "wsd", "warmup_ratio": 0.9}}, "schedule.warmup_ratio", "schedule.decay_ratio 0.2"),
     ],
 )
 def test_a_contradiction_names_both_fields(fields, path, other):

@@ -14,25 +14,36 @@ import torch
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Parallel, Runtime
+from strata_platform.spec.models import Adapter, Parallel, Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
+from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 2
 FRAMEWORKS = get_args(Runtime.model_fields["framework"].annotation)
-STRATEGIES = [section.model_fields["type"].default for section in get_args(get_args(Parallel)[0])]
 
 
-def make_spec(output, name, framework, strategy, processes, recompute=False, **options):
+def types(union):
+    """What may be said for the `type` of a section."""
+    return [section.model_fields["type"].default for section in get_args(get_args(union)[0])]
+
+
+STRATEGIES, ADAPTERS = types(Parallel), types(Adapter)
+
+
+def make_spec(output, name, framework, strategy, processes, adapter="none", recompute=False, dora=False, **options):
     """Four rows a step, however they are spread; `options` are those of the strategy."""
     return RunSpec.model_validate(
         {
             "name": name,
             "output": str(output),
+            # A rate at which a few steps change the loss.
+            **({"model": {"name": f"{output}/pretrained"}, "optimizer": {"lr": 5e-3}} if adapter != "none" else {}),
+            "adapter": {"type": adapter, **({"use_dora": True} if dora else {})},
             "data": {"sequence_length": 64, "max_samples": 60},
             "training": {
                 "steps": STEPS,
@@ -49,15 +60,15 @@ def make_spec(output, name, framework, strategy, processes, recompute=False, **o
     )
 
 
-def accepted(framework, strategy, processes):
+def accepted(*cell):
     try:
-        return make_spec("out", "x", framework, strategy, processes)
+        return make_spec("out", "x", *cell)
     except SpecError:
         return None
 
 
 # All that the spec allows on two processes.
-CELLS = [cell for cell in product(FRAMEWORKS, STRATEGIES, (2,)) if accepted(*cell)]
+CELLS = [cell for cell in product(FRAMEWORKS, STRATEGIES, (2,), ADAPTERS) if accepted(*cell)]
 
 OPTIONS = {"cpu_offload": True, "reshard_after_forward": False, "recompute": True, "compute_dtype": "bfloat16"}
 
@@ -86,15 +97,22 @@ def approx(points):
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
+    folder = tmp_path_factory.mktemp("out")
+    save_pretrained(folder / "pretrained")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def reference(output):
-    """The curve of the plain loop in one process."""
-    spec = make_spec(output, "reference", "torch", "single", 1)
-    assert train_spec(spec).status == "complete"
-    return curve(spec)
+def references(output):
+    """The curve of the plain loop in one process, by adapter."""
+    specs = {adapter: make_spec(output, f"reference-{adapter}", "torch", "single", 1, adapter) for adapter in ADAPTERS}
+    assert all(train_spec(spec).status == "complete" for spec in specs.values())
+    return {adapter: curve(spec) for adapter, spec in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(references):
+    return references["none"]
 
 
 def file_of(output, spec):
@@ -111,8 +129,9 @@ def trained(output, reference):
         option: make_spec(output, option.replace("_", "-"), "torch", "fsdp", 2, **{option: value})
         for option, value in OPTIONS.items()
     }
+    specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True)
     # The run that one process began, and two go on with.
-    specs["widened"] = make_spec(output, "reference", "hf", "fsdp", 2)
+    specs["widened"] = make_spec(output, "reference-none", "hf", "fsdp", 2)
     files = {key: file_of(output, spec) for key, spec in specs.items()}
     again = [f"{files[key]}@{SAVED}" for key in (*CELLS, "widened")]
     launch([*(file for key, file in files.items() if key != "widened"), *again])
@@ -129,20 +148,26 @@ def launch(arguments):
 
 
 def test_the_matrix_has_every_choice_of_the_spec():
-    assert {framework for framework, _, _ in CELLS} == set(FRAMEWORKS)
-    assert {strategy for _, strategy, _ in CELLS} == set(STRATEGIES) - {"single"}
+    assert set(CELLS) == set(product(FRAMEWORKS, set(STRATEGIES) - {"single"}, (2,), ADAPTERS))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_alone_every_framework_computes_the_same_bits(output, reference, framework):
-    spec = make_spec(output, f"alone-{framework}", framework, "single", 1)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_alone_every_framework_computes_the_same_bits(output, references, framework, adapter):
+    spec = make_spec(output, f"alone-{framework}-{adapter}", framework, "single", 1, adapter)
     assert train_spec(spec).status == "complete"
-    assert curve(spec) == reference
+    assert curve(spec) == references[adapter]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_every_run_learns(references, adapter):
+    losses = [loss for _, loss, *_ in references[adapter]]
+    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_losses_are_those_of_one_process(trained, reference, cell):
-    assert curve(trained[cell], attempt=0) == approx(reference)
+def test_losses_are_those_of_one_process(trained, references, cell):
+    assert curve(trained[cell], attempt=0) == approx(references[cell[-1]])
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
@@ -151,11 +176,11 @@ def test_a_resumed_run_computes_the_same_bits(trained, cell):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_one_process_of_another_framework_continues_what_two_began(trained, output, reference, cell):
-    other = FRAMEWORKS[FRAMEWORKS.index(cell[0]) - 1]
-    spec = make_spec(output, trained[cell].name, other, "single", 1)
+def test_one_process_of_another_framework_continues_what_two_began(trained, output, references, cell):
+    other, adapter = FRAMEWORKS[FRAMEWORKS.index(cell[0]) - 1], cell[-1]
+    spec = make_spec(output, trained[cell].name, other, "single", 1, adapter)
     assert train_spec(spec, SAVED).status == "complete"
-    assert curve(spec) == approx(reference)
+    assert curve(spec) == approx(references[adapter])
 
 
 def test_two_processes_continue_what_one_began(trained, reference):
@@ -164,7 +189,7 @@ def test_two_processes_continue_what_one_began(trained, reference):
 
 
 def test_each_process_writes_its_part(trained):
-    folder = RunFolder.of(trained["torch", "fsdp", 2]).checkpoints / f"checkpoint-{SAVED}"
+    folder = RunFolder.of(trained["torch", "fsdp", 2, "none"]).checkpoints / f"checkpoint-{SAVED}"
     parts = json.loads((folder / "index.json").read_text())["model.model.embed_tokens.weight"]["parts"]
     assert {key: part["shape"] for key, part in parts.items()} == {"0,0": [2048, 256], "2048,0": [2048, 256]}
     assert len({part["file"] for part in parts.values()}) == 2
@@ -173,6 +198,14 @@ def test_each_process_writes_its_part(trained):
 @pytest.mark.parametrize("option", ["cpu_offload", "reshard_after_forward", "recompute"])
 def test_what_fsdp_keeps_and_where_changes_no_loss(trained, reference, option):
     assert curve(trained[option]) == approx(reference)
+
+
+def test_fsdp_splits_what_dora_takes_lengths_of(trained, output, references):
+    """DoRA learns the lengths of weight vectors, which are measured while their layer is whole."""
+    spec = make_spec(output, "reference-dora", "torch", "single", 1, "lora", dora=True)
+    assert train_spec(spec).status == "complete"
+    assert curve(trained["dora"]) == approx(curve(spec))
+    assert curve(spec) != references["lora"]
 
 
 def test_fsdp_computes_in_bfloat16_on_exact_weights(trained, reference):

@@ -15,6 +15,11 @@ from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_ra
         ({"type": "linear", "warmup_ratio": 0}, [1, 0.75, 0.5, 0.25]),
         ({"type": "cosine", "warmup_ratio": 0.5}, [0, 0.5, 1, 0.5]),
         ({"type": "constant", "warmup_ratio": 1}, [0, 0.25, 0.5, 0.75]),
+        ({"type": "wsd", "warmup_ratio": 0.25, "decay_ratio": 0.5}, [0, 1, 1, 0.5]),
+        ({"type": "wsd", "warmup_ratio": 0}, [1, 1, 1, 1]),
+        ({"type": "wsd", "warmup_ratio": 0, "decay_ratio": 1}, [1, 0.75, 0.5, 0.25]),
+        # Both rounded up they would overlap: the peak is reached all the same.
+        ({"type": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.4}, [0, 1 / 3, 2 / 3, 1]),
     ],
     ids=lambda value: value.get("type") if isinstance(value, dict) else None,
 )

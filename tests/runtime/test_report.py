@@ -41,6 +41,7 @@ RECORD = CompletionRecord(
     tokens_per_second=24_791.2,
     peak_memory_bytes=3 << 29,
     parameters=4_262_144,
+    trainable_parameters=4_262_144,
     device="NVIDIA H200",
     world_size=2,
     data={"read": 5124, "used": 5013, "skipped_overlong": 109, "skipped_empty": 2, "train_rows": 1204},

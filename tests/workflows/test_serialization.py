@@ -183,7 +183,8 @@ def test_the_spec_and_the_record_travel_as_msgpack_never_as_a_pickle():
     record = CompletionRecord(
         status="complete", name="n", spec_hash="h", steps=1, steps_asked=1, tokens=1, target_tokens=1, train_loss=1.0,
         checkpoint="c", restarts=0, seconds=1.0, tokens_per_second=1.0, peak_memory_bytes=1, parameters=1, device="d",
-        world_size=1, data={"read": 1}, kernels={}, warmup={"compiled": [{"name": "k", "seconds": 0.5}]}, versions={},
+        trainable_parameters=1, world_size=1, data={"read": 1}, kernels={}, versions={},
+        warmup={"compiled": [{"name": "k", "seconds": 0.5}]},
     )  # fmt: skip
     context = FlyteContextManager.current_context()
     for value in (SPEC, record):

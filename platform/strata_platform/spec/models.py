@@ -181,7 +181,9 @@ class Optimizer(Section):
 
     type: Literal["adamw"] = Field("adamw", description="Optimizer; AdamW runs fused.")
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] | None = Field(
-        None, description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model."
+        None,
+        description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model, "
+        "2e-4 for an adapter.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
@@ -192,8 +194,43 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over the run: linear warm-up, then the shape."""
 
-    type: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Shape after the warm-up; `wsd` stays at the peak and falls to 0 at the end."
+    )
     warmup_ratio: Number = Field(0.05, ge=0, le=1, description="Share of the steps from 0 to the peak learning rate.")
+    decay_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] | None = Field(
+        None, description="Share of the steps in which `wsd` falls; by default 0.2."
+    )
+
+    @property
+    def falling(self) -> float:
+        """Share of the steps, the last ones, in which the rate falls; 0 where that has no beginning of its own."""
+        if self.type != "wsd":
+            return 0.0
+        return 0.2 if self.decay_ratio is None else self.decay_ratio
+
+
+class NoAdapter(Section):
+    """All weights of the model learn."""
+
+    type: Literal["none"] = Field("none", description="All weights learn.")
+
+
+class Lora(Section):
+    """LoRA by PEFT, whose names the fields have: two small matrices beside each linear layer learn, the rest does not.
+
+    The adapter has the dtype of the model. Checkpoints hold it alone; the exported model has it merged in.
+    """
+
+    type: Literal["lora"] = Field("lora", description="Low-rank matrices learn.")
+    r: Count = Field(16, description="Rank of the matrices.")
+    lora_alpha: Number = Field(32, gt=0, description="The adapter's output is scaled by `lora_alpha / r`.")
+    lora_dropout: Number = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs dropped in training.")
+    target_modules: tuple[Text, ...] = Field(
+        (), description="Linear layers to adapt, by the ends of their names; empty: all but the head."
+    )
+    use_dora: Flag = Field(False, description="DoRA: learn the length of each weight vector apart from its direction.")
+    use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")
 
 
 class Training(Section):
@@ -323,6 +360,7 @@ class Tracking(Section):
 
 
 Objective = Annotated[Pretrain | Sft, Field(discriminator="type")]
+Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp, Field(discriminator="type")]
 
 
@@ -335,6 +373,7 @@ class RunSpec(Section):
     model: Model = Field(default_factory=Model, description="What is trained.")
     data: Data = Field(default_factory=Data, description="What it is trained on.")
     objective: Objective = Field(default_factory=Sft, description="What is minimized.")
+    adapter: Adapter = Field(default_factory=NoAdapter, description="Which weights learn.")
     training: Training = Field(default_factory=Training, description="Length and batch.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer.")
     schedule: Schedule = Field(default_factory=Schedule, description="Learning-rate schedule.")
@@ -354,9 +393,11 @@ class RunSpec(Section):
 
     @property
     def peak_lr(self) -> float:
-        """`optimizer.lr`, or the default for this kind of model: new weights bear a hundred times the rate."""
+        """`optimizer.lr`, or the default: new weights bear a hundred times the rate of old ones, adapters ten times."""
         if self.optimizer.lr is not None:
             return self.optimizer.lr
+        if self.adapter.type != "none":
+            return 2e-4
         return 2e-3 if self.model.name in PRESETS else 2e-5
 
     @property
@@ -412,6 +453,24 @@ class RunSpec(Section):
             self.model.name in PRESETS and self.model.revision is not None,
             ("model.revision", "model.name"),
             f"set, but model.name '{self.model.name}' is a preset and has none; leave model.revision out",
+        )
+        yield Contradiction(
+            self.adapter.type != "none" and self.model.name in PRESETS,
+            ("adapter.type", "model.name"),
+            f"'{self.adapter.type}' adapts a pretrained model, and model.name '{self.model.name}' is a preset, "
+            "trained from scratch; set model.name to a Hub id or a folder, or adapter.type to 'none'",
+        )
+        yield Contradiction(
+            self.schedule.decay_ratio is not None and self.schedule.type != "wsd",
+            ("schedule.decay_ratio", "schedule.type"),
+            f"set, but schedule.type '{self.schedule.type}' decays in a way of its own; set schedule.type to 'wsd', or "
+            "leave schedule.decay_ratio out",
+        )
+        yield Contradiction(
+            self.schedule.warmup_ratio + self.schedule.falling > 1,
+            ("schedule.warmup_ratio", "schedule.decay_ratio", "schedule.type"),
+            f"{self.schedule.warmup_ratio} and schedule.decay_ratio {self.schedule.falling} are more than all steps; "
+            "lower one of them",
         )
         yield Contradiction(
             self.model.attention.startswith("flash") and self.model.dtype == "float32",

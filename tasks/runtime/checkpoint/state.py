@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tasks.runtime.adapter import has_adapter
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.random_states import random_states, restore_random_states
 
@@ -25,9 +26,19 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Those of `model_tensors` that a checkpoint has: under an adapter not the frozen ones, which are read anew."""
+    tensors = model_tensors(model)
+    if has_adapter(model):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                del tensors[_MODEL + name]
+    return tensors
+
+
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
     """All tensors that this process has of a checkpoint: whole ones, and its parts of the distributed ones."""
-    tensors = model_tensors(model)
+    tensors = saved_tensors(model)
     for name, parameter in model.named_parameters():
         for slot, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{slot}.{name}"] = tensor
@@ -47,8 +58,15 @@ def adopt_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
 
 
 def load_model(index: Index, model: nn.Module) -> None:
-    """Fill the model, or this process's parts of it."""
-    index.read(model_tensors(model))
+    """Fill the model, or this process's parts of it, with what the checkpoint has of it."""
+    index.read(saved_tensors(model))
+
+
+def read_model_tensors(index: Index) -> dict[str, Tensor]:
+    """What the checkpoint has of the model, whole and on the CPU, by names in the model."""
+    tensors = {key: index.empty(key) for key in index if key.startswith(_MODEL)}
+    index.read(tensors)
+    return {key.removeprefix(_MODEL): tensor for key, tensor in tensors.items()}
 
 
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,20 @@
+"""A small model as others leave it: a folder with weights, configuration and tokenizer."""
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.folder import data_folder
+from tasks.runtime.model import adopt_tokenizer, build_model
+
+
+def save_pretrained(folder, **changes):
+    """Fill `folder` with two layers of the preset; `changes` are those of a spec."""
+    spec = RunSpec.model_validate({"output": str(folder / "made"), "data": {"max_samples": 60}, **changes})
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=print).tokenizer()
+    model = build_model(spec)
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    adopt_tokenizer(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
