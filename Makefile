@@ -19,11 +19,11 @@ help: ## Show this list
 
 setup: $(READY) ## Create .venv with the locked packages and the project itself
 
+# Compiled at set-up on all cores, packages are not compiled again by every process where Python may not write bytecode.
 $(READY): requirements.lock requirements-dev.lock $(PROJECTS)
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; put it on the PATH or say make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	# Compiled here on all cores, packages are not compiled again by every process where Python may not write bytecode.
 	$(BIN)/uv pip install --quiet --python $(VENV) --compile-bytecode --require-hashes -r requirements.lock -r requirements-dev.lock
 	$(BIN)/uv pip install --quiet --python $(VENV) --no-deps --no-build-isolation -e kernels -e platform -e .
 	@touch $@
