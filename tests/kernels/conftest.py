@@ -6,7 +6,7 @@ set before, and `test_interpreter.py` starts these files again in processes of t
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -39,6 +39,14 @@ def seed() -> None:
 def no_plans() -> None:
     """On a GPU, a test that cuts tiles in another way is not answered by what an earlier one let be observed."""
     _repeat._plans.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_memory_kept() -> Iterator[None]:
+    """Several processes test on one GPU: between tests none keeps what another may need."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

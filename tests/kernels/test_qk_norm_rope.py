@@ -201,7 +201,9 @@ def test_backward_of_one_result_alone_and_frozen_weights(device) -> None:
     frozen = torch.autograd.grad(qk_norm_rope(q, k, *weights, cos, sin, rotary_dim=8)[0].sum(), q)[0]
     leaves = [x.requires_grad_() for x in (q, k, *weights)]
     trained = torch.autograd.grad(qk_norm_rope(*leaves, cos, sin, rotary_dim=8)[0].sum(), leaves)
-    assert torch.equal(trained[0], frozen) and trained[2].count_nonzero() == 8
+    # Two kernels, in which other sums and products are contracted.
+    torch.testing.assert_close(trained[0], frozen)
+    assert trained[2].count_nonzero() == 8
     assert trained[1].count_nonzero() == trained[3].count_nonzero() == 0
 
 

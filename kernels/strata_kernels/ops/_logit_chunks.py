@@ -15,6 +15,8 @@ from ._vocabulary_parallel import Cut, finish_sum
 
 # Columns of logits whose statistics are taken while they lie in the L2 of an H200: 4096 rows of them are 32 MiB.
 _FRESH_COLUMNS = 4096
+# Terms of an fp32 sum over the vocabulary.
+_FP32_TERMS = 8192
 # dx as a sum over panels, bytes at a time.
 _DX_BYTES = 32 * 2**20
 
@@ -138,7 +140,7 @@ class _Run:
                 weight=self.class_weight, prediction=self.prediction[rows] if self.settings.predict else None,
             )  # fmt: skip
         if self.settings.want_dx:
-            torch.mm(z, self.weight, out=self.dx[rows])
+            self._dx_of_rows(z, rows)
             self.pending += self.cut.start_sum(self.dx[rows])
         self._add_columns(z, rows, columns)
 
@@ -166,6 +168,14 @@ class _Run:
             self._dx_of_panels(logits, [panel.columns for panel in panels])
         for z, panel in reversed(list(zip(logits, panels, strict=True))):
             self._add_columns(z, rows, panel.columns)
+
+    def _dx_of_rows(self, z: Tensor, rows: slice) -> None:
+        """dx: in one product, but in fp32, which cuBLAS adds up one by one, in parts, which are closer to the truth."""
+        vocabulary = self.weight.shape[0]
+        step = _FP32_TERMS if z.dtype == torch.float32 else max(vocabulary, 1)
+        for start in range(0, vocabulary, step):
+            part = slice(start, min(start + step, vocabulary))
+            add_product(self.dx[rows], z[:, part], self.weight[part], first=start == 0)
 
     def _dx_of_panels(self, logits: list[Tensor], columns: list[slice]) -> None:
         """dx, a sum over the panels in the dtype of the losses."""
