@@ -229,6 +229,18 @@ def test_reuse_hands_the_logits_memory_over(problem) -> None:
     assert (dlogits.data_ptr() == logits.data_ptr()) == takes_kernel(x)
 
 
+@pytest.mark.parametrize(("width", "first"), [(53, 0), (53, 3), (56, 0)], ids=str)
+def test_reuse_touches_no_other_memory(width, first, device) -> None:
+    """Neither beside the columns nor in other rows, wherever 16 bytes begin."""
+    x, target = torch.randn(3, width, device=device, requires_grad=True), torch.tensor([1, 2, 44], device=device)
+    memory = x * 1
+    logits = memory[:, first : first + 45]
+    expected = x.detach().clone()
+    expected[:, first : first + 45] = torch.autograd.grad(cross_entropy(logits, target), logits)[0]
+    cross_entropy(logits, target, reuse_logits=True)
+    assert torch.equal(memory, expected)
+
+
 @around_the_kernel
 def test_reuse_is_refused_where_values_would_be_missed(problem) -> None:
     x, target, _ = problem((3, 30))

@@ -64,11 +64,16 @@ def _slope(b_x, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _inside(o_v, V: tl.constexpr):
+    return (o_v >= 0) & (o_v < V)
+
+
+@triton.jit
 def _class_weights(p_weight, o_v, V: tl.constexpr):
-    """The weights of the classes, zero beyond the last; the scalar one without weights."""
+    """The weights of the classes, zero outside of the vocabulary; the scalar one without weights."""
     b_w = 1.0
     if p_weight is not None:
-        b_w = tl.load(p_weight + o_v, mask=o_v < V, other=0.0)
+        b_w = tl.load(p_weight + o_v, mask=_inside(o_v, V), other=0.0)
     return b_w
 
 
@@ -106,26 +111,34 @@ def _wait(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _row(i_n, n_inner, stride_outer, stride_inner):
-    return (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
+def _row(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """(where row i_n starts, at a multiple of GROUP, how far its first column is behind that, where it ends)."""
+    start = (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
+    shift = 0
+    end = WIDTH
+    if GROUP > 1:
+        shift = (start % GROUP).to(tl.int32)
+        start = tl.multiple_of(start - shift, GROUP)
+        end = tl.multiple_of((shift + WIDTH + GROUP - 1) // GROUP * GROUP, GROUP)
+    return start, shift, end
 
 
 @triton.jit
 def _publish(
     b_x, o_v, p_word, p_weight, n_parts,
-    V: tl.constexpr, WIDTH: tl.constexpr, BEYOND: tl.constexpr,
+    V: tl.constexpr, MORE: tl.constexpr, BEYOND: tl.constexpr,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
 ):  # fmt: skip
     """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column."""
-    if WIDTH > V:
-        b_x = tl.where(o_v < V, b_x, 0.0)
+    if MORE:
+        b_x = tl.where(_inside(o_v, V), b_x, 0.0)
     b_z = _cap(b_x, SOFTCAP)
-    b_inside = b_z if BEYOND != 0.0 else tl.where(o_v < V, b_z, -float("inf"))
+    b_inside = b_z if BEYOND != 0.0 else tl.where(_inside(o_v, V), b_z, -float("inf"))
     # Finite, so that a part of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
     z_max = tl.maximum(tl.max(b_inside, 0), -1e30)
     z_exp = tl.sum(tl.exp2((b_inside - z_max) * _LOG2E), 0)
     if SMOOTHING > 0.0:
-        z_sum = tl.sum(tl.where(o_v < V, _class_weights(p_weight, o_v, V) * b_z, 0.0), 0)
+        z_sum = tl.sum(tl.where(_inside(o_v, V), _class_weights(p_weight, o_v, V) * b_z, 0.0), 0)
         tl.store(p_word + n_parts, _word(z_sum, 1))
     if PREDICT:
         best = tl.min(tl.where(b_inside == z_max, o_v, V - 1), 0)
@@ -140,33 +153,36 @@ def cross_entropy_kernel(
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part and the statistics of a later one; one program of a row writes the row's results.
 
     Without STATISTICS, lse and share are read. V < TOTAL is a shard of the vocabulary: what is stored in place of the
-    loss is then its part that is linear in the logits.
+    loss is then its part that is linear in the logits. A GROUP of logits is 16 bytes, where rows are not made of them:
+    all groups that a row has a part in are read whole, and never lie on two pages.
     """
+    # Whether more is read than a row's columns.
+    MORE: tl.constexpr = WIDTH > V or GROUP > 1
     # Beyond the last column, -inf has no part in maximum and sum; only these can do with it.
-    BEYOND: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or WIDTH > V else -float("inf")
+    BEYOND: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or MORE else -float("inf")
     i_a = tl.program_id(0)
     i_b = i_a - lag
     if STATISTICS:
         # Asked for early, needed late.
         o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
         counted_a = tl.load(p_target + i_a // PARTS, mask=i_a < n_parts, other=ignore_index) != ignore_index
-        p_a = p_z + _row(i_a // PARTS, n_inner, stride_z_outer, stride_z)
-        b_a = tl.load(p_a + o_a, mask=(o_a < WIDTH) & _spread(counted_a, BLOCK), other=BEYOND)
+        start_a, shift_a, end_a = _row(i_a // PARTS, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
+        b_a = tl.load(p_z + start_a + o_a, mask=(o_a < end_a) & _spread(counted_a, BLOCK), other=BEYOND)
     if i_b >= 0:
         _finish(
             p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction,
             p_words, i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
             stride_scale, ignore_index, start,
-            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK,
+            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK, GROUP,
         )  # fmt: skip
     if STATISTICS and counted_a:
         PREDICT: tl.constexpr = p_prediction is not None
-        _publish(b_a, o_a, p_words + i_a, p_weight, n_parts, V, WIDTH, BEYOND, SMOOTHING, SOFTCAP, PREDICT)
+        _publish(b_a, o_a - shift_a, p_words + i_a, p_weight, n_parts, V, MORE, BEYOND, SMOOTHING, SOFTCAP, PREDICT)
 
 
 @triton.jit
@@ -176,33 +192,33 @@ def _finish(
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of part i_c of row i_n, and the row's results if this is the part to write them."""
     target = tl.load(p_target + i_n)
-    o_v = i_c * BLOCK + tl.arange(0, BLOCK)
-    # Where rows are padded the padding may be read and written: its end, a multiple of 16 bytes, keeps accesses wide.
-    m_v = o_v < WIDTH
+    o_b = i_c * BLOCK + tl.arange(0, BLOCK)
     if GRADIENT:
-        p_dz += _row(i_n, n_inner, stride_dz_outer, stride_dz)
+        start_dz, shift, end = _row(i_n, n_inner, stride_dz_outer, stride_dz, WIDTH, GROUP)
+        p_dz += start_dz
     if target == ignore_index:
         if GRADIENT:
-            tl.store(p_dz + o_v, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=m_v)
+            _store(p_dz, i_c * BLOCK, tl.zeros([BLOCK], tl.float32), shift, end, V, GROUP, BLOCK)
         if STATISTICS:
             _store_row(p_loss, p_lse, p_share, p_largest, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
     elif GRADIENT or i_c == 0:
-        p_z += _row(i_n, n_inner, stride_z_outer, stride_z)
+        start_z, shift, end = _row(i_n, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
+        p_z += start_z
         if GRADIENT:
-            b_x = tl.load(p_z + o_v, mask=m_v, other=0.0, eviction_policy="evict_first")
+            b_x = tl.load(p_z + o_b, mask=o_b < end, other=0.0, eviction_policy="evict_first")
             scale = tl.load(p_scale + i_n * stride_scale)
         # A target outside the vocabulary is the caller's bug; there is no way to raise, so the row turns to NaN.
         poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
         column = target - start
         inside = (column >= 0) & (column < V)
-        here = inside & (column // BLOCK == i_c)
+        here = inside & ((column + shift) // BLOCK == i_c)
         first = i_c == 0
         ends = here | (first & (inside == 0)) if GRADIENT else first
-        x_target = tl.load(p_z + column, mask=ends & inside, other=0.0)
+        x_target = tl.load(p_z + shift + column, mask=ends & inside, other=0.0)
         target_weight = 1.0
         share = 1.0
         if p_weight is not None:
@@ -229,20 +245,34 @@ def _finish(
         if GRADIENT:
             scale += poison
             factor = (share + 2.0 * Z_LOSS * lse) * scale
-            if WIDTH > V:
-                b_x = tl.where(o_v < V, b_x, 0.0)
+            o_v = o_b - shift
+            if WIDTH > V or GROUP > 1:
+                b_x = tl.where(_inside(o_v, V), b_x, 0.0)
             b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
             b_dz = _gradient(b_x, lse, b_w, 0.0, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
             if here:
                 # The target's logit has been read by the thread that will need it before another one overwrites it.
                 tl.debug_barrier()
-            tl.store(p_dz + o_v, b_dz.to(p_dz.dtype.element_ty), mask=m_v, eviction_policy="evict_first")
+            _store(p_dz, i_c * BLOCK, b_dz, shift, end, V, GROUP, BLOCK)
             if here:
                 # One element of the row differs from the others; it is written over what was just stored.
                 tl.debug_barrier()
                 one_hot = (1.0 - SMOOTHING) * target_weight * scale
                 dz = _gradient(x_target, lse, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
-                tl.store(p_dz + column, dz.to(p_dz.dtype.element_ty))
+                tl.store(p_dz + shift + column, dz.to(p_dz.dtype.element_ty))
+
+
+@triton.jit
+def _store(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Store one part of a row; of groups that are shared with another row, its own columns alone."""
+    b_dz = b_dz.to(p_dz.dtype.element_ty)
+    o_b = first + tl.arange(0, BLOCK)
+    if GROUP == 1:
+        tl.store(p_dz + o_b, b_dz, mask=o_b < end, eviction_policy="evict_first")
+    elif (first >= shift) & (first + BLOCK <= shift + V):
+        tl.store(p_dz + o_b, b_dz, eviction_policy="evict_first")
+    else:
+        tl.store(p_dz + o_b, b_dz, mask=_inside(o_b - shift, V), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -362,7 +392,8 @@ def launch_rows(
     """Fill the results, if they have a place for the loss, and dz, if there is one."""
     vocabulary = z.shape[-1]
     tile, block, warps = _tile(vocabulary, z.itemsize)
-    parts = triton.cdiv(vocabulary, block)
+    group = 1 if padding else _group(z, dz)
+    parts = triton.cdiv(vocabulary + group - 1, block)
     n_parts = target.shape[0] * parts
     words, weight_sum, lag = None, None, 0
     statistics = results.loss is not None
@@ -381,8 +412,21 @@ def launch_rows(
         V=vocabulary, WIDTH=padded(vocabulary) if padding else vocabulary, TOTAL=shard.total,
         SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
         STATISTICS=statistics, GRADIENT=dz is not None,
-        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, num_warps=warps, maxnreg=tile.registers,
+        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, GROUP=group,
+        num_warps=warps, maxnreg=tile.registers,
     )  # fmt: skip
+
+
+def _group(z: Tensor, dz: Tensor | None) -> int:
+    """How many logits 16 bytes are, if rows are not made of whole ones but those of z and dz alike; else 1."""
+    group = 16 // z.itemsize
+    strides = (*_row_strides(z), z.shape[-1])
+    if all(stride % group == 0 for stride in strides) or z.data_ptr() % 16:
+        return 1
+    if dz is None:
+        return group
+    alike = all((a - b) % group == 0 for a, b in zip(_row_strides(z), _row_strides(dz), strict=True))
+    return group if alike and dz.data_ptr() % 16 == 0 else 1
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
