@@ -190,11 +190,17 @@ class _Run:
             self.pending += self.cut.start_sum(self.dx[rows])
 
     def _logits(self, z: Tensor, rows: slice, columns: slice) -> None:
-        weight = self.weight[columns].t()
+        x, weight = self.x[rows], self.weight[columns].t()
         if self.bias is None:
-            torch.mm(self.x[rows], weight, out=z)
+            torch.mm(x, weight, out=z)
+        elif z.is_contiguous():
+            torch.addmm(self.bias[columns], x, weight, out=z)
         else:
-            torch.addmm(self.bias[columns], self.x[rows], weight, out=z)
+            # Into rows that are apart cuBLAS rounds the product before it adds the bias.
+            bias = self.bias[columns]
+            for start in range(0, z.shape[1], _FRESH_COLUMNS):
+                part = slice(start, start + _FRESH_COLUMNS)
+                z[:, part] = torch.addmm(bias[part], x, weight[:, part])
 
     def _statistics(self, z: Tensor, rows: slice, columns: slice) -> Statistics:
         return shard_statistics(
