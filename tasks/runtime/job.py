@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.order import training_loader
+from tasks.runtime.objectives import Batch, Objective, target_tokens
 from tasks.runtime.optimizer import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
@@ -31,7 +33,7 @@ class Job:
     """A training run from the step after `start` to step `steps`, in one of its processes.
 
     A framework goes through `loader`, whose micro-batches belong together by `training.gradient_accumulation_steps`;
-    for each step it counts targets and computes losses by `tasks.runtime.objective`, runs the backward passes inside
+    for each step it calls `count` once and `loss` for every micro-batch, runs forward and backward passes inside
     `strategy.backward_pass`, clips, takes a step of `optimizer` at `learning_rate`, and calls `end_step`.
     """
 
@@ -42,6 +44,7 @@ class Job:
     model: nn.Module
     """What a forward pass calls: `bare`, as the strategy wrapped it."""
     strategy: Strategy
+    objective: Objective
     optimizer: torch.optim.Optimizer
     data: PreparedData
     start: int
@@ -70,6 +73,29 @@ class Job:
         """Call right before the first step: nothing may draw a random number in between."""
         self.recorder.begin(self.start, self.steps)
         self.set_random_states()
+
+    def count(self, batches: Iterable[Batch]) -> Tensor:
+        """What the loss of a step is a mean over, on this process's device; `batches` are its micro-batches.
+
+        Over those of all processes: a collective, which opens the step.
+        """
+        counts = [torch.stack([self.objective.count(batch), target_tokens(batch)]) for batch in batches]
+        total = torch.stack(counts).sum(dim=0).to(self.processes.device, non_blocking=True)
+        if self.processes.world_size > 1:
+            dist.all_reduce(total)
+        items, targets = total.unbind()
+        self.recorder.begin_step(targets)
+        return items
+
+    def loss(self, model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
+        """What a micro-batch's backward pass starts from, in a step of so many `items`. `model` wraps that of the job.
+
+        The micro-batch's share of the step's loss, times the number of processes, because every strategy averages
+        gradients over them: the average over processes of the sum over micro-batches is the mean over the step.
+        """
+        share = self.objective.share(model, batch, items)
+        self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
+        return share.loss * self.processes.world_size
 
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due.

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Point:
     time: float
     """Seconds since the epoch."""
     loss: float
-    """Mean loss of the step's target tokens, nats."""
+    """Mean over the step: over its target tokens, nats, or over what else the objective counts."""
     learning_rate: float
     grad_norm: float | None
     """Global gradient norm before clipping; none when clipping is off."""
@@ -40,6 +40,8 @@ class Point:
     step_seconds: float
     memory_bytes: int
     """Peak so far of the busiest process: allocated on the GPU, resident on the CPU."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the objective tells of the step beside its loss, each a mean over the same items."""
 
 
 _NAMES = frozenset(field.name for field in fields(Point))

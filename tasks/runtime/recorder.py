@@ -16,22 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import MetricsFile, Point, read_points
+from tasks.runtime.objectives import Share
 from tasks.runtime.processes import Processes
 
 log = logging.getLogger(__name__)
+
+_LOSS = "loss"
 
 
 @dataclass(slots=True)
 class _Step:
     step: int
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
+    values: dict[str, Tensor]
+    grad_norm: Tensor | None
     learning_rate: float
-    targets: torch.Tensor
+    targets: Tensor
     tokens: int
 
 
@@ -41,8 +45,8 @@ class Recorder:
     def __init__(self, spec: RunSpec, folder: RunFolder, processes: Processes, attempt: int) -> None:
         self._spec, self._folder, self._processes, self._attempt = spec, folder, processes, attempt
         self._pending: list[_Step] = []
-        self._loss: torch.Tensor | None = None
-        self._targets: torch.Tensor | None = None
+        self._values: dict[str, Tensor] = {}
+        self._targets: Tensor | None = None
         self._tokens = 0
         self._steps = 0
         self._totals = (0, 0)
@@ -67,21 +71,25 @@ class Recorder:
 
     @property
     def step_is_open(self) -> bool:
-        """Whether a backward pass was done since the last `end_step`."""
-        return self._loss is not None
+        """Whether a step has begun since the last `end_step`."""
+        return self._targets is not None
 
-    def add_micro_batch(self, loss: torch.Tensor, *, tokens: int, targets: torch.Tensor | int) -> None:
-        """A backward pass is done. `loss` is this process's share, `targets` the count of the whole step."""
-        self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach().float()
-        self._targets = torch.as_tensor(targets)
+    def begin_step(self, targets: Tensor) -> None:
+        """A step of so many target tokens, over all processes, begins."""
+        self._values, self._targets, self._tokens = {}, targets, 0
+
+    def add_micro_batch(self, share: Share, *, tokens: int) -> None:
+        """This process's share of the step grows by a micro-batch of so many `tokens`."""
+        for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
+            self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.world_size
 
-    def end_step(self, step: int, grad_norm: torch.Tensor | float | None, learning_rate: float) -> None:
+    def end_step(self, step: int, grad_norm: Tensor | float | None, learning_rate: float) -> None:
         """An optimizer step is done."""
-        assert self._loss is not None and self._targets is not None
+        assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
-        self._pending.append(_Step(step, self._loss, norm, learning_rate, self._targets, self._tokens))
-        self._loss, self._targets, self._tokens = None, None, 0
+        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens))
+        self._targets = None
         if step % self._spec.tracking.log_every == 0 or step == self._steps:
             self.flush()
 
@@ -93,22 +101,23 @@ class Recorder:
         steps, self._pending = self._pending, []
         if not steps:
             return
-        losses = torch.stack([step.loss for step in steps]).double()
-        peak = torch.tensor(float(_peak_memory(self._processes)), dtype=torch.float64, device=losses.device)
+        names = list(steps[0].values)
+        sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
+        peak = torch.tensor(float(_peak_memory(self._processes)), dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
-            # Each process divided by the targets of all and multiplied by their number: the mean is the global mean.
-            dist.all_reduce(losses)
-            losses /= self._processes.world_size
+            # Shares of one mean: each process has divided by what all have.
+            dist.all_reduce(sums)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        values = losses.tolist()
+        values = [dict(zip(names, row, strict=True)) for row in sums.tolist()]
+        losses = [value.pop(_LOSS) for value in values]
         norms = [None if step.grad_norm is None else float(step.grad_norm) for step in steps]
         now = time.monotonic()
         seconds = (now - self._flushed_at) / (steps[-1].step - self._flushed_step)
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
         self._flushed_at, self._flushed_step = now, steps[-1].step
         if self._file is not None:
-            self._write(steps, values, norms, seconds, rate, int(peak))
-        for step, loss, norm in zip(steps, values, norms, strict=True):
+            self._write(steps, losses, values, norms, seconds, rate, int(peak))
+        for step, loss, norm in zip(steps, losses, norms, strict=True):
             if not math.isfinite(loss) or not math.isfinite(norm or 0.0):
                 raise ValueError(
                     f"step {step.step}: the loss is {loss} and the gradient norm {norm}, so the weights are lost; "
@@ -119,6 +128,7 @@ class Recorder:
         self,
         steps: list[_Step],
         losses: list[float],
+        metrics: list[dict[str, float]],
         norms: list[float | None],
         seconds: float,
         rate: float,
@@ -127,7 +137,7 @@ class Recorder:
         assert self._file is not None
         tokens, targets = self._totals
         points = []
-        for step, loss, norm in zip(steps, losses, norms, strict=True):
+        for step, loss, told, norm in zip(steps, losses, metrics, norms, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
             points.append(
                 Point(
@@ -142,6 +152,7 @@ class Recorder:
                     tokens_per_second=rate,
                     step_seconds=seconds,
                     memory_bytes=memory,
+                    metrics=told,
                 )
             )
         self._totals = (tokens, targets)
@@ -173,17 +184,20 @@ class Recorder:
                 value = getattr(point, name)
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, point.step, walltime=point.time)
+            for name, value in point.metrics.items():
+                self._board.add_scalar(f"train/{name}", value, point.step, walltime=point.time)
         self._board.flush()
 
     def _show(self, point: Point) -> None:
         left = (self._steps - point.step) * point.step_seconds
         width = len(str(self._steps))
         log.info(
-            "step %*d/%d  loss %.4f  lr %.2e  %s tok/s  memory %.2f GiB  %s left",
+            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s  memory %.2f GiB  %s left",
             width,
             point.step,
             self._steps,
             point.loss,
+            "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items()),
             point.learning_rate,
             f"{point.tokens_per_second:,.0f}",
             point.memory_bytes / 2**30,

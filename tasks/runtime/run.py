@@ -38,6 +38,7 @@ from tasks.runtime.model import (
     prepare_for_training,
     saved_dtype,
 )
+from tasks.runtime.objectives import objective_of
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
@@ -144,6 +145,7 @@ def build_job(
         bare=model,
         model=wrapped,
         strategy=strategy,
+        objective=objective_of(run.spec),
         optimizer=optimizer,
         data=data,
         start=checkpoint.step_of(resume_from) if resume_from else 0,

@@ -8,6 +8,7 @@ import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
+from tasks.runtime.objectives import Share
 from tasks.runtime.processes import Processes
 from tasks.runtime.recorder import Recorder
 
@@ -22,8 +23,13 @@ def recorder(tmp_path):
 
 
 def step(recorder, number, loss, norm=1.0):
-    recorder.add_micro_batch(torch.tensor(loss), tokens=8, targets=4)
+    recorder.begin_step(torch.tensor(4))
+    recorder.add_micro_batch(share(loss), tokens=8)
     recorder.end_step(number, torch.tensor(norm), 0.1)
+
+
+def share(loss, **metrics):
+    return Share(torch.tensor(loss), {name: torch.tensor(value) for name, value in metrics.items()})
 
 
 def test_steps_are_written_when_they_are_gathered(recorder, tmp_path):
@@ -39,11 +45,15 @@ def test_steps_are_written_when_they_are_gathered(recorder, tmp_path):
 
 
 def test_micro_batches_of_a_step_are_one_loss(recorder, tmp_path):
-    recorder.add_micro_batch(torch.tensor(0.5), tokens=8, targets=4)
-    step(recorder, 1, 0.25)
+    recorder.begin_step(torch.tensor(4))
+    assert recorder.step_is_open
+    recorder.add_micro_batch(share(0.5, accuracy=0.25), tokens=8)
+    recorder.add_micro_batch(share(0.25, accuracy=0.5), tokens=8)
+    recorder.end_step(1, None, 0.1)
+    assert not recorder.step_is_open
     recorder.flush()
     [point] = read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics)
-    assert (point.loss, point.tokens, point.target_tokens) == (0.75, 16, 4)
+    assert (point.loss, point.tokens, point.target_tokens, point.metrics) == (0.75, 16, 4, {"accuracy": 0.75})
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])

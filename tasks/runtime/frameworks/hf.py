@@ -24,7 +24,6 @@ from transformers import (
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.job import Job
-from tasks.runtime.objective import count_targets, next_token_loss
 from tasks.runtime.optimizer import clip_gradients
 
 
@@ -89,7 +88,7 @@ class _Trainer(Trainer):
         return self._job.loader()
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
-        return count_targets(batch_samples, self._job.processes)
+        return self._job.count(batch_samples)
 
     def compute_loss(
         self,
@@ -99,16 +98,14 @@ class _Trainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert num_items_in_batch is not None and not return_outputs
-        return next_token_loss(model, inputs, num_items_in_batch, self._job.processes)
+        return self._job.loss(model, inputs, num_items_in_batch)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert num_items_in_batch is not None
         with self._job.strategy.backward_pass(model, last=self.accelerator.sync_gradients):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        self._job.recorder.add_micro_batch(loss, tokens=inputs["input_ids"].numel(), targets=num_items_in_batch)
-        return loss
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | None:
         return clip_gradients(model, self._job.spec)

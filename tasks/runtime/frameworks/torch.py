@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tasks.runtime.job import Job
-from tasks.runtime.objective import count_targets, next_token_loss
 from tasks.runtime.optimizer import clip_gradients, set_learning_rate
 
 
@@ -15,13 +14,11 @@ def train(job: Job) -> None:
     job.begin()
     for done in range(job.start, job.steps):
         batches = [next(micro_batches) for _ in range(job.spec.training.gradient_accumulation_steps)]
-        targets = count_targets(batches, job.processes)
+        items = job.count(batches)
         for number, batch in enumerate(batches, start=1):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with job.strategy.backward_pass(job.model, last=number == len(batches)):
-                loss = next_token_loss(job.model, batch, targets, job.processes)
-                loss.backward()
-            job.recorder.add_micro_batch(loss, tokens=batch["input_ids"].numel(), targets=targets)
+                job.loss(job.model, batch, items).backward()
         grad_norm = clip_gradients(job.model, job.spec)
         rate = job.learning_rate(done)
         set_learning_rate(job.optimizer, rate)

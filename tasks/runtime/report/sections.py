@@ -93,7 +93,7 @@ def _verdict(before: float | None, after: float | None) -> Html:
 
 
 def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
-    """Loss, learning rate, throughput, memory and gradient norm by step."""
+    """Loss, learning rate, throughput, memory, gradient norm and the objective's own metrics by step."""
     if not points:
         return element("section", element("h2", "Curves"), element("p", "No step was recorded.", class_="note"))
     steps = [point.step for point in points]
@@ -122,6 +122,9 @@ def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
     ]
     if any(point.grad_norm is not None for point in points):
         charts.append(Chart("Gradient norm", "before clipping", steps, norms, restarts))
+    for name in dict.fromkeys(name for point in points for name in point.metrics):
+        values = [point.metrics.get(name, float("nan")) for point in points]
+        charts.append(Chart(_words(name), "", steps, values, restarts, from_zero=False, digits=4))
     drawn = element("div", *(figure(chart) for chart in charts), class_="charts")
     return element("section", element("h2", "Curves"), drawn)
 
