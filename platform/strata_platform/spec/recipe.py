@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strata_platform.spec.models import Data, Objective, RunSpec, Section
+from strata_platform.spec.models import Data, Objective, RunSpec
+from strata_platform.spec.section import Section
 
 
 class DataRecipe(Section):
