@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from strata_kernels.warmup import Plan, record, warmup
 from strata_platform.spec import RunSpec
@@ -14,6 +15,7 @@ from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
 from tasks.runtime.log import configure_logging
 from tasks.runtime.model import build_meta_model, prepare_for_training
+from tasks.runtime.objectives import objective_of
 from tasks.runtime.record import write_json
 
 log = logging.getLogger("tasks.runtime.plan")
@@ -25,20 +27,17 @@ def plan_of(spec: RunSpec) -> Plan:
     add_adapter(model, spec)
     prepare_for_training(model, spec)
     model.train()
-    row = {"input_ids": torch.zeros(spec.data.sequence_length, dtype=torch.int64, device="meta")}
-    tokens = collator(spec.model.attention)([row] * spec.training.micro_batch_size)["input_ids"]
-    rows, length = tokens.shape
+    objective = objective_of(spec)
+    row = {name: _meta(spec.data.sequence_length) for name in ("input_ids", "labels", "position_ids")}
+    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
+    rows, length = batch["input_ids"].shape
     # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
-    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
-    targets = torch.zeros((), dtype=torch.int64, device="meta")
+    batch["attention_mask"] = _meta(rows, 1, length, length, dtype=torch.bool)
+    return record(lambda: objective.share(model, batch, objective.count(batch)).loss.backward())
 
-    def step() -> None:
-        output = model(
-            input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=mask, num_items_in_batch=targets
-        )
-        output.loss.backward()
 
-    return record(step)
+def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="meta")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,24 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import native_specialize_impl
 
 from strata_kernels import linear_cross_entropy, rms_norm, rope, swiglu
 from strata_kernels.ops._launch import launch
-from strata_kernels.warmup import Compiled, Failed, Plan, Specialization, WarmupReport, count_compiles, record, warmup
+from strata_kernels.warmup import (
+    Compiled,
+    Failed,
+    Plan,
+    Pointer,
+    Specialization,
+    WarmupReport,
+    count_compiles,
+    record,
+    warmup,
+)
 from strata_kernels.warmup.compile import _prepare
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
@@ -94,10 +106,10 @@ def test_the_layout_of_a_gradient_does_not_change_the_plan() -> None:
 INTEGERS = [0, 1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1]
 
 
-def specialize(value: object, param: object) -> object:
+def specialize(value: object, param: object, backend: type = BaseBackend) -> object:
     """Triton's own answer: the type, and the class within it."""
     aligned = not param.do_not_specialize_on_alignment
-    return native_specialize_impl(BaseBackend, value, param.is_const, not param.do_not_specialize, aligned)
+    return native_specialize_impl(backend, value, param.is_const, not param.do_not_specialize, aligned)
 
 
 @pytest.mark.parametrize("stride", INTEGERS)
@@ -109,6 +121,57 @@ def test_stand_ins_are_specialized_as_the_real_values(n, stride) -> None:
         for param in add_kernel.params:
             if not param.is_constexpr:
                 assert specialize(dict(item.arguments)[param.name], param) == specialize(real[param.name], param)
+
+
+@pytest.mark.parametrize("n", [1, 78, 114, 132, 304])
+def test_a_plan_is_the_same_for_every_number_of_multiprocessors(n, monkeypatch) -> None:
+    plan = record(lambda: layer(2, 64))
+    users = [module for name, module in sys.modules.items() if name.startswith("strata_kernels.ops.")]
+    users = [module for module in users if hasattr(module, "multiprocessors")]
+    assert len(users) > 3
+    for module in users:
+        monkeypatch.setattr(module, "multiprocessors", lambda device: n)
+    assert record(lambda: layer(2, 64)) == plan
+
+
+def test_a_plan_is_saved_and_read_back() -> None:
+    x = torch.empty(64, device="meta")
+    plan = record(lambda: [layer(2, 64), add(x[1:], n=2**40, stride=1, num_warps=8)])
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash
+    assert Plan(plan.specializations[::-1]).hash == plan.hash != Plan(plan.specializations[1:]).hash
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda text: text[:-9], "this is not a plan"),
+        (lambda text: "[]", "this is not a plan"),
+        (lambda text: text.replace("add_kernel", "no_kernel"), "_kernel' that is not here"),
+        (lambda text: text.replace("tests.kernels", "tests.nowhere"), "_kernel' that is not here"),
+        (lambda text: text.replace('"BLOCK": 8', '"BLOCK": 16'), "the plan was changed"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(edit, problem) -> None:
+    text = record(lambda: add(torch.empty(64, device="meta"))).to_json()
+    with pytest.raises(ValueError, match=problem):
+        Plan.from_json(edit(text))
+
+
+def test_amd_compiles_for_near_memory_apart_and_has_no_options_of_nvidias() -> None:
+    """NVIDIA compiles one kernel where AMD compiles two, and no PTX goes to AMD."""
+    far = torch.empty(2**31 + 16, dtype=torch.int8, device="meta")
+    near = far[: 2**20].clone()
+    plan = record(lambda: [add(far), add(near), layer(2, 64)])
+    assert len(plan) == len(plan.on("hip")) == len(plan.on("cuda")) + 1
+    options = [dict((*item.arguments, *item.options)) for item in plan.on("hip").specializations]
+    assert not any("maxnreg" in given or given.get("REPACK") for given in options)
+    assert any("maxnreg" in dict(item.options) for item in plan.on("cuda").specializations)
+    param = add_kernel.params[0]
+    for x in (far, near):
+        (item,) = record(lambda x=x: add(x)).on("hip").specializations
+        assert isinstance(dict(item.arguments)["p_x"], Pointer)
+        assert specialize(dict(item.arguments)["p_x"], param, HIPBackend) == specialize(x, param, HIPBackend)
 
 
 @pytest.fixture

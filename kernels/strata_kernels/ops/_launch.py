@@ -24,6 +24,11 @@ _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 # As error messages say it.
 DTYPES = "bf16, fp16, fp32, fp64"
 
+# What a launch asks for that only NVIDIA's compiler can do: an option that Triton knows for it alone, and a constexpr
+# by which a kernel has PTX in it.
+_NVIDIA_OPTIONS = frozenset({"maxnreg"})
+_NVIDIA_CONSTEXPRS = frozenset({"REPACK"})
+
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
 _launched: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_launched", default=None)
 
@@ -65,6 +70,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
         return
     if 0 in grid:
         return
+    if torch.version.hip:
+        kwargs = keywords_on("hip", kwargs)
     index = args[0].get_device()
     if index < 0:
         assert isinstance(kernel, InterpretedFunction), "cpu tensors need TRITON_INTERPRET=1"
@@ -74,6 +81,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     else:
         with torch.cuda.device(index):
             _note(kernel[grid](*args, **kwargs), kernel, grid, args)
+
+
+def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a launch as `backend`, "cuda" or "hip", takes them."""
+    if backend == "cuda":
+        return keywords
+    return {
+        name: False if name in _NVIDIA_CONSTEXPRS else value
+        for name, value in keywords.items()
+        if name not in _NVIDIA_OPTIONS
+    }
 
 
 def _note(compiled: CompiledKernel, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:

@@ -3,7 +3,8 @@
     plan = record(step)      run the real step on meta tensors and note its launches: no GPU, no memory, no compiler
     report = warmup(plan)    compile and load them on the current GPU, in parallel; never raises
 
-`count_compiles` then says during training whether the plan was complete.
+`count_compiles` then says during training whether the plan was complete. `bake.bake` compiles a plan on a machine
+without a GPU, and `model.plan_model` takes it from a model's configuration.
 """
 
 from .compile import Compiled, Failed, WarmupReport, warmup

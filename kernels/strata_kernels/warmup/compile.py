@@ -88,6 +88,7 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
         device = torch.cuda.get_device_name(index)
     except RuntimeError as error:
         return _skip("cuda", plan, start, f"CUDA does not start ({error})")
+    plan = plan.on("hip" if torch.version.hip else "cuda")
     if len(plan) == 0:
         return _skip(device, plan, start, "the plan is empty")
 

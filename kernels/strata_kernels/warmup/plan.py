@@ -1,36 +1,50 @@
 """What a step compiles, found by running it on meta tensors.
 
 Triton compiles a kernel once per specialization: the types of its arguments, the values of its constexprs and options,
-whether each pointer is 16-byte aligned, and whether each integer is 1, a multiple of 16 or neither. A plan holds the
-distinct ones. An argument is kept as a stand-in of its class, so equal specializations compare equal.
+whether each pointer is 16-byte aligned, and whether each integer is 1, a multiple of 16 or neither; for AMD also
+whether a tensor's memory is within 2 GiB. A plan holds the distinct ones. An argument is kept as a stand-in of its
+class, so equal specializations compare equal.
+
+Nothing in a plan depends on the chip: kernels learn the number of multiprocessors as an argument that is not
+specialized, or as the size of their grid, never as a constexpr.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from strata_kernels.ops._launch import Call, recording
+from strata_kernels.ops._launch import Call, keywords_on, recording
 
 # An integer of another type than i32, and the classes of one that Triton tells apart.
 _WIDE = 2**35
 _ALIGNMENT = 16
+# Memory that 32-bit offsets reach all of.
+_NEAR = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor argument as Triton's compiler sees it."""
+    """A tensor argument as Triton's compiler sees it; `near` when its memory is within 2 GiB."""
 
     dtype: torch.dtype
     aligned: bool
+    near: bool = True
 
     def data_ptr(self) -> int:
         """An address of this alignment."""
         return 0 if self.aligned else 1
+
+    def ptr_range(self) -> int:
+        """Bytes of memory of this class, which Triton asks for when it compiles for AMD."""
+        return _NEAR if self.near else _NEAR + 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,38 @@ class Specialization:
         """Compile for the current device, or read Triton's cache; returns the compiled kernel, not yet loaded."""
         return self.kernel.warmup(grid=(1,), **dict(self.arguments), **dict(self.options))
 
+    def on(self, backend: str) -> Specialization:
+        """What `backend`, "cuda" or "hip", compiles for this one; equal for those that it does not tell apart."""
+        keywords = keywords_on(backend, dict((*self.arguments, *self.options)))
+        arguments = tuple((name, _on(backend, keywords[name])) for name, _ in self.arguments)
+        options = tuple((name, keywords[name]) for name, _ in self.options if name in keywords)
+        return replace(self, arguments=arguments, options=options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the kernel by its module and name."""
+        return {
+            "kernel": f"{self.kernel.fn.__module__}:{self.kernel.fn.__qualname__}",
+            "arguments": {name: _to_plain(value) for name, value in self.arguments},
+            "options": {name: _to_plain(value) for name, value in self.options},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Specialization:
+        """The inverse of `to_dict`; imports the kernel's module.
+
+        Raises:
+            ValueError: there is no such kernel.
+        """
+        module, _, name = data["kernel"].partition(":")
+        try:
+            kernel = getattr(import_module(module), name, None)
+        except ModuleNotFoundError:
+            kernel = None
+        if not isinstance(kernel, JITFunction):
+            raise ValueError(f"the plan names a kernel {data['kernel']!r} that is not here; take it anew")
+        arguments = tuple((name, _from_plain(value)) for name, value in data["arguments"].items())
+        return cls(kernel, arguments, tuple(data["options"].items()))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -68,6 +114,38 @@ class Plan:
     def __add__(self, other: Plan) -> Plan:
         """Both plans without repetition, for runs with several shapes of batch."""
         return Plan(tuple(dict.fromkeys((*self.specializations, *other.specializations))))
+
+    def on(self, backend: str) -> Plan:
+        """The distinct ones that `backend`, "cuda" or "hip", compiles."""
+        return Plan(tuple(dict.fromkeys(item.on(backend) for item in self.specializations)))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of what is planned, in whatever order; not of the kernels' sources."""
+        lines = sorted(json.dumps(item.to_dict(), sort_keys=True) for item in self.specializations)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as text, for a file."""
+        kernels = [item.to_dict() for item in self.specializations]
+        return json.dumps({"plan": self.hash, "kernels": kernels}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`; imports the modules that the plan names, so it must be of a source you trust.
+
+        Raises:
+            ValueError: it is no plan, was changed, or names kernels that are not here.
+        """
+        try:
+            data = json.loads(text)
+            expected, kernels = data["plan"], data["kernels"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"this is not a plan of kernels ({type(error).__name__}: {error})") from error
+        plan = cls(tuple(Specialization.from_dict(item) for item in kernels))
+        if plan.hash != expected:
+            raise ValueError(f"the plan was changed: its hash is {plan.hash}, it says {expected}; take it anew")
+        return plan
 
 
 def record(step: Callable[[], object]) -> Plan:
@@ -100,7 +178,9 @@ def _stand_in(param: Any, values: Mapping[str, Any]) -> Any:
     if param.is_constexpr or value is None or isinstance(value, bool):
         return value
     if isinstance(value, torch.Tensor):
-        return Pointer(value.dtype, param.do_not_specialize or value.data_ptr() % _ALIGNMENT == 0)
+        plain = param.do_not_specialize
+        aligned = plain or value.data_ptr() % _ALIGNMENT == 0
+        return Pointer(value.dtype, aligned, plain or value.untyped_storage().nbytes() <= _NEAR)
     if isinstance(value, float):
         return 0.0
     assert isinstance(value, int), f"{param.name}: no stand-in for {type(value).__name__}"
@@ -111,6 +191,23 @@ def _stand_in(param: Any, values: Mapping[str, Any]) -> Any:
         if value % _ALIGNMENT == 0 and not param.do_not_specialize_on_alignment:
             return _WIDE if wide else _ALIGNMENT
     return _WIDE + 2 if wide else 2
+
+
+def _on(backend: str, value: Any) -> Any:
+    return replace(value, near=True) if isinstance(value, Pointer) and backend == "cuda" else value
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Pointer):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "aligned": value.aligned, "near": value.near}
+    assert value is None or isinstance(value, bool | int | float | str), f"{value!r} does not go into JSON"
+    return value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Pointer(getattr(torch, value["dtype"]), value["aligned"], value["near"])
+    return value
 
 
 def _show(value: Any) -> str:

@@ -1,0 +1,138 @@
+"""The command line: `python -m strata_kernels plan` and `python -m strata_kernels bake`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+import torch
+
+from .warmup import Plan
+from .warmup.bake import MANIFEST, bake
+from .warmup.driver import target_of
+from .warmup.model import load_config, plan_model, presets
+
+# What learns in a run: all weights, or an adapter's, which lie in the linear layers.
+_LEARNS = ("all", "adapter")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 if kernels failed to compile, 2 for what was asked wrongly."""
+    given = _parser().parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m strata_kernels", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    plan = commands.add_parser("plan", help="write down every kernel that training a model launches")
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the plan goes, JSON")
+    plan.set_defaults(run=_plan)
+    baking = commands.add_parser("bake", help="compile a plan for GPUs that are not here")
+    baking.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, in place of --model")
+    baking.add_argument("--arch", type=_archs, required=True, help="sm_90 (H100, H200), sm_100 (B200), gfx942 (MI300)")
+    baking.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets a folder for each architecture")
+    baking.add_argument("--workers", type=int, help="processes; default: one per CPU core")
+    baking.set_defaults(run=_bake)
+    for command in (plan, baking):
+        known = ", ".join(presets())
+        command.add_argument("--model", type=_list, default=[], help=f"{known}; or paths of config.json or its folder")
+        command.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="what layers compute in")
+        command.add_argument("--learns", type=_learns, default=list(_LEARNS), help="all,adapter; default: both")
+        command.add_argument("--batch", type=_numbers, default=[1, 2, 4, 8], help="rows; default: 1,2,4,8")
+        command.add_argument("--length", type=_numbers, default=[4096], help="tokens; default: 4096")
+    return parser
+
+
+def _list(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in _list(text)]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 1 on, like 1,2,4")
+    return numbers
+
+
+def _learns(text: str) -> list[str]:
+    kinds = _list(text)
+    if not kinds or not set(kinds) <= set(_LEARNS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {' and '.join(_LEARNS)}")
+    return kinds
+
+
+def _archs(text: str) -> list[str]:
+    for arch in (archs := _list(text)):
+        try:
+            target_of(arch)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    if not archs:
+        raise argparse.ArgumentTypeError("give at least one architecture, like sm_90")
+    return list(dict.fromkeys(archs))
+
+
+def _planned(given: argparse.Namespace) -> Plan:
+    if not given.model:
+        raise ValueError(
+            f"--model is missing: give one or more of {', '.join(presets())}, or the path of a config.json"
+        )
+    plans = [
+        plan_model(
+            load_config(model), dtype=_DTYPES[given.dtype], batch=batch, length=length, adapter=learns == "adapter"
+        )
+        for model in given.model
+        for learns in given.learns
+        for length in given.length
+        for batch in given.batch
+    ]
+    return reduce(add, plans)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    plan = _planned(given)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(plan.to_json(), encoding="utf-8")
+    print(f"{len(plan)} kernels, plan {plan.hash[:12]}, in {given.out}")
+    return 0
+
+
+def _bake(given: argparse.Namespace) -> int:
+    if given.plan and given.model:
+        raise ValueError("--plan contradicts --model; give one of them")
+    plan = Plan.from_json(given.plan.read_text(encoding="utf-8")) if given.plan else _planned(given)
+    print(f"{len(plan)} kernels, plan {plan.hash[:12]}", flush=True)
+    results = bake(plan, given.arch, given.out, workers=given.workers, progress=_bar())
+    for baked in results:
+        print(f"{baked.summary()}; {baked.folder / MANIFEST}")
+        for failure in baked.failed:
+            print(f"  {failure.name}({failure.signature}): {failure.error}", file=sys.stderr)
+    return 1 if any(baked.failed for baked in results) else 0
+
+
+def _bar(width: int = 24) -> Callable[[int, int, str], None]:
+    """A bar that a terminal redraws in place; elsewhere, as in a build's log, a line every so often."""
+    live = sys.stderr.isatty()
+
+    def show(done: int, total: int, what: str) -> None:
+        if live:
+            bar = "#" * (width * done // total)
+            print(f"\r[{bar:<{width}}] {done}/{total} {what[:40]:<40}", end="\n" * (done == total), file=sys.stderr)
+        elif done == total or done * 4 // total > (done - 1) * 4 // total:
+            print(f"{done}/{total} kernels", file=sys.stderr, flush=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

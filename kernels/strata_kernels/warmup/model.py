@@ -1,0 +1,108 @@
+"""The plan of a model of transformers: from its configuration alone, without weights and without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..patch import patch_model
+from .plan import Plan, record
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_PRESETS = Path(__file__).parent / "models"
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the configurations that come with this package."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
+
+
+def load_config(source: str) -> PretrainedConfig:
+    """A model's configuration: a preset, a folder with a config.json, or such a file. Nothing is downloaded.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: there is no such model.
+    """
+    path = _PRESETS / f"{source}.json" if source in presets() else Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model {source!r} is neither a preset ({', '.join(presets())}) nor the path of a config.json or its folder"
+        )
+    config: PretrainedConfig = _transformers().AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    return config
+
+
+def plan_model(
+    config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, batch: int, length: int, adapter: bool = False
+) -> Plan:
+    """Every kernel that a training step of the patched model launches: forward, loss, backward.
+
+    The strategy is in `dtype`, that in which layers compute (under FSDP not that of the weights); how weights are split
+    and what is recomputed launch nothing else.
+
+    Args:
+        config: from `load_config`, or of any causal model of transformers that `patch_model` knows.
+        dtype: that of weights and hidden states while layers compute: bf16 | fp16 | fp32.
+        batch: rows of a micro-batch.
+        length: tokens of a row.
+        adapter: whether the linear layers alone learn, as under LoRA, and not norms, embeddings and head.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: `patch_model` does not know the model.
+    """
+    with torch.device("meta"):
+        # Attention is not this package's, and this one runs on meta tensors.
+        model = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    patch_model(model)
+    model.train()
+    if adapter:
+        _train_linear_layers(model)
+    return record_training(model, torch.zeros(batch, length, dtype=torch.int64, device="meta"))
+
+
+def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:
+    """What the model's forward pass, its loss and its backward pass launch.
+
+    model: on the meta device, patched, in training mode.
+    tokens: [rows, length], int64, on the meta device.
+    """
+    rows, length = tokens.shape
+    # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
+    mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
+    targets = torch.zeros((), dtype=torch.int64, device="meta")
+
+    def step() -> None:
+        output: Any = model(
+            input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=mask, num_items_in_batch=targets
+        )
+        output.loss.backward()
+
+    return record(step)
+
+
+def _train_linear_layers(model: PreTrainedModel) -> None:
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            module.weight.requires_grad_()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "the plan of a model is taken from transformers, which strata-kernels itself does not need: "
+            "pip install 'transformers>=5.17,<5.24', or give a saved plan"
+        ) from error
+    return transformers
