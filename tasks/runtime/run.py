@@ -342,7 +342,7 @@ def device_name(processes: Processes) -> str:
 def versions() -> dict[str, str]:
     """Versions of all that decides the numbers."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in ("strata", "torch", "triton", "transformers", "accelerate", "peft", "tokenizers"):
+    for package in ("strata", "torch", "triton", "transformers", "accelerate", "lightning", "peft", "tokenizers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -142,7 +142,8 @@ def launch(arguments):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [*launcher, "-m", "tests.runtime.train_only", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, timeout=300,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        text=True, capture_output=True, timeout=400,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

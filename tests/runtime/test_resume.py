@@ -61,7 +61,7 @@ def start(file, processes):
     return subprocess.Popen(
         [*launcher, SCRIPT, str(file)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -134,7 +134,14 @@ def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
 @pytest.mark.parametrize("undisturbed", [2], indirect=True, ids=["two processes"])
 def test_told_to_stop_it_may_save_first(undisturbed, output):
     processes, expected = undisturbed
-    spec, file = make_spec(output, "saved-first", processes, checkpoint={"every": 100, "on_sigterm": "save"})
+    spec, file = make_spec(
+        output,
+        "saved-first",
+        processes,
+        checkpoint={"every": 100, "on_sigterm": "save"},
+        # It has an answer to SIGTERM of its own, which must not be given.
+        runtime={"framework": "lightning"},
+    )
     first = start(file, processes)
     wait_for_step(first, 6)
     # As the kubelet does: to the launcher alone, which tells its workers.

@@ -207,8 +207,10 @@ class Fsdp(Section):
 class Runtime(Section):
     """What drives the training loop."""
 
-    framework: Literal["hf", "torch"] = Field(
-        "hf", description="`hf`: the Hugging Face Trainer; `torch`: a plain PyTorch loop. Both train the same."
+    framework: Literal["hf", "lightning", "torch"] = Field(
+        "hf",
+        description="`hf`: the Hugging Face Trainer; `lightning`: Lightning's Trainer; `torch`: a plain PyTorch loop. "
+        "All train the same.",
     )
 
 
