@@ -1,6 +1,7 @@
 """The command line: `strata`.
 
-Results go to stdout, problems to stderr. Exit codes: 0 done, 2 the input is wrong.
+Results go to stdout, problems to stderr. Exit codes: 0 done, 1 what was asked about is not so, 2 the input is
+wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from strata_platform.errors import SpecError
+from strata_platform.estimate import GPUS, cheapest, estimate, shape_of, show
 from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.schema import json_schema
 
@@ -55,6 +57,42 @@ def spec(
         typer.echo(json.dumps(json_schema(), indent=2))
     else:
         typer.echo(dump_spec(_read(file), format), nl=False)
+
+
+@app.command("estimate")
+def estimate_(
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
+    gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}.")] = "h200",
+    config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, where model.name is not known here.")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole run; by default those of training.steps.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Of a GPU for an hour, in any currency.")] = None,
+    gpus: Annotated[int, typer.Option(help="The most GPUs that a proposed layout may take.")] = 64,
+    format: Annotated[Literal["text", "json"], typer.Option(help="How the estimate is printed.")] = "text",
+) -> None:
+    """Say whether a run fits, how long it takes and what it costs, and propose the cheapest layout.
+
+    Exit code 1 if the run does not fit.
+    """
+    if gpu not in GPUS:
+        raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
+    asked = _read(file)
+    try:
+        shape = shape_of(asked.model.name, config)
+    except SpecError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(error.exit_code) from None
+    if tokens is None and asked.training.steps is not None:
+        tokens = asked.training.steps * asked.rows_per_step * asked.data.sequence_length
+    found, best = estimate(asked, shape, GPUS[gpu]), cheapest(asked, shape, GPUS[gpu], gpus)
+    if format == "json":
+        typer.echo(json.dumps(show.to_dict(found, best, tokens, price), indent=2))
+    else:
+        typer.echo("\n".join(show.lines(found, best, tokens, price)))
+    raise typer.Exit(0 if found.fits else 1)
 
 
 def _read(file: Path | None) -> RunSpec:

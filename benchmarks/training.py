@@ -1,0 +1,217 @@
+"""Tokens per second and peak memory of training, beside what `strata estimate` says of the same spec.
+
+    PYTHONPATH=kernels:platform:. python -m benchmarks.training [--only 1b] [--out out/training]
+    PYTHONPATH=kernels:platform:. torchrun --nproc-per-node 2 -m benchmarks.training
+
+Trains each run of RUNS that has as many processes as there are, a few steps of the runtime's own loop from random
+weights on its own data, and adds a line to training.csv. Peak memory is what PyTorch's allocator handed out while
+training; weights are made on the GPU and nothing is saved, which is all that differs from `python -m tasks.runtime`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import os
+import statistics
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata_platform.estimate import GPUS, estimate, shape_of
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.adapter import add_adapter
+from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.folder import data_folder
+from tasks.runtime.frameworks import framework_of
+from tasks.runtime.model import adopt_tokenizer, build_empty_model, materialize, prepare_for_training
+from tasks.runtime.recorder import Recorder
+from tasks.runtime.run import Session, build_job, session
+
+# Steps to train, and how many of the first are left out of the speed.
+STEPS, UNTIMED = 6, 2
+
+_WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+_COMMON = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192}
+SHAPES: dict[str, dict[str, Any]] = {
+    # Llama 3.2 1B.
+    "1b": {
+        **_COMMON,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    # Llama 3.1 8B, and a quarter of its layers: quick to make.
+    "8b": {**_COMMON, **_WIDE, "num_hidden_layers": 32},
+    "8b-quarter": {**_COMMON, **_WIDE, "num_hidden_layers": 8},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A shape, how many processes train it, and the fields of its spec."""
+
+    shape: str
+    processes: int = 1
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def spec(self, output: Path, model: Path) -> RunSpec:
+        """Of a few steps on packed rows."""
+        base: dict[str, Any] = {
+            # A folder of its own: the runtime refuses another spec under the same name.
+            "name": f"measured-{RUNS.index(self)}",
+            "output": str(output),
+            "model": {"name": str(model), "dtype": "bfloat16"},
+            "data": {"sequence_length": 4096},
+            "training": {"steps": STEPS},
+            "checkpoint": {"every": 1000},
+            "tracking": {"log_every": 1, "tensorboard": False},
+            "runtime": {"framework": "torch"},
+            "topology": {"nproc_per_node": self.processes},
+        }
+        for path, value in self.fields.items():
+            section, _, name = path.partition(".")
+            base.setdefault(section, {})[name] = value
+        return RunSpec.model_validate(base)
+
+    def label(self) -> str:
+        """For people: what differs from the defaults."""
+        told = [f"{path.rpartition('.')[2]} {value}" for path, value in self.fields.items()]
+        return ", ".join([self.shape, f"{self.processes} GPU", *told])
+
+
+def _run(shape: str, rows: int, recompute: bool = False, processes: int = 1, **more: Any) -> Run:
+    fields = {"training.micro_batch_size": rows, "training.gradient_checkpointing": recompute}
+    return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
+
+
+RUNS = (
+    _run("1b", 4),
+    _run("1b", 8, recompute=True),
+    _run("1b", 4, training__gradient_accumulation_steps=2),
+    _run("1b", 4, adapter__type="lora"),
+    _run("1b", 8, recompute=True, adapter__type="lora"),
+    _run("1b", 4, recompute=True, kernels__enabled=False),
+    _run("8b-quarter", 2),
+    _run("8b-quarter", 4, recompute=True),
+    _run("8b-quarter", 2, adapter__type="lora"),
+    _run("8b-quarter", 4, recompute=True, adapter__type="lora"),
+    _run("8b", 2, recompute=True),
+    _run("8b", 2, recompute=True, adapter__type="lora"),
+    _run("1b", 4, processes=2, parallel__type="ddp"),
+    _run("1b", 4, processes=2, parallel__type="fsdp"),
+    _run("8b-quarter", 2, processes=2, parallel__type="fsdp"),
+    _run("8b-quarter", 4, recompute=True, processes=2, parallel__type="fsdp"),
+    _run("8b-quarter", 2, processes=2, parallel__type="ddp", adapter__type="lora"),
+)
+
+
+class _Nowhere:
+    """In place of the writer of checkpoints: these models are not worth keeping."""
+
+    def save(self, step: int) -> None:
+        """Save nothing."""
+
+    def wait(self) -> None:
+        """Have nothing to wait for."""
+
+
+def measure(run: Session, data: PreparedData) -> dict[str, float]:
+    """Tokens per second and process, and peak GiB, of one process."""
+    device = run.processes.device
+    model = build_empty_model(run.spec)
+    if run.processes.is_main or run.spec.parallel.type == "ddp":
+        materialize(model, device)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    if add_adapter(model, run.spec) is not None:
+        model.to(device)
+    adopt_tokenizer(model, data.tokenizer())
+    prepare_for_training(model, run.spec)
+    recorder = Recorder(run.spec, run.folder, run.processes, 0)
+    ends: list[float] = []
+    with closing(recorder):
+        job = build_job(run, data, model, None, recorder, steps=STEPS, resume_from=None)
+        job.writer.close()
+        job.writer = _Nowhere()  # type: ignore[assignment]
+        end_step = job.end_step
+
+        def end_and_note(*arguments: Any) -> None:
+            end_step(*arguments)
+            torch.cuda.synchronize(device)
+            ends.append(time.perf_counter())
+
+        job.end_step = end_and_note  # type: ignore[method-assign]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        framework_of(run.spec)(job)
+    seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
+    tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)), device=device)
+    if run.processes.world_size > 1:
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    return {
+        "tokens/s/GPU": tokens / seconds,
+        "GiB": float(peak) / 2**30,
+        "reserved GiB": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
+
+
+def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
+    """A line of the table."""
+    model = folder / run.shape
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**SHAPES[run.shape], "architectures": ["LlamaForCausalLM"]}))
+    base = run.spec(folder, model)
+    # The tokenizer of the built-in data, of 4096 tokens: any will do.
+    small = base.model_copy(update={"model": base.model.model_copy(update={"name": "tiny-llama"})})
+    recipe = DataRecipe.from_spec(small, fingerprint(small))
+    with session(base) as started:
+        data = started.processes.on_main(
+            lambda: prepare(recipe, data_folder(base.output, recipe), report=lambda _: None)
+        )
+        measured = measure(started, data)
+    guess = estimate(base, shape_of(base.model.name), GPUS["h200"])
+    return {
+        "run": run.label(),
+        **measured,
+        "estimated tokens/s/GPU": guess.tokens_per_second,
+        "estimated GiB": guess.memory.peak / 2**30,
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose label has this")
+    parser.add_argument("--out", type=Path, default=Path("out/training"))
+    told = parser.parse_args()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    rows: list[dict[str, Any]] = []
+    for run in RUNS:
+        if run.processes != processes or told.only not in run.label():
+            continue
+        rows.append(train_and_compare(run, told.out))
+        gc.collect()
+        torch.cuda.empty_cache()
+        if os.environ.get("RANK", "0") == "0":
+            print("; ".join(f"{k}: {v:.1f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
+            with (told.out / f"training-{processes}.csv").open("w", newline="") as file:
+                table = csv.DictWriter(file, list(rows[0]))
+                table.writeheader()
+                table.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What a GPU does, as far as training a language model asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates that training reaches, not those of the data sheet.
+
+    Attributes:
+        memory: bytes that a process may allocate: what the driver shows less the context's.
+        peak: FLOP/s, dense bf16, of the data sheet: what MFU is a share of.
+        products: FLOP/s of large bf16 matrix products.
+        causal, masked: FLOP/s of attention forward and backward, over the pairs that it computes: with a causal mask by
+            half of the square, with packed documents' mask by all of it.
+        stream: bytes/s that elementwise kernels move.
+        update: bytes/s that the fused AdamW moves.
+        link: bytes/s that a process sends to others of its machine in a collective.
+        layer: seconds that the host needs to launch a layer's forward and backward pass.
+        measured: whether the rates were; else they are scaled from the H200's by data sheets.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    products: float
+    causal: float
+    masked: float
+    stream: float
+    update: float
+    link: float
+    layer: float
+    measured: bool = False
+
+
+_GIB = 2**30
+_H200 = Gpu(
+    name="H200",
+    memory=138.5 * _GIB,
+    peak=989e12,
+    products=680e12,
+    causal=400e12,
+    masked=240e12,
+    stream=3.6e12,
+    update=2.6e12,
+    link=300e9,
+    layer=1.2e-3,
+    measured=True,
+)
+
+
+def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float) -> Gpu:
+    """By data sheet: GiB, FLOP/s, bytes/s of its memory (an H200's: 4.8e12), bytes/s of its links."""
+    compute, memory_rate = peak / _H200.peak, bandwidth / 4.8e12
+    return replace(
+        _H200,
+        name=name,
+        memory=memory * _GIB,
+        peak=peak,
+        products=_H200.products * compute,
+        causal=_H200.causal * compute,
+        masked=_H200.masked * compute,
+        stream=_H200.stream * memory_rate,
+        update=_H200.update * memory_rate,
+        link=link,
+        measured=False,
+    )
+
+
+GPUS: dict[str, Gpu] = {
+    "h200": _H200,
+    "h100": _scaled("H100 SXM", 78.5, 989e12, 3.35e12, 300e9),
+    "a100-80gb": _scaled("A100 80 GB", 78.5, 312e12, 2.0e12, 200e9),
+    "a100-40gb": _scaled("A100 40 GB", 38.8, 312e12, 1.55e12, 200e9),
+    "l40s": _scaled("L40S", 43.9, 362e12, 0.864e12, 20e9),
+    "b200": _scaled("B200", 177.0, 2250e12, 8.0e12, 600e9),
+}

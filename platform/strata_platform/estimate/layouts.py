@@ -1,0 +1,63 @@
+"""Other ways to lay out the same run: as many rows a step, spread over other GPUs, strategies and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from strata_platform.errors import SpecError
+from strata_platform.estimate.core import Estimate, estimate
+from strata_platform.estimate.gpus import Gpu
+from strata_platform.estimate.shapes import ModelShape
+from strata_platform.spec import RunSpec
+
+# GPUs of one machine, and machines.
+_NODE = 8
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Iterator[Estimate]:
+    """Layouts of `spec` on at most so many GPUs, with the same rows in each step and so the same losses."""
+    rows = spec.rows_per_step
+    for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, (False, True)):
+        if count > most or rows % (count * micro_batch):
+            continue
+        for strategy in ("single",) if count == 1 else ("ddp", "fsdp"):
+            training = {
+                "micro_batch_size": micro_batch,
+                "gradient_accumulation_steps": rows // (count * micro_batch),
+                "gradient_checkpointing": recompute,
+            }
+            topology = {"nnodes": max(count // _NODE, 1), "nproc_per_node": min(count, _NODE)}
+            other = _changed(spec, training, topology, strategy)
+            if other is not None:
+                yield estimate(other, shape, gpu)
+
+
+def _changed(spec: RunSpec, training: dict[str, object], topology: dict[str, int], strategy: str) -> RunSpec | None:
+    """The spec laid out anew; None where the spec refuses the combination."""
+    values = spec.model_dump(mode="json")
+    values["training"] |= training
+    values["topology"] |= topology
+    if values["parallel"]["type"] != strategy:
+        values["parallel"] = {"type": strategy}
+    if values["resources"]["gpu"]:
+        values["resources"]["gpu"] = topology["nproc_per_node"]
+    try:
+        return RunSpec.model_validate(values)
+    except SpecError:
+        return None
+
+
+def cheapest(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Estimate | None:
+    """The layout that fits and needs the least GPU time, of equals that with the fewest GPUs; None if none fits.
+
+    Layouts within 2 % of the least are equals: the estimate knows no better.
+    """
+    fitting = [found for found in layouts(spec, shape, gpu, most) if found.fits]
+    if not fitting:
+        return None
+    best = max(found.tokens_per_second for found in fitting)
+    good = [found for found in fitting if found.tokens_per_second >= 0.98 * best]
+    return min(good, key=lambda found: (found.spec.topology.world_size, -found.tokens_per_second))

@@ -1,0 +1,139 @@
+"""Bytes that each process of a run holds at its fullest moment.
+
+Weights, moments and kept gradients are there all the time. What comes and goes is fullest either when the loss is
+computed, with the activations of all layers in memory, or at the end of the backward pass, with the gradients of all
+layers: the larger of the two is the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from strata_platform.estimate.shapes import ModelShape
+from strata_platform.spec import RunSpec
+from strata_platform.spec.models import Fsdp, Lora
+
+# Of logits that linear_cross_entropy holds at a time.
+_LOSS_BUDGET = 512 * 2**20
+# Without it, bytes for each logit: bf16, its fp32 copy, log-probabilities, and their gradients.
+_PLAIN_LOGIT = 12
+# What the allocator, cuBLAS and NCCL hold beside.
+_BUFFERS = 0.6 * 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process at its peak, by part."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    loss: float
+    gathered: float
+    buffers: float
+
+    @property
+    def peak(self) -> float:
+        """All parts."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """By name, in order."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+
+def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
+    """The peak of one process of `spec`."""
+    tokens = spec.training.micro_batch_size * spec.data.sequence_length
+    size = weight_bytes(spec)
+    trained = trained_parameters(spec, shape)
+    split = spec.topology.world_size if isinstance(spec.parallel, Fsdp) else 1
+    weights, gradients = shape.parameters * size / split, trained * size / split
+    extra = 0.0
+    if isinstance(spec.adapter, Lora):
+        weights += trained * size / split
+    optimizer = 2 * trained * size / split
+    held = shape.layers * kept_by_layer(spec, shape, tokens)
+    loss = _loss(spec, shape, tokens)
+    gathered, root_gradients = _gathered(spec, shape)
+    # Gradients that are there before the backward pass: of micro-batches before, or where DDP's buckets keep them.
+    before = gradients if spec.training.gradient_accumulation_steps > 1 or spec.parallel.type == "ddp" else 0.0
+    at_loss = (before, held, loss, gathered)
+    at_end = (gradients, working_set(spec, shape, tokens), root_gradients, gathered)
+    now = max(at_loss, at_end, key=sum)
+    return Memory(
+        weights=weights,
+        gradients=now[0],
+        optimizer=optimizer,
+        activations=now[1],
+        loss=now[2],
+        gathered=now[3] + extra,
+        buffers=_BUFFERS,
+    )
+
+
+def weight_bytes(spec: RunSpec) -> int:
+    """Bytes of a weight, its gradient, and each of its two moments."""
+    return 4 if spec.model.dtype == "float32" else 2
+
+
+def compute_bytes(spec: RunSpec) -> int:
+    """Bytes of an activation."""
+    if isinstance(spec.parallel, Fsdp) and spec.parallel.compute_dtype == "bfloat16":
+        return 2
+    return weight_bytes(spec)
+
+
+def trained_parameters(spec: RunSpec, shape: ModelShape) -> int:
+    """How many learn."""
+    return shape.lora_parameters(spec.adapter.r) if isinstance(spec.adapter, Lora) else shape.parameters
+
+
+def kept_by_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes of activations that a layer keeps for its backward pass."""
+    if spec.training.gradient_checkpointing:
+        return float(tokens * shape.hidden * compute_bytes(spec))
+    return activations_of_layer(spec, shape, tokens)
+
+
+def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes that the backward pass of a layer reads: what goes into norms, products, attention and the gate."""
+    width = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate
+    if not spec.kernels.enabled:
+        # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
+        width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate
+    return float(tokens * width * compute_bytes(spec))
+
+
+def working_set(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes of one layer's backward pass: its activations, if they were recomputed, and their gradients."""
+    gradients = tokens * (2 * shape.hidden + 2 * shape.intermediate) * compute_bytes(spec)
+    return gradients + (activations_of_layer(spec, shape, tokens) if spec.training.gradient_checkpointing else 0.0)
+
+
+def _loss(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes of the last hidden states, the logits and what the loss makes of them."""
+    size = compute_bytes(spec)
+    states = 2 * tokens * shape.hidden * size
+    logits = tokens * shape.vocabulary
+    if not spec.kernels.enabled or "linear_cross_entropy" in spec.kernels.exclude:
+        return float(states + logits * _PLAIN_LOGIT)
+    if isinstance(spec.adapter, Lora):
+        return float(states + min(logits * size, _LOSS_BUDGET))
+    # The gradient of the head, and as much again where its sum is kept exact over several chunks.
+    head = shape.head_parameters * size
+    chunked = logits * size > _LOSS_BUDGET
+    return float(states + head + min(logits * size, _LOSS_BUDGET) + head * chunked)
+
+
+def _gathered(spec: RunSpec, shape: ModelShape) -> tuple[float, float]:
+    """Bytes of weights that FSDP holds whole, and of the whole gradients that it is about to split, at the end."""
+    if not isinstance(spec.parallel, Fsdp) or spec.topology.world_size == 1:
+        return 0.0, 0.0
+    size, reduced = compute_bytes(spec), 4 if spec.parallel.reduce_dtype == "float32" else 2
+    layers = 2 if spec.parallel.reshard_after_forward else shape.layers
+    whole = (layers * shape.layer_parameters + shape.root_parameters) * size
+    if isinstance(spec.adapter, Lora):
+        return float(whole), 0.0
+    return float(whole), float(shape.root_parameters * (size + reduced) + shape.layer_parameters * reduced)

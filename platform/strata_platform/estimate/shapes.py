@@ -1,0 +1,192 @@
+"""Sizes of models, from a Hugging Face configuration or from the table of those that people ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strata_platform.errors import Problem, SpecError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a gated MLP: the sizes that memory and time follow from.
+
+    Attributes:
+        hidden, intermediate, heads, kv_heads, head_dim, vocabulary: widths, by the names of Hugging Face's fields.
+        layers: decoder layers, all alike.
+        tied: whether the head is the embedding.
+        biased: whether queries, keys and values have biases.
+        qk_norm: whether queries and keys are normalized per head.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    biased: bool = False
+    qk_norm: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries, all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_layers(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of the linear maps of a layer."""
+        attention = ((self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys))
+        mlp = ((self.hidden, self.intermediate),) * 2 + ((self.intermediate, self.hidden),)
+        return (*attention, (self.queries, self.hidden), *mlp)
+
+    @property
+    def layer_weights(self) -> int:
+        """Of the linear maps of a layer."""
+        return sum(a * b for a, b in self.linear_layers)
+
+    @property
+    def layer_parameters(self) -> int:
+        """All of a layer."""
+        biases = (self.queries + 2 * self.keys) * self.biased
+        return self.layer_weights + biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head, whether it is the embedding or not."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """What no layer has: embedding, head, last norm."""
+        return self.head_parameters * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All."""
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    def lora_parameters(self, rank: int) -> int:
+        """Of LoRA matrices beside all linear maps but the head."""
+        return self.layers * sum(rank * (a + b) for a, b in self.linear_layers)
+
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int,
+           **more: bool) -> ModelShape:  # fmt: skip
+    return ModelShape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, **more)
+
+
+def _llama(*sizes: int, tied: bool = False) -> ModelShape:
+    return _shape(*sizes, 128256, tied=tied)  # type: ignore[arg-type]
+
+
+def _qwen2(*sizes: int, tied: bool = False) -> ModelShape:
+    return _shape(*sizes, tied=tied, biased=True)  # type: ignore[arg-type]
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> ModelShape:
+    return _shape(*sizes, 151936, tied=tied, qk_norm=True)  # type: ignore[arg-type]
+
+
+# By what a Hub id is without its owner and without -Instruct and the like.
+KNOWN: dict[str, ModelShape] = {
+    "tiny-llama": _shape(256, 704, 4, 4, 2, 64, 4096, tied=True),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 64, tied=True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128, tied=True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128),
+    "meta-llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64, 8, 128),
+    "llama-3.3-70b": _llama(8192, 28672, 80, 64, 8, 128),
+    "mistral-7b-v0.3": _shape(4096, 14336, 32, 32, 8, 128, 32768),
+    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
+    "smollm2-360m": _shape(960, 2560, 32, 15, 5, 64, 49152, tied=True),
+    "smollm2-1.7b": _shape(2048, 8192, 24, 32, 32, 64, 49152, tied=True),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 64, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 128, 151936, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 128, 151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 128, 152064),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 128, 152064),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 128, 152064),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 128, 152064),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, 128, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, 128, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 128, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, 128),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, 128),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, 128),
+}
+_ENDINGS = ("-instruct", "-base", "-chat", "-it")
+# model_type of configurations whose decoder is that of ModelShape.
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def shape_of(name: str, config: Path | None = None) -> ModelShape:
+    """The shape of `model.name`: a folder, a preset, or a Hub id of KNOWN; or of the config.json given.
+
+    Raises SpecError when it is none of them, or a model of another kind.
+    """
+    file = config or Path(name) / "config.json"
+    if config is not None or file.is_file():
+        return _read(file)
+    plain = name.rpartition("/")[2].lower()
+    for ending in _ENDINGS:
+        plain = plain.removesuffix(ending)
+    if plain in KNOWN:
+        return KNOWN[plain]
+    raise SpecError(
+        [
+            Problem(
+                "model.name",
+                "is no folder with a config.json and not among the models whose sizes are known here; give the model's "
+                "config.json with --config",
+                given=repr(name),
+                allowed=", ".join(KNOWN),
+            )
+        ],
+        "estimate",
+    )
+
+
+def _read(file: Path) -> ModelShape:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return from_config(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise SpecError([Problem("model.name", f"{file}: {said}")], "estimate") from None
+
+
+def from_config(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Hugging Face configuration describes.
+
+    Raises:
+        ValueError: a model of another kind.
+        KeyError: a field is missing.
+    """
+    kind = config["model_type"]
+    if kind not in _TYPES:
+        raise ValueError(f"model_type {kind!r} is not one whose memory is understood here: {', '.join(_TYPES)}")
+    heads = config["num_attention_heads"]
+    return ModelShape(
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        biased=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+    )

@@ -1,0 +1,174 @@
+"""What a run takes, before it is launched."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from strata_platform.errors import SpecError
+from strata_platform.estimate import GPUS, cheapest, estimate, layouts, shape_of
+from strata_platform.estimate.shapes import KNOWN, from_config
+from strata_platform.spec import RunSpec, load_spec
+from tasks.runtime.model import PRESETS
+
+ROOT = Path(__file__).parents[2]
+H200, GIB = GPUS["h200"], 2**30
+EXAMPLE = ROOT / "examples/llama-3.1-8b-sft.yaml"
+
+
+def spec_of(**sections):
+    base = {"model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"}, "data": {"sequence_length": 4096}}
+    return RunSpec.model_validate(base | sections)
+
+
+def take(**sections):
+    spec = spec_of(**sections)
+    return estimate(spec, shape_of(spec.model.name), H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("meta-llama/Llama-3.1-8B-Instruct", 8.030), ("Qwen/Qwen3-4B", 4.022), ("HuggingFaceTB/SmolLM2-135M", 0.1345)],
+)
+def test_known_models_have_their_published_sizes(name, billions):
+    assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_as_the_model_has_them(kind, tied):
+    fields = {
+        "hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 500, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert from_config({"model_type": kind, **fields}).parameters == model.num_parameters()
+
+
+def test_the_preset_is_the_one_that_is_trained():
+    assert from_config({"model_type": "llama", **PRESETS["tiny-llama"]}) == KNOWN["tiny-llama"]
+
+
+def test_a_folder_speaks_for_itself(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **PRESETS["tiny-llama"]}))
+    assert shape_of(str(tmp_path)) == shape_of("x/unknown", tmp_path / "config.json") == KNOWN["tiny-llama"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not one whose memory is understood here: llama, "),
+        ({"model_type": "llama", "num_attention_heads": 4}, "has no 'hidden_size'"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_configuration_that_does_not_tell(tmp_path, config, said):
+    file = tmp_path / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(SpecError, match="model.name") as caught:
+        shape_of("x", file)
+    assert said in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_an_unknown_model_names_the_way_out():
+    with pytest.raises(SpecError, match=r"model\.name: is no folder.*--config.*allowed: .*llama-3\.1-8b"):
+        shape_of("meta-llama/Llama-9")
+
+
+def test_the_example_takes_what_it_took():
+    """67.3 GiB on an H200; docs/performance.md."""
+    spec = load_spec(EXAMPLE)
+    found = estimate(spec, shape_of(spec.model.name), H200)
+    assert found.memory.peak / GIB == pytest.approx(67.3, rel=0.05)
+    assert found.fits
+
+
+def test_parts_follow_the_spec():
+    plain = take().memory
+    assert plain.weights == plain.optimizer / 2 == 2 * shape_of("llama-3.1-8b").parameters
+    split = take(parallel={"type": "fsdp"}, topology={"nproc_per_node": 4}).memory
+    assert (split.weights, split.optimizer) == (plain.weights / 4, plain.optimizer / 4)
+    assert split.gathered > 0 == plain.gathered
+    copied = take(parallel={"type": "ddp"}, topology={"nproc_per_node": 4}).memory
+    assert copied.weights == plain.weights and copied.gradients == plain.weights
+    adapted = take(adapter={"type": "lora"}).memory
+    assert adapted.optimizer < 0.02 * plain.optimizer and adapted.weights > plain.weights
+    assert take(model={"name": "llama-3.1-8b", "dtype": "float32"}).memory.optimizer == 2 * plain.optimizer
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"training": {"gradient_checkpointing": True}}, {}),
+        ({"training": {"micro_batch_size": 2}}, {"training": {"micro_batch_size": 4}}),
+        ({}, {"kernels": {"enabled": False}}),
+        ({}, {"kernels": {"exclude": ["linear_cross_entropy"]}}),
+        ({}, {"training": {"gradient_accumulation_steps": 2}}),
+    ],
+)
+def test_what_takes_less_memory(less, more):
+    assert take(**less).memory.peak < take(**more).memory.peak
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ({}, {"training": {"gradient_checkpointing": True}}),
+        ({}, {"kernels": {"enabled": False}}),
+        ({"adapter": {"type": "lora"}}, {}),
+        ({"data": {"sequence_length": 4096, "packing": False}}, {}),
+        ({}, {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 8}}),
+        ({"training": {"gradient_accumulation_steps": 8}}, {}),
+    ],
+)
+def test_what_is_faster(faster, slower):
+    assert take(**faster).tokens_per_second > take(**slower).tokens_per_second
+
+
+def test_layouts_read_the_same_rows_and_the_cheapest_fits():
+    spec = load_spec(EXAMPLE)
+    shape = shape_of(spec.model.name)
+    found = list(layouts(spec, shape, H200, 8))
+    assert {other.spec.rows_per_step for other in found} == {32}
+    assert {other.spec.topology.world_size for other in found} == {1, 2, 4, 8}
+    best = cheapest(spec, shape, H200, 8)
+    assert best.fits and best.tokens_per_second >= estimate(spec, shape, H200).tokens_per_second
+    assert cheapest(spec, shape, GPUS["l40s"], 1) is None
+    assert cheapest(spec, shape, GPUS["l40s"], 8).spec.parallel.type == "fsdp"
+
+
+def strata(*arguments):
+    code = "from strata_platform.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "estimate", *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_what_a_person_reads():
+    ended = strata(EXAMPLE, "--tokens", "3e8", "--price", "3")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for said in ("8.03 B parameters", "weights         15.0", "fits, ", "MFU ", "hours for 300,000,000 tokens, ", " at 3 per GPU"):
+        assert said in ended.stdout
+    assert "cheapest layout that fits: 1 GPU" in ended.stdout
+
+
+def test_what_a_program_reads():
+    ended = strata(EXAMPLE, "--format", "json", "--gpu", "l40s")
+    data = json.loads(ended.stdout)
+    assert (ended.returncode, data["fits"]) == (1, False)
+    assert data["memory"]["peak"] == sum(v for k, v in data["memory"].items() if k not in ("peak", "available"))
+    assert data["cheapest"]["fits"] and data["cheapest"]["layout"]["parallel.type"] == "fsdp"
+    assert "hours" not in data
+
+
+def test_mistakes_are_told(tmp_path):
+    assert "'h300' is not one of h200" in strata(EXAMPLE, "--gpu", "h300").stderr
+    (tmp_path / "my.yaml").write_text("model: {name: org/unknown}")
+    ended = strata(tmp_path / "my.yaml")
+    assert (ended.returncode, ended.stdout) == (2, "") and "--config" in ended.stderr
