@@ -77,6 +77,8 @@ class Run:
             "checkpoint": {"every": 1000},
             "tracking": {"log_every": 1, "tensorboard": False},
             "runtime": {"framework": "torch"},
+            # A process of its own for each run; the first steps compile as well.
+            "kernels": {"warmup": False},
             "topology": {"nproc_per_node": self.processes},
         }
         for path, value in self.fields.items():

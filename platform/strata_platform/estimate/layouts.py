@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from strata_platform.errors import SpecError
@@ -35,7 +35,9 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
                 yield estimate(other, shape, gpu)
 
 
-def _changed(spec: RunSpec, training: dict[str, object], topology: dict[str, int], strategy: str) -> RunSpec | None:
+def _changed(
+    spec: RunSpec, training: Mapping[str, object], topology: Mapping[str, int], strategy: str
+) -> RunSpec | None:
     """The spec laid out anew; None where the spec refuses the combination."""
     values = spec.model_dump(mode="json")
     values["training"] |= training

@@ -50,7 +50,6 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     trained = trained_parameters(spec, shape)
     split = spec.topology.world_size if isinstance(spec.parallel, Fsdp) else 1
     weights, gradients = shape.parameters * size / split, trained * size / split
-    extra = 0.0
     if isinstance(spec.adapter, Lora):
         weights += trained * size / split
     optimizer = 2 * trained * size / split
@@ -68,7 +67,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
         optimizer=optimizer,
         activations=now[1],
         loss=now[2],
-        gathered=now[3] + extra,
+        gathered=now[3],
         buffers=_BUFFERS,
     )
 
@@ -99,7 +98,9 @@ def kept_by_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
 
 def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     """Bytes that the backward pass of a layer reads: what goes into norms, products, attention and the gate."""
-    width = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate
+    # Under the mask of packed rows, keys and values are repeated for every head before attention sees them.
+    keys = shape.queries if spec.data.packing else shape.keys
+    width = 4 * shape.hidden + 2 * shape.queries + 2 * keys + 3 * shape.intermediate
     if not spec.kernels.enabled:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,36 +83,23 @@ class ModelShape:
         return self.layers * sum(rank * (a + b) for a, b in self.linear_layers)
 
 
-def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int,
-           **more: bool) -> ModelShape:  # fmt: skip
-    return ModelShape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, **more)
-
-
-def _llama(*sizes: int, tied: bool = False) -> ModelShape:
-    return _shape(*sizes, 128256, tied=tied)  # type: ignore[arg-type]
-
-
-def _qwen2(*sizes: int, tied: bool = False) -> ModelShape:
-    return _shape(*sizes, tied=tied, biased=True)  # type: ignore[arg-type]
-
-
-def _qwen3(*sizes: int, tied: bool = False) -> ModelShape:
-    return _shape(*sizes, 151936, tied=tied, qk_norm=True)  # type: ignore[arg-type]
-
+_qwen2 = partial(ModelShape, biased=True)
+_qwen3 = partial(ModelShape, vocabulary=151936, qk_norm=True)
+_llama = partial(ModelShape, vocabulary=128256)
 
 # By what a Hub id is without its owner and without -Instruct and the like.
 KNOWN: dict[str, ModelShape] = {
-    "tiny-llama": _shape(256, 704, 4, 4, 2, 64, 4096, tied=True),
+    "tiny-llama": ModelShape(256, 704, 4, 4, 2, 64, 4096, tied=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 64, tied=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128, tied=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128),
     "meta-llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64, 8, 128),
     "llama-3.3-70b": _llama(8192, 28672, 80, 64, 8, 128),
-    "mistral-7b-v0.3": _shape(4096, 14336, 32, 32, 8, 128, 32768),
-    "smollm2-135m": _shape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
-    "smollm2-360m": _shape(960, 2560, 32, 15, 5, 64, 49152, tied=True),
-    "smollm2-1.7b": _shape(2048, 8192, 24, 32, 32, 64, 49152, tied=True),
+    "mistral-7b-v0.3": ModelShape(4096, 14336, 32, 32, 8, 128, 32768),
+    "smollm2-135m": ModelShape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
+    "smollm2-360m": ModelShape(960, 2560, 32, 15, 5, 64, 49152, tied=True),
+    "smollm2-1.7b": ModelShape(2048, 8192, 24, 32, 32, 64, 49152, tied=True),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 64, 151936, tied=True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 128, 151936, tied=True),
     "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 128, 151936, tied=True),

@@ -43,9 +43,9 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: f
         yield f"rates of {found.gpu.name} are scaled from measurements on an H200 by data sheets"
     yield ""
     yield "memory of each GPU at its fullest, GiB"
-    for name, size in found.memory.parts().items():
-        if size:
-            yield f"  {name:<12}{size / _GIB:8.1f}"
+    for name, part in found.memory.parts().items():
+        if part:
+            yield f"  {name:<12}{part / _GIB:8.1f}"
     left = (found.gpu.memory - found.memory.peak) / _GIB
     verdict = f"fits, {left:.1f} to spare" if found.fits else f"does not fit: {max(-left, 0):.1f} too much"
     if not found.fits and left >= 0:

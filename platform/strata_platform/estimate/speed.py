@@ -39,12 +39,12 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     """The time of an optimizer step, from the second one on."""
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     rounds = spec.training.gradient_accumulation_steps
-    lora = isinstance(spec.adapter, Lora)
+    lora = spec.adapter if isinstance(spec.adapter, Lora) else None
     again = 1 if spec.training.gradient_checkpointing else 0
     # Forward, gradient of the inputs, and gradient of the weights where they learn.
-    layer_flops = 2 * shape.layer_weights * ((2 if lora else 3) + again)
+    layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
     if lora:
-        layer_flops += 6 * shape.lora_parameters(spec.adapter.r) / shape.layers
+        layer_flops += 6 * shape.lora_parameters(lora.r) / shape.layers
     head_flops = 2 * shape.head_parameters * (2 if lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
     attention = tokens * shape.layers * _attention_flops(spec, shape, again) / _attention_rate(spec, gpu)
