@@ -1,36 +1,78 @@
 # syntax=docker/dockerfile:1
-# The image of every task: one for CPU and GPU nodes. torch brings its CUDA libraries; the node brings the driver.
+# Two images:
+#
+#     docker build --tag strata:0.1.0 .
+#     docker build --tag strata-platform:0.1.0 --target platform .
+#
+# The first runs every task, on CPU and GPU nodes: torch brings its CUDA libraries, the node brings the driver. The kernels
+# of MODELS are in it, compiled for ARCHS. The second is small: the `strata` command alone, without torch.
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
-FROM ${PYTHON_IMAGE} AS build
+# What both are made from: tini, as process 1, passes SIGTERM on.
+FROM ${PYTHON_IMAGE} AS base
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home strata
+ENV PATH=/opt/strata/bin:$PATH \
+    PYTHONUNBUFFERED=1
+# Flyte sets the arguments and leaves the entry point.
+ENTRYPOINT ["/usr/bin/tini", "--"]
+
+# Packages are installed in stages that stay behind, with their build back end. Compiled here, they are not compiled again
+# by every process of a user who may not write there.
+FROM ${PYTHON_IMAGE} AS installer
 ARG UV_VERSION=0.13.9
+ENV UV_COMPILE_BYTECODE=1
 RUN python -m pip install --no-cache-dir uv==${UV_VERSION} && python -m venv /opt/strata
 WORKDIR /src
+
+FROM installer AS platform-packages
+COPY images/platform.lock ./
+RUN uv pip install --no-cache --python /opt/strata --require-hashes -r platform.lock
+COPY platform platform
+RUN uv pip install --no-cache --python /opt/strata --no-deps ./platform
+
+FROM base AS platform
+COPY --from=platform-packages /opt/strata /opt/strata
+USER strata
+WORKDIR /home/strata
+CMD ["strata", "--help"]
+
+FROM installer AS packages
 COPY requirements.lock ./
 RUN uv pip install --no-cache --python /opt/strata --require-hashes -r requirements.lock
 COPY kernels kernels
 COPY platform platform
-# The build back end is for this stage alone; it stays out of the image.
 RUN uv pip install --no-cache --python /opt/strata --no-deps ./kernels ./platform
 
-FROM ${PYTHON_IMAGE}
-# Triton builds its launchers at run time: a C compiler, its headers and Python's (in the base image). Flyte's fast
-# registration unpacks code with tar. tini, as process 1, passes SIGTERM on.
+# Triton builds what was not baked at run time: a C compiler, its headers and Python's (in the base image). Flyte's fast
+# registration unpacks code with tar.
+FROM base AS runtime
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev tar tini \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev tar \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 1000 --create-home strata \
     && install --directory --owner strata --group strata /app /var/cache/strata/triton /var/cache/strata/huggingface
-COPY --from=build /opt/strata /opt/strata
-ENV PATH=/opt/strata/bin:$PATH \
-    PYTHONUNBUFFERED=1 \
+COPY --from=packages /opt/strata /opt/strata
+# The folder of the driver's library is part of what Triton's helper is found by, and differs between nodes: this one does
+# not. In it is a library to link to, with the names of the driver's functions; when a program runs, the node's is used.
+ENV TRITON_LIBCUDA_PATH=/opt/libcuda \
+    STRATA_BAKED_KERNELS=/opt/kernels \
     # One absolute path everywhere: Triton's cache entries hold absolute paths.
     TRITON_CACHE_DIR=/var/cache/strata/triton \
     HF_HOME=/var/cache/strata/huggingface
+
+# No GPU is needed, nor a driver.
+FROM runtime AS kernels
+ARG MODELS=llama-3.1-8b,qwen3-4b
+ARG ARCHS=sm_90,sm_100
+RUN python -m strata_kernels bake --model ${MODELS} --arch ${ARCHS} --out /opt/kernels
+
+FROM runtime AS training
+COPY --from=kernels /opt/libcuda /opt/libcuda
+COPY --from=kernels /opt/kernels /opt/kernels
 WORKDIR /app
 COPY --chown=strata:strata tasks tasks
 COPY --chown=strata:strata workflows workflows
 USER strata
-# Flyte sets the arguments and leaves the entry point.
-ENTRYPOINT ["/usr/bin/tini", "--"]
 CMD ["python", "-m", "tasks.runtime", "--help"]

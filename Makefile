@@ -34,12 +34,13 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-lint: $(READY) ## Check style, types, layering and spelling
+lint: $(READY) ## Check style, types, layering, spelling and the images
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python images/check.py
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
@@ -53,6 +54,8 @@ lock: $(READY) ## Resolve the dependencies anew
 		--no-emit-package strata-kernels --no-emit-package strata-platform pyproject.toml -o requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		--group pyproject.toml:dev -c requirements.lock -o requirements-dev.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+		platform/pyproject.toml -c requirements.lock -o images/platform.lock
 
 clean: ## Remove the environment, caches and everything that runs wrote
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +14,8 @@ import pytest
 import torch
 import triton
 
-from strata_kernels.__main__ import main
+from images import check as images
+from strata_kernels.__main__ import _bar, main
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
 from strata_kernels.warmup.cache import keys, load, relocate
@@ -26,7 +26,7 @@ from tests.kernels import bake_kernels
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
 ROOT = Path(__file__).parents[2]
-# One layer, everything small: eight kernels.
+# One layer, everything small.
 TINY = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -47,25 +47,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def baked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`out/sm_90` of the command that an image is built with."""
-    out = tmp_path_factory.mktemp("baked")
-    command = [sys.executable, "-m", "strata_kernels", "bake", "--model", str(tiny), "--arch", "sm_90"]
-    command += ["--out", str(out), "--learns", "all", "--batch", "2", "--length", "64", "--workers", "1"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "sm_90: 8 kernels, " in said.stdout and said.stderr.endswith("8/8 kernels\n"), said
-    return out / "sm_90"
+def root(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Dockerfile's own step bakes for the tiny model."""
+    root = tmp_path_factory.mktemp("root")
+    stages = images.read((ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    cores = os.sched_getaffinity(0)
+    # A worker costs more than these kernels do.
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        (step,) = images.execute(stages, "kernels", root, {"MODELS": str(tiny), "ARCHS": "sm_90"})
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert step.endswith(f"--out {root}/opt/kernels")
+    return root
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process can link to CUDA's driver, and load what is linked to it."""
-    before = os.environ.get("LIBRARY_PATH")
-    load_library(build_library(tmp_path_factory.mktemp("library")))
-    yield
-    os.environ.pop("LIBRARY_PATH")
-    if before is not None:
-        os.environ["LIBRARY_PATH"] = before
+def baked(root: Path) -> Path:
+    return root / "opt/kernels/sm_90"
+
+
+@pytest.fixture(scope="module")
+def plan(tiny: Path, root: Path) -> Plan:
+    assert main(["plan", "--model", str(tiny), "--out", str(root / "plan.json")]) == 0
+    return Plan.from_json((root / "plan.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def library(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the image: one path of CUDA's library, in which the bake has put one to link to."""
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(root / "opt/libcuda"))
+    monkeypatch.setenv("LIBRARY_PATH", "")
+    load_library(root / "opt/libcuda/libcuda.so.1")
 
 
 def manifest(folder: Path) -> dict:
@@ -84,8 +97,7 @@ def found(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch, arch: str =
     return compiles.count, len(compiles.cached)
 
 
-def test_the_manifest_says_what_was_baked_with_what(baked, tiny):
-    plan = plan_model(load_config(str(tiny)), batch=2, length=64)
+def test_the_manifest_says_what_was_baked_with_what(baked, plan, library):
     said = manifest(baked)
     assert said["arch"] == "sm_90" and said["plan"] == plan.on("cuda").hash and not said["failed"]
     assert said["without_launchers"] is None and said["library_folders"] == list(library_folders())
@@ -99,8 +111,7 @@ def test_the_manifest_says_what_was_baked_with_what(baked, tiny):
     assert all(load(baked, key) for key in keys(baked))
 
 
-def test_what_was_baked_is_found_where_nothing_can_be_written_or_built(baked, tiny, library, monkeypatch):
-    plan = plan_model(load_config(str(tiny)), batch=2, length=64)
+def test_what_was_baked_is_found_where_nothing_can_be_written_or_built(baked, plan, library, monkeypatch):
     before = sorted(baked.rglob("*"))
     for path in before:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -112,14 +123,14 @@ def test_what_the_plan_does_not_hold_is_compiled(baked, tiny, library, monkeypat
     """As a run in another dtype would: the counter tells, so a test that counts none has seen a plan that is whole."""
     here = Path(shutil.copytree(baked, tmp_path / "cache"))
     relocate(here)
-    plan = plan_model(load_config(str(tiny)), batch=2, length=64, dtype=torch.float32)
+    plan = plan_model(load_config(str(tiny)), batch=1, length=4096, dtype=torch.float32)
     other = Plan(tuple(item for item in plan.specializations if item.name == "multiply_kernel"))
     monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
     assert found(other, here, monkeypatch) == (1, 0)
 
 
-def test_a_moved_cache_is_found_after_relocation_alone(baked, tiny, library, monkeypatch, tmp_path):
-    (item, *_) = plan_model(load_config(str(tiny)), batch=2, length=64).specializations
+def test_a_moved_cache_is_found_after_relocation_alone(baked, plan, library, monkeypatch, tmp_path):
+    item = plan.specializations[0]
     moved = Path(shutil.copytree(baked, tmp_path / "elsewhere" / "cache"))
     hidden = baked.rename(baked.with_name("hidden"))
     try:
@@ -242,6 +253,26 @@ def test_a_saved_plan_names_what_to_bake(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{len(plan)} kernels, plan {plan.hash[:12]}, in ")
 
 
+def test_the_stand_in_is_put_where_triton_will_look_and_never_over_the_real_one(monkeypatch, tmp_path):
+    place = tmp_path / "driver"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(place))
+    library = build_library(tmp_path)
+    assert library == place / "libcuda.so.1"
+    before = library.read_bytes()
+    assert build_library(tmp_path) == tmp_path / "libcuda.so.1" and library.read_bytes() == before
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys):
+    bar = _bar()
+    for done in range(1, 9):
+        bar(done, 8, "sm_90 norm_fwd_kernel")
+    assert capsys.readouterr().err.split("\n") == ["2/8 kernels", "4/8 kernels", "6/8 kernels", "8/8 kernels", ""]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bar = _bar()
+    bar(4, 8, "sm_90 norm_fwd_kernel")
+    assert capsys.readouterr().err.startswith("\r[############            ] 4/8 sm_90 norm_fwd_kernel")
+
+
 def test_without_a_c_compiler_nothing_is_baked(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -271,17 +302,17 @@ def test_presets_have_plans(name):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="baked for sm_90"
 )
-def test_a_real_step_compiles_nothing_that_the_plan_did_not_hold(baked, tiny):
+def test_a_real_step_compiles_nothing_that_the_plan_did_not_hold(baked, tiny, library):
     step = (
         "import sys, torch; from transformers import AutoModelForCausalLM; from strata_kernels import patch_model\n"
         "from strata_kernels.warmup import count_compiles; from strata_kernels.warmup.model import load_config\n"
         "with torch.device('cuda'):\n"
         "    model = AutoModelForCausalLM.from_config(load_config(sys.argv[1]), dtype=torch.bfloat16)\n"
-        "    rows = torch.randint(512, (2, 64))\n"
+        "    rows = torch.randint(512, (1, 4096))\n"
         "patch_model(model); model.train()\n"
         "with count_compiles() as compiles:\n"
         "    for _ in range(3):\n"
-        "        items = torch.tensor(126, device='cuda')\n"
+        "        items = torch.tensor(4095, device='cuda')\n"
         "        model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()\n"
         "    torch.cuda.synchronize()\n"
         "print(compiles.count, len(compiles.cached))"
@@ -290,4 +321,4 @@ def test_a_real_step_compiles_nothing_that_the_plan_did_not_hold(baked, tiny):
     done = subprocess.run(
         [sys.executable, "-c", step, str(tiny)], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["0", "8"]
+    assert done.stdout.split()[0] == "0" != done.stdout.split()[1]

@@ -122,8 +122,11 @@ def standing_in(target: GPUTarget) -> Iterator[StandIn]:
         triton_driver._active = before
 
 
-def build_library(folder: Path) -> Path:
-    """Compile the stand-in for CUDA's driver library into `folder` and return its path.
+def build_library(scratch: Path) -> Path:
+    """Compile the stand-in for CUDA's driver library and return its path.
+
+    It is put where TRITON_LIBCUDA_PATH says, if nothing is there: so that Triton can link to it later, too, in an image
+    that is to find what is baked by one path on every node. Otherwise it is in `scratch`.
 
     Raises:
         RuntimeError: there is no C compiler.
@@ -135,7 +138,10 @@ def build_library(folder: Path) -> Path:
     sources = [path.read_text(encoding="utf-8") for path in backend.iterdir() if path.suffix in (".py", ".c", ".h")]
     # Defined, so that the linker has something to link to and keeps the library among those that are needed.
     names = sorted(set(re.findall(r"\bcu[A-Z]\w+", "\n".join(sources))))
-    source, library = folder / "stand_in.c", folder / _SONAME
+    given = knobs.nvidia.libcuda_path
+    library = (Path(given) if given and not (Path(given) / _SONAME).exists() else scratch) / _SONAME
+    library.parent.mkdir(parents=True, exist_ok=True)
+    source = scratch / "stand_in.c"
     source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in names), encoding="utf-8")
     command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_SONAME}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
