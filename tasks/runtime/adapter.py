@@ -8,12 +8,14 @@ and evaluated like any other. Its own weights are in no checkpoint; every start 
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -50,11 +52,27 @@ def has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """What `model`, wrapped or not, computes in this block is what it would without its adapter."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers, "no adapter is switched off"
+    # PEFT's own switch, but for the freezing that `enable_adapters` adds: FSDP remembers which weights learn.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def base_fingerprint(model: PreTrainedModel) -> str:
-    """A digest of names, shapes and some values of the weights that do not learn; the same in every dtype."""
+    """A digest of names, shapes and some values of the weights but the adapter's; the same in every dtype."""
     digest = hashlib.sha256()
+    adapted = has_adapter(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not (adapted and parameter.requires_grad):
             values = parameter.detach().flatten()[:_SAMPLED].to(torch.bfloat16).contiguous()
             digest.update(f"{name} {tuple(parameter.shape)}".encode())
             digest.update(values.view(torch.uint8).numpy().tobytes())

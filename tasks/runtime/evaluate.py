@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,11 +15,20 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
-from tasks.runtime.model import adopt_tokenizer, build_model, patch
+from tasks.runtime.model import adopt_tokenizer, build_model, has_fused_loss, patch
+from tasks.runtime.objectives import Batch, Objective, validation_objective_of
+from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord, Sample
 from tasks.runtime.weights import build_trained_model
 
 log = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What is measured of one model. `means` over the validation split by name, the loss's too; {} when it is empty."""
+
+    means: dict[str, float]
+    written: list[str]
 
 
 def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
@@ -28,59 +39,74 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
     record.require_complete()
     prompts = data.samples(spec.evaluation.samples)
     # One model in memory at a time.
-    before_loss, before = _measure(spec, data, prompts, weights=None)
-    after_loss, after = _measure(spec, data, prompts, weights=weights)
-    if before_loss is None or after_loss is None:
-        log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
-    else:
-        log.info(
-            "validation loss %.4f before, %.4f after (%+.1f %%)",
-            before_loss,
-            after_loss,
-            100 * (after_loss / before_loss - 1),
-        )
+    before, data = _measure(spec, data, prompts, weights=None)
+    after, _ = _measure(spec, data, prompts, weights=weights)
     samples = tuple(
         Sample(prompt=prompt.prompt, reference=prompt.completion, before=first, after=second)
-        for prompt, first, second in zip(prompts, before, after, strict=True)
+        for prompt, first, second in zip(prompts, before.written, after.written, strict=True)
     )
-    for sample in samples:
+    record = record.model_copy(
+        update={
+            "eval_loss_before": before.means.get("loss"),
+            "eval_loss_after": after.means.get("loss"),
+            "eval_metrics": {name: value for name, value in after.means.items() if name != "loss"},
+            "samples": samples,
+        }
+    )
+    _tell(record)
+    return record
+
+
+def _tell(record: CompletionRecord) -> None:
+    before, after = record.eval_loss_before, record.eval_loss_after
+    if before is None or after is None:
+        log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
+    else:
+        log.info("validation loss %.4f before, %.4f after (%+.1f %%)", before, after, 100 * (after / before - 1))
+    for name, value in record.eval_metrics.items():
+        log.info("validation %s %.4f after", name, value)
+    for sample in record.samples:
         log.info("prompt: %s\n  after training: %s", sample.prompt.strip(), sample.after.strip())
-    return record.model_copy(
-        update={"eval_loss_before": before_loss, "eval_loss_after": after_loss, "samples": samples}
-    )
 
 
 def _measure(
     spec: RunSpec, data: PreparedData, prompts: list[Prompt], *, weights: Path | None
-) -> tuple[float | None, list[str]]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+) -> tuple[Measured, PreparedData]:
+    """Also the data, with what the objective compares the trained model with: it is asked of the first one."""
     tokenizer = data.tokenizer()
-    model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(device).eval()
+    model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
     adopt_tokenizer(model, tokenizer)
-    patched = patch(model, spec)
-    # In evaluation the patched forward returns logits, as transformers does, unless it is told that nobody wants them.
-    quiet = {"skip_logits": True} if patched and "linear_cross_entropy" in patched.counts else {}
-    return mean_loss(model, data, spec, **quiet), [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
+    objective = validation_objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+    if weights is None:
+        data = objective.begin_validation(model, data, spec)
+    means = validation_means(model, objective, data, spec)
+    return Measured(means, [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]), data
 
 
 @torch.inference_mode()
-def mean_loss(model: PreTrainedModel, data: PreparedData, spec: RunSpec, **forward: bool) -> float | None:
-    """Mean loss per target token of the validation split, nats; None when the split is empty.
+def validation_means(
+    model: PreTrainedModel, objective: Objective, data: PreparedData, spec: RunSpec
+) -> dict[str, float]:
+    """Loss and metrics of the objective over the validation split; {} when the split has no item."""
+    totals: dict[str, float] = {}
+    items = 0
+    for batch in _validation_batches(data, spec, model.device):
+        count = int(objective.count(batch))
+        if count:
+            # Divided by one: sums, so that every item weighs the same.
+            share = objective.share(model, batch, torch.ones((), device=model.device))
+            for name, value in {"loss": share.loss, **share.metrics}.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+            items += count
+    return {name: total / items for name, total in totals.items()}
 
-    `forward` are further arguments of the model.
-    """
-    batches = DataLoader(
+
+def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device) -> Iterator[Batch]:
+    loader = DataLoader(
         data.validation, batch_size=spec.training.micro_batch_size, collate_fn=collator(spec.model.attention)
     )
-    total, targets = 0.0, 0
-    for batch in islice(batches, spec.evaluation.max_batches):
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        count = int((batch["labels"][:, 1:] != -100).sum())
-        if count:
-            # Divided by one: the sum, so that every token weighs the same.
-            total += float(model(**batch, num_items_in_batch=1, **forward).loss)
-            targets += count
-    return total / targets if targets else None
+    for batch in islice(loader, spec.evaluation.max_batches):
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 @torch.inference_mode()

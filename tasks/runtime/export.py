@@ -57,11 +57,6 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
         kind = "DoRA" if spec.adapter.use_dora else "LoRA"
         base += f" by {kind} of rank {spec.adapter.r}, merged,"
     source = spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source)
-    losses = (
-        f"Validation loss went from {record.eval_loss_before:.4f} to {record.eval_loss_after:.4f} nats per token."
-        if record.eval_loss_before is not None and record.eval_loss_after is not None
-        else "It was not validated."
-    )
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     return f"""---
 library_name: transformers
@@ -72,7 +67,7 @@ tags: [strata, {spec.objective.type}]
 # {spec.name}
 
 {record.parameters / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
-and {record.tokens:,} tokens. {losses}
+and {record.tokens:,} tokens. {_losses(record)}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,6 +78,15 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` holds the completion record.
 """
+
+
+def _losses(record: CompletionRecord) -> str:
+    before, after = record.eval_loss_before, record.eval_loss_after
+    if before is None or after is None:
+        return "It was not validated."
+    told = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
+    told += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
+    return ", ".join(told) + "."
 
 
 def _replace(new: Path, old: Path) -> None:

@@ -197,6 +197,11 @@ def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport |
     return report
 
 
+def has_fused_loss(report: PatchReport | None) -> bool:
+    """Whether a model that was patched with this report computes its loss without logits."""
+    return report is not None and "linear_cross_entropy" in report.counts
+
+
 def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
     """Replace the model's operators by the kernel layer's, unless the spec turns them off."""
     return patch_model(model, exclude=spec.kernels.exclude) if spec.kernels.enabled else None

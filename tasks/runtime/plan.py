@@ -14,7 +14,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
 from tasks.runtime.log import configure_logging
-from tasks.runtime.model import build_meta_model, prepare_for_training
+from tasks.runtime.model import build_meta_model, has_fused_loss, prepare_for_training
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.record import write_json
 
@@ -25,10 +25,9 @@ def plan_of(spec: RunSpec) -> Plan:
     """Every kernel that a training step of this spec launches, found by running the real step on meta tensors."""
     model = build_meta_model(spec)
     add_adapter(model, spec)
-    prepare_for_training(model, spec)
+    objective = objective_of(spec, fused=has_fused_loss(prepare_for_training(model, spec)))
     model.train()
-    objective = objective_of(spec)
-    row = {name: _meta(spec.data.sequence_length) for name in ("input_ids", "labels", "position_ids")}
+    row = objective.example(_meta(spec.data.sequence_length))
     batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
     rows, length = batch["input_ids"].shape
     # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.

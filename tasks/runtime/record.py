@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+NATS = "nats per token"
+"""The unit of losses whose exponential is a perplexity."""
+
 
 class Sample(BaseModel):
     """What the model writes for one prompt of the validation split."""
@@ -39,9 +42,13 @@ class CompletionRecord(BaseModel):
     """Tokens processed, padding included."""
     target_tokens: int
     train_loss: float
-    """Loss of the last step, nats per target token."""
+    """Loss of the last step."""
+    loss_unit: str = NATS
+    """Of all losses here."""
     eval_loss_before: float | None = None
     eval_loss_after: float | None = None
+    eval_metrics: dict[str, float] = {}
+    """What else the objective tells of the trained model on the validation split."""
     checkpoint: str
     """The last complete checkpoint."""
     restarts: int

@@ -35,10 +35,11 @@ from tasks.runtime.model import (
     build_empty_model,
     build_model,
     build_saved_model,
+    has_fused_loss,
     prepare_for_training,
     saved_dtype,
 )
-from tasks.runtime.objectives import objective_of
+from tasks.runtime.objectives import Objective, Start, objective_of
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
@@ -101,23 +102,25 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
     recorder = Recorder(run.spec, run.folder, run.processes, attempt)
+    objective = objective_of(run.spec, fused=has_fused_loss(patched))
     with count_compiles() as compiles, closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
-            job = build_job(run, data, model, base, recorder, steps=steps, resume_from=resume_from)
+            job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.writer), stopping as job.notice:
                 framework_of(run.spec)(job)
                 job.writer.wait()
     warmup = {**run.warmup, "later_compiles": compiles.count}
-    return run.processes.on_main(lambda: _record(run, data, model, patched, steps, attempt, warmup))
+    return run.processes.on_main(lambda: _record(run, data, model, objective, patched, steps, attempt, warmup))
 
 
 def build_job(
     run: Session,
     data: PreparedData,
     model: PreTrainedModel,
-    base: str | None,
+    base: str,
+    objective: Objective,
     recorder: Recorder,
     *,
     steps: int,
@@ -125,11 +128,13 @@ def build_job(
 ) -> Job:
     """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective.
 
-    `base` identifies the weights that an adapter is trained in.
+    `base` identifies the weights that the run started from, or trains an adapter in.
     """
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     strategy = strategy_of(run.spec, run.processes)
-    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and base is None)
+    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
+    start = Start(run.spec, run.processes, data, wrapped, base, continues=resume_from is not None)
+    data = objective.begin(start)
     optimizer = build_optimizer(model, run.spec)
     writer = CheckpointWriter(
         run.folder.checkpoints,
@@ -145,7 +150,7 @@ def build_job(
         bare=model,
         model=wrapped,
         strategy=strategy,
-        objective=objective_of(run.spec),
+        objective=objective,
         optimizer=optimizer,
         data=data,
         start=checkpoint.step_of(resume_from) if resume_from else 0,
@@ -156,18 +161,18 @@ def build_job(
     )
 
 
-def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str | None]:
+def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
     """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them.
 
-    Under an adapter a checkpoint has no other weights: they are read anew, and identified. A collective.
+    Under an adapter a checkpoint has no other weights: they are read anew. Also says which weights the run started
+    from. A collective.
     """
     spec = run.spec
     if spec.adapter.type == "none" and resume_from:
-        return build_saved_model(resume_from, spec.model.attention), None
+        return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
     model = build_model(spec, dtype=dtype) if run.processes.is_main else build_empty_model(spec, dtype=dtype)
-    if add_adapter(model, spec) is None:
-        return model, None
+    add_adapter(model, spec)
     if resume_from:
         expected = checkpoint.facts_of(resume_from)["base"]
         run.processes.on_main(lambda: require_base(model, spec, expected))
@@ -280,6 +285,7 @@ def _record(
     run: Session,
     data: PreparedData,
     model: PreTrainedModel,
+    objective: Objective,
     patched: PatchReport | None,
     steps: int,
     attempt: int,
@@ -298,6 +304,7 @@ def _record(
         tokens=points[-1].tokens,
         target_tokens=points[-1].target_tokens,
         train_loss=points[-1].loss,
+        loss_unit=objective.unit,
         checkpoint=str(latest),
         restarts=attempt,
         seconds=sum(point.step_seconds for point in points),

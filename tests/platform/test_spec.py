@@ -173,6 +173,23 @@ def test_a_long_value_is_shortened():
         ({"parallel": {"type": "fsdp"}}, "parallel.type", "topology.nproc_per_node"),
         ({"resources": {"gpu_type": "NVIDIA-H200"}}, "resources.gpu_type", "resources.gpu"),
         ({"data": {"format": "text"}}, "data.format", "objective.type"),
+        ({"data": {"format": "preference", "source": "a.jsonl"}}, "data.format", "objective.type 'sft'"),
+        ({"objective": {"type": "dpo"}}, "data.source", "objective.type 'dpo' needs"),
+        (
+            {"objective": {"type": "dpo"}, "data": {"source": "a.jsonl", "format": "chat"}},
+            "data.format",
+            "objective.type 'dpo'",
+        ),
+        (
+            {"objective": {"type": "dpo", "reference": "adapter"}, "data": {"source": "a.jsonl"}},
+            "objective.reference",
+            "adapter.type",
+        ),
+        (
+            {"objective": {"type": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "data": {"source": "a.jsonl"}},
+            "objective.label_smoothing",
+            "objective.loss",
+        ),
         ({"model": {"revision": "main"}}, "model.revision", "model.name"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
@@ -318,8 +335,8 @@ def test_recipe_has_the_fingerprint_of_files_and_survives_json():
 
 def test_a_recipe_needs_its_fields():
     with pytest.raises(SpecError) as caught:
-        DataRecipe.model_validate({"seed": 1, "model": "m", "revision": None, "tokenizer": None, "objective": {}})
+        DataRecipe.model_validate({"seed": 1, "model": "m", "revision": None, "tokenizer": None})
     assert {problem.path: problem.message for problem in caught.value.problems} == {
         "data": "required",
-        "objective.type": "required",
+        "objective": "required",
     }

@@ -55,8 +55,10 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
 
     Equivalent in what it computes, up to rounding. With labels in training mode the model's loss comes from
     `linear_cross_entropy` and the output's `logits` is None; pass `skip_logits=False` to the forward call to get logits
-    too, `skip_logits=True` to save them in evaluation. A model that is patched already is patched anew: the result
-    depends on the last call alone.
+    too, `skip_logits=True` to save them in evaluation. For another loss pass `head_loss`, a function of the hidden
+    states [B, T, H] as they enter the head, its weight, its bias or None, and the cap on its logits or None: what it
+    returns is the output's `loss`, and no logits are computed. A model that is patched already is patched anew: the
+    result depends on the last call alone.
 
     Args:
         model: a causal language model of a known family, bare or inside PEFT, `torch.compile` or DDP.

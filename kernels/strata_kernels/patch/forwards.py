@@ -23,6 +23,8 @@ from .structure import activation_options, linear_head
 from .table import Mlp, Norm, Row
 
 Forward = Callable[..., Any]
+# hidden states [B, T, H], the head's weight and bias, the cap on its logits → whatever the caller makes of them
+HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
 # The leading parameters of every causal model's forward, by which callers may pass arguments without naming them.
 _PARAMETERS = (
@@ -100,7 +102,11 @@ _ROTATIONS = {False: _apply_rotary_pos_emb, True: _apply_interleaved}
 
 
 def causal_lm_forward(original: Forward, row: Row) -> Forward:
-    """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for."""
+    """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for.
+
+    With `head_loss`, it is what that makes of the hidden states and the head, inside the forward pass: where a strategy
+    that splits weights has those of the head whole.
+    """
     parameters = tuple(inspect.signature(original).parameters)
     assert parameters[: len(_PARAMETERS)] == _PARAMETERS, parameters
     output = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
@@ -118,6 +124,7 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
         logits_to_keep: int | Tensor = 0,
         *,
         skip_logits: bool | None = None,
+        head_loss: HeadLoss | None = None,
         **kwargs: Any,
     ) -> Any:
         inputs = {
@@ -130,7 +137,7 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
         }
         skip_logits = self.training if skip_logits is None else skip_logits
         # A loss function that was set on the model after it was patched is the one that counts.
-        if labels is None or not skip_logits or hasattr(self, "_loss_function"):
+        if head_loss is None and (labels is None or not skip_logits or hasattr(self, "_loss_function")):
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         outputs = self.model(**inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -140,13 +147,11 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
             hidden = hidden / getattr(self.config, row.divisor)
         if row.multiplier:
             hidden = hidden * getattr(self.config, row.multiplier)
-        loss = _causal_lm_loss(
-            hidden,
-            linear_head(self.lm_head),
-            labels,
-            softcap=getattr(self.config, row.softcap) if row.softcap else None,
-            **kwargs,
-        )
+        head, softcap = linear_head(self.lm_head), getattr(self.config, row.softcap) if row.softcap else None
+        if head_loss is None:
+            loss = _causal_lm_loss(hidden, head, labels, softcap=softcap, **kwargs)
+        else:
+            loss = head_loss(hidden, head.weight, head.bias, softcap)
         return output(
             loss=loss,
             past_key_values=outputs.past_key_values,
@@ -161,7 +166,7 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
 def _causal_lm_loss(
     hidden: Tensor,
     head: nn.Linear,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
     softcap: float | None,
     num_items_in_batch: int | Tensor | None = None,
@@ -176,6 +181,7 @@ def _causal_lm_loss(
     are dropped before the head.
     """
     if shift_labels is None:
+        assert labels is not None
         shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),

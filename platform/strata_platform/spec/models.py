@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from strata_platform.spec.check import Contradiction, check
+from strata_platform.spec.objectives import Dpo, Pretrain, Sft
 from strata_platform.spec.section import (
     Count,
     Decay,
@@ -60,13 +61,15 @@ class Data(Section):
     subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
     split: Text = Field("train", description="Split of a Hub data set to train on.")
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
-    format: Literal["auto", "text", "prompt_completion", "chat"] = Field(
+    format: Literal["auto", "text", "prompt_completion", "chat", "preference"] = Field(
         "auto", description="Shape of a row. `auto` decides by the columns that are there."
     )
     text_column: Text = Field("text", description="Column of format `text`.")
-    prompt_column: Text = Field("prompt", description="Prompt column of format `prompt_completion`.")
+    prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
     completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
     messages_column: Text = Field("messages", description="Column of format `chat`: a list of {role, content}.")
+    chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
+    rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
     chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )
@@ -74,26 +77,14 @@ class Data(Section):
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
-        description="What to do with an sft sample longer than a row. Skips are counted and reported; "
-        "under `pretrain` long documents are split instead.",
+        description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and reported; "
+        "plain text is split instead, under `pretrain` all of it.",
     )
     invalid: Literal["error", "skip"] = Field(
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."
     )
     validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
     max_samples: Count | None = Field(None, description="Use only the first N samples of the source.")
-
-
-class Pretrain(Section):
-    """Next-token prediction on every token."""
-
-    type: Literal["pretrain"] = Field("pretrain", description="Loss on every token.")
-
-
-class Sft(Section):
-    """Supervised fine-tuning: the loss is on completions, or on the assistant's turns, alone."""
-
-    type: Literal["sft"] = Field("sft", description="Loss on what the model is to say.")
 
 
 class Optimizer(Section):
@@ -103,7 +94,7 @@ class Optimizer(Section):
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None,
         description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model, "
-        "2e-4 for an adapter.",
+        "2e-4 for an adapter, and a twentieth of that under `dpo`.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
@@ -281,7 +272,7 @@ class Tracking(Section):
     log_every: Count = Field(10, description="Steps between progress lines on the console; metrics have every step.")
 
 
-Objective = Annotated[Pretrain | Sft, Field(discriminator="type")]
+Objective = Annotated[Pretrain | Sft | Dpo, Field(discriminator="type")]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp, Field(discriminator="type")]
 
@@ -315,12 +306,16 @@ class RunSpec(Section):
 
     @property
     def peak_lr(self) -> float:
-        """`optimizer.lr`, or the default: new weights bear a hundred times the rate of old ones, adapters ten times."""
+        """`optimizer.lr`, or the default: new weights bear a hundred times the rate of old ones, adapters ten times.
+
+        Preferences are told by small differences, which a twentieth of it suffices for.
+        """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
+        share = 0.05 if self.objective.type == "dpo" else 1.0
         if self.adapter.type != "none":
-            return 2e-4
-        return 2e-3 if self.model.name in PRESETS else 2e-5
+            return 2e-4 * share
+        return (2e-3 if self.model.name in PRESETS else 2e-5) * share
 
     @property
     def rows_per_step(self) -> int:
@@ -365,12 +360,7 @@ class RunSpec(Section):
             ("resources.gpu_type", "resources.gpu"),
             "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_type out",
         )
-        yield Contradiction(
-            self.objective.type == "sft" and self.data.format == "text",
-            ("data.format", "objective.type"),
-            "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
-            "or data.format to 'prompt_completion' or 'chat'",
-        )
+        yield from self._objective_contradictions()
         yield Contradiction(
             self.model.name in PRESETS and self.model.revision is not None,
             ("model.revision", "model.name"),
@@ -407,4 +397,39 @@ class RunSpec(Section):
                 f"set, but data.source '{self.data.source}' is built in and has none; leave data.{field} out",
             )
             for field, value in (("subset", self.data.subset), ("revision", self.data.revision))
+        )
+
+    def _objective_contradictions(self) -> Iterator[Contradiction]:
+        objective, source, format = self.objective, self.data.source, self.data.format
+        yield Contradiction(
+            objective.type == "sft" and format == "text",
+            ("data.format", "objective.type"),
+            "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
+            "or data.format to 'prompt_completion' or 'chat'",
+        )
+        yield Contradiction(
+            (format == "preference") != (objective.type == "dpo") and format != "auto",
+            ("data.format", "objective.type"),
+            f"'{format}' does not go with objective.type '{objective.type}': format 'preference', pairs of answers, is "
+            "what 'dpo' needs and no other can use; set data.format to 'auto', or objective.type to suit the data",
+        )
+        yield Contradiction(
+            objective.type == "dpo" and source in BUILTIN_SOURCES,
+            ("data.source", "objective.type"),
+            f"'{source}' has no pairs of answers, which objective.type 'dpo' needs; set data.source to a Hub data set "
+            "or to files with the columns prompt, chosen and rejected",
+        )
+        if objective.type != "dpo":
+            return
+        yield Contradiction(
+            objective.reference == "adapter" and self.adapter.type == "none",
+            ("objective.reference", "adapter.type"),
+            "'adapter' is switched off for the reference, and adapter.type is 'none'; set adapter.type to 'lora', or "
+            "objective.reference to 'precomputed'",
+        )
+        yield Contradiction(
+            objective.loss == "ipo" and objective.label_smoothing > 0,
+            ("objective.label_smoothing", "objective.loss"),
+            "set, but objective.loss 'ipo' has none; leave objective.label_smoothing out, or set objective.loss to "
+            "'sigmoid'",
         )

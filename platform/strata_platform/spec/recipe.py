@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strata_platform.spec.models import Data, Objective, RunSpec
+from strata_platform.spec.models import Data, RunSpec
 from strata_platform.spec.section import Section
 
 
@@ -16,7 +16,7 @@ class DataRecipe(Section):
     """
 
     data: Data = Field(description="The spec's data section.")
-    objective: Objective = Field(description="The spec's objective section: which tokens carry loss.")
+    objective: str = Field(description="`objective.type`: which tokens carry loss.")
     model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
     tokenizer: str | None = Field(description="`model.tokenizer`.")
@@ -35,7 +35,7 @@ class DataRecipe(Section):
         """
         return cls(
             data=spec.data,
-            objective=spec.objective,
+            objective=spec.objective.type,
             model=spec.model.name,
             revision=spec.model.revision,
             tokenizer=spec.model.tokenizer,

@@ -5,9 +5,20 @@ data = prepare(recipe, Path("out/finetune/data"), report=print)
 DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 """
 
-from tasks.runtime.data.dataset import PreparedData, Sample, collate, collate_flat, collator
+from tasks.runtime.data.dataset import PreparedData, Reference, Rows, Sample, collate, collate_flat, collator
 from tasks.runtime.data.fingerprint import fingerprint
 from tasks.runtime.data.manifest import Manifest
 from tasks.runtime.data.prepare import prepare
 
-__all__ = ["Manifest", "PreparedData", "Sample", "collate", "collate_flat", "collator", "fingerprint", "prepare"]
+__all__ = [
+    "Manifest",
+    "PreparedData",
+    "Reference",
+    "Rows",
+    "Sample",
+    "collate",
+    "collate_flat",
+    "collator",
+    "fingerprint",
+    "prepare",
+]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tasks.runtime.data.formats import PREFERENCES
 from tasks.runtime.data.manifest import Manifest, Split
 
 TOKENIZER = "tokenizer"
@@ -32,19 +33,48 @@ class Sample(NamedTuple):
     prompt_ids: list[int]
 
 
+class Reference(NamedTuple):
+    """Log-probabilities that a model gave to the targets of documents: of row i those from `rows[i]` to `rows[i + 1]`.
+
+    log_probs: [D], fp32, a sum for each document; rows: [R + 1], int64.
+    """
+
+    log_probs: Tensor
+    rows: Tensor
+
+    def of_row(self, index: int) -> Tensor:
+        """A value for each document of the row."""
+        return self.log_probs[int(self.rows[index]) : int(self.rows[index + 1])]
+
+
 class Rows(Dataset[Row]):
     """Rows of `input_ids`, `labels`, `position_ids`, each [T], int64.
 
     `labels[i]` is `input_ids[i]` where that token is learned and -100 elsewhere, so at the first token of each document
     too: the model shifts labels by one, and nothing before a document predicts its start. `position_ids` restart with
     each document. With `length`, rows are padded to it; the padding is a document of its own, without labels.
+
+    Where documents are `paired`, two answers follow each other, and `sides` [T], int64, tell whose a token is: 1 of the
+    chosen one, -1 of the rejected one, 0 of none. With `reference`, the sum of a document's log-probabilities is in
+    `reference` [T], fp32, at its first token; it is 0 elsewhere.
     """
 
-    def __init__(self, folder: Path, split: Split, *, length: int | None, pad_token_id: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: Split,
+        *,
+        length: int | None,
+        pad_token_id: int,
+        paired: bool = False,
+        reference: Reference | None = None,
+    ) -> None:
         self._files = [folder / shard.file for shard in split.shards]
         self._ends = list(accumulate(shard.rows for shard in split.shards))
         self._length = length
         self._pad_token_id = pad_token_id
+        self._paired = paired
+        self._reference = reference
         self._open: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -58,23 +88,26 @@ class Rows(Dataset[Row]):
         row = index - (self._ends[number - 1] if number else 0)
         bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
-        return self._padded(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
+        tensors = self._tensors(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
+        if self._reference is not None:
+            tensors["reference"] = torch.zeros(end - begin)
+            tensors["reference"][bounds[:-1] - begin] = self._reference.of_row(index)
+        return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
 
     def __getstate__(self) -> dict[str, object]:
         # Each worker of a loader maps the files itself.
         return {**self.__dict__, "_open": {}}
 
-    def _padded(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Row:
-        padding = self._length - ids.numel() if self._length else 0
-        return _pad(
-            {
-                "input_ids": ids,
-                "labels": ids.masked_fill(~targets, IGNORED),
-                "position_ids": torch.cat([torch.arange(int(length)) for length in lengths]),
-            },
-            padding,
-            self._pad_token_id,
-        )
+    def _tensors(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Row:
+        row = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(~targets, IGNORED),
+            "position_ids": torch.cat([torch.arange(int(length)) for length in lengths]),
+        }
+        if self._paired:
+            sides = torch.tensor([1, -1]).repeat(lengths.numel() // 2)
+            row["sides"] = sides.repeat_interleave(lengths)
+        return row
 
     def _shard(self, number: int) -> dict[str, Tensor]:
         if number not in self._open:
@@ -86,11 +119,12 @@ class Rows(Dataset[Row]):
 def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
     if padding == 0:
         return row
-    return {
-        "input_ids": torch.cat([row["input_ids"], torch.full((padding,), pad_token_id)]),
-        "labels": torch.cat([row["labels"], torch.full((padding,), IGNORED)]),
-        "position_ids": torch.cat([row["position_ids"], torch.arange(padding)]),
+    filled = {
+        name: torch.full((padding,), IGNORED if name == "labels" else 0, dtype=tensor.dtype)
+        for name, tensor in row.items()
     }
+    filled |= {"input_ids": torch.full((padding,), pad_token_id), "position_ids": torch.arange(padding)}
+    return {name: torch.cat([tensor, filled[name]]) for name, tensor in row.items()}
 
 
 def collate(batch: list[Row]) -> dict[str, Tensor]:
@@ -118,11 +152,15 @@ def collator(attention: str) -> Callable[[list[Row]], dict[str, Tensor]]:
 
 
 class PreparedData:
-    """A prepared folder. Nothing is read into memory before it is asked for."""
+    """A prepared folder. Nothing is read into memory before it is asked for.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    `references` are what the first model gave the documents of a split, by its name; its rows bring them.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, references: dict[str, Reference] | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.references = references or {}
 
     @classmethod
     def load(cls, folder: Path | str) -> PreparedData:
@@ -133,12 +171,16 @@ class PreparedData:
     @property
     def train(self) -> Rows:
         """The rows to train on."""
-        return self._rows(self.manifest.train)
+        return self._rows("train", self.manifest.train)
 
     @property
     def validation(self) -> Rows:
         """The rows held out; none when the fraction is 0 or there is but one sample."""
-        return self._rows(self.manifest.validation)
+        return self._rows("validation", self.manifest.validation)
+
+    def with_reference(self, **references: Reference) -> PreparedData:
+        """The same data; rows of the splits named bring `reference`."""
+        return PreparedData(self.folder, self.manifest, self.references | references)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that the data was made with, its chat template included."""
@@ -149,7 +191,13 @@ class PreparedData:
         stored = json.loads((self.folder / SAMPLES).read_text(encoding="utf-8"))
         return [Sample(**sample) for sample in stored[:n]]
 
-    def _rows(self, split: Split) -> Rows:
+    def _rows(self, name: str, split: Split) -> Rows:
         manifest = self.manifest
-        length = manifest.sequence_length if manifest.packing else None
-        return Rows(self.folder, split, length=length, pad_token_id=manifest.pad_token_id)
+        return Rows(
+            self.folder,
+            split,
+            length=manifest.sequence_length if manifest.packing else None,
+            pad_token_id=manifest.pad_token_id,
+            paired=manifest.format in PREFERENCES,
+            reference=self.references.get(name),
+        )

@@ -5,9 +5,10 @@
 | `text`              | text                 | all of it                      |
 | `prompt_completion` | prompt, completion   | the completion                 |
 | `chat`              | messages             | what the assistant says        |
+| `preference`        | prompt, chosen,      | the answer, in two documents:  |
+|                     | rejected             | chosen, then rejected          |
 
-Each of the first two ends with the end-of-sequence token, which is learned too; the turns of a chat end as the template
-has it.
+Texts end with the end-of-sequence token, which is learned too; the turns of a chat end as the template has it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.chat import ChatTemplate, messages_of, resolve_template
+from tasks.runtime.data.preferences import chats_of, holds_chats, preference_columns, texts_of
 from tasks.runtime.data.rows import Row, RowError, closest
 
 
@@ -40,6 +42,9 @@ class Document:
 
 ToDocuments = Callable[[Row], list[Document]]
 
+# The names under which pairs of answers are kept: texts, or chats.
+PREFERENCES = ("preference", "preference_chat")
+
 
 @dataclass(frozen=True)
 class Format:
@@ -52,6 +57,11 @@ class Format:
     documents: ToDocuments
     template: str | None = None
 
+    @property
+    def paired(self) -> bool:
+        """Whether a row makes two documents, which are compared."""
+        return self.name in PREFERENCES
+
 
 def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
     """Name and columns of the format of a source that starts with `rows`, at least one.
@@ -62,20 +72,23 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         ValueError: a column is missing, no row is readable, or the format does not suit the objective.
     """
     data = recipe.data
+    present = list(dict.fromkeys(name for row in rows if isinstance(row.values, dict) for name in row.values))
+    if not present:
+        raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
+    if recipe.objective == "dpo":
+        columns = preference_columns(data, present)
+        return PREFERENCES[holds_chats(columns, rows)], columns
     known = {
         "chat": (data.messages_column,),
         "prompt_completion": (data.prompt_column, data.completion_column),
         "text": (data.text_column,),
     }
-    present = list(dict.fromkeys(name for row in rows if isinstance(row.values, dict) for name in row.values))
-    if not present:
-        raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
     if data.format != "auto":
         for column in known[data.format]:
             if column not in present:
                 raise ValueError(_missing(data.format, column, present))
         return data.format, known[data.format]
-    order = ("text", "chat", "prompt_completion") if recipe.objective.type == "pretrain" else known
+    order = ("text", "chat", "prompt_completion") if recipe.objective == "pretrain" else known
     name = next((name for name in order if set(known[name]) <= set(present)), None)
     if name is None:
         raise ValueError(
@@ -83,7 +96,7 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             + " or ".join(" and ".join(map(repr, columns)) for columns in known.values())
             + "; set data.messages_column, data.prompt_column and data.completion_column, or data.text_column"
         )
-    if name == "text" and recipe.objective.type == "sft":
+    if name == "text" and recipe.objective == "sft":
         raise ValueError(
             f"objective.type 'sft' needs prompts and completions, but the data has only texts (column "
             f"{data.text_column!r}); set objective.type to 'pretrain', or name the columns"
@@ -110,9 +123,13 @@ def bind_format(
     name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> Format:
     """The format with all that it takes to make documents: for chats, the template."""
-    if name == "chat":
+    if name in ("chat", "preference_chat"):
         template = ChatTemplate(resolve_template(chat_template, tokenizer), tokenizer)
-        return Format(name, lambda row: _chat(row, columns[0], template), template.source)
+        if name == "chat":
+            return Format(name, lambda row: _chat(row, columns[0], template), template.source)
+        return Format(name, lambda row: _chat_preference(row, columns, template), template.source)
+    if name == "preference":
+        return Format(name, lambda row: _preference(row, columns))
     if name == "prompt_completion":
         return Format(name, lambda row: _prompt_completion(row, *columns))
     return Format(name, lambda row: _text(row, columns[0]))
@@ -120,6 +137,8 @@ def bind_format(
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
     """What a row says, without special tokens: for training a tokenizer. Raises RowError."""
+    if name == "preference_chat":
+        return "\n".join(message.get("content", "") for chat in chats_of(row, columns) for message in chat)
     if name == "chat":
         return "\n".join(message.get("content", "") for message in messages_of(row, columns[0]))
     return "".join(row.text(column) for column in columns)
@@ -132,10 +151,29 @@ def _text(row: Row, column: str) -> list[Document]:
 
 def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> list[Document]:
     prompt, completion = row.text(prompt_column), row.text(completion_column)
-    if not completion.strip():
+    return [_continued(prompt, completion)] if completion.strip() else []
+
+
+def _preference(row: Row, columns: tuple[str, ...]) -> list[Document]:
+    prompt, chosen, rejected = texts_of(row, columns)
+    # Equal answers say nothing of which is better.
+    if chosen == rejected or not chosen.strip() or not rejected.strip():
         return []
+    return [_continued(prompt, chosen), _continued(prompt, rejected)]
+
+
+def _chat_preference(row: Row, columns: tuple[str, ...], template: ChatTemplate) -> list[Document]:
+    chats = chats_of(row, columns)
+    if chats[0] == chats[1]:
+        return []
+    # The last turn's document and, of the turns in it, the last: what the others say is the same in both chats.
+    last = [template.render(chat, row.where)[-1] for chat in chats]
+    return [Document(tuple(_cut(text, spans[-1:])), bare=True) for text, spans in last]
+
+
+def _continued(prompt: str, completion: str) -> Document:
     segments = (Segment(prompt, False), Segment(completion, True))
-    return [Document(tuple(segment for segment in segments if segment.text), bare=False)]
+    return Document(tuple(segment for segment in segments if segment.text), bare=False)
 
 
 def _chat(row: Row, column: str, template: ChatTemplate) -> list[Document]:

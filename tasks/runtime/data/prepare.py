@@ -85,18 +85,18 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     name, columns = choose_format(recipe, first)
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
-    if recipe.data.chat_template and name != "chat":
-        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
     form = bind_format(name, columns, tokenizer, recipe.data.chat_template)
+    if recipe.data.chat_template and form.template is None:
+        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
     if form.template is not None:
         tokenizer.chat_template = form.template
     save_tokenizer(tokenizer, folder / TOKENIZER)
-    encoder = Encoder(tokenizer, learn_all=recipe.objective.type == "pretrain")
+    encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
     with Spool(folder) as spool:
         tally = _encode_all(recipe, rows(), form, encoder, spool, report)
         if not tally.used:
             raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {tally}")
-        train, validation = _write_splits(recipe, folder, spool, tokenizer, encoder)
+        train, validation = _write_splits(recipe, folder, spool, tokenizer, encoder, together=2 if form.paired else 1)
     manifest = Manifest(
         recipe=recipe.model_dump(mode="json"),
         recipe_hash=recipe.hash(),
@@ -193,8 +193,9 @@ def _encode_all(
                 _allow(recipe, error)
                 tally.skipped["invalid"] += 1
         encoded = iter(encoder.encode([document for _, _, documents in fitting for document in documents]))
+        fit = _fit_pair if form.paired else _fit
         for number, where, documents in fitting:
-            pieces = _fit(recipe, [next(encoded) for _ in documents], where, tally)
+            pieces = fit(recipe, [next(encoded) for _ in documents], where, tally)
             for piece in pieces:
                 spool.add(piece, number)
             tally.used += bool(pieces)
@@ -210,16 +211,11 @@ def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally
     learned = [document for document in documents if document.targets.any()]
     split_turns = len(documents) > 1
     if longest := max((len(document) for document in learned if len(document) > length), default=0):
-        if recipe.objective.type == "pretrain":
+        if recipe.objective == "pretrain":
             learned = [piece for document in learned for piece in split_long(document, length)]
             tally.split_long += 1
-        elif recipe.data.overlong == "error":
-            raise ValueError(
-                f"{where}: {longest} tokens, but data.sequence_length is {length}; raise it, or set data.overlong to "
-                "'skip' or 'truncate'"
-            )
-        elif recipe.data.overlong == "skip":
-            tally.skipped["overlong"] += 1
+        elif recipe.data.overlong != "truncate":
+            _pass_over(recipe, where, longest, tally)
             return []
         else:
             learned = [document for document in (head(one, length) for one in learned) if document.targets.any()]
@@ -230,15 +226,48 @@ def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally
     return learned
 
 
+def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally) -> list[Encoded]:
+    """Both documents of a pair of answers, which share a row, or none. The longer one is cut first."""
+    length = recipe.data.sequence_length
+    longest = sum(map(len, documents))
+    if longest > length:
+        if recipe.data.overlong != "truncate":
+            _pass_over(recipe, where, longest, tally)
+            return []
+        room = max(length // 2, length - min(map(len, documents)))
+        documents = [head(document, room) for document in documents]
+    if not documents or not all(document.targets.any() for document in documents):
+        tally.skipped["no_target"] += 1
+        return []
+    tally.truncated += longest > length
+    return documents
+
+
+def _pass_over(recipe: DataRecipe, where: str, tokens: int, tally: _Tally) -> None:
+    """Count a sample that is longer than a row as skipped; raises ValueError where that is to be an error."""
+    if recipe.data.overlong == "error":
+        raise ValueError(
+            f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
+            "data.overlong to 'skip' or 'truncate'"
+        )
+    tally.skipped["overlong"] += 1
+
+
 def _write_splits(
-    recipe: DataRecipe, folder: Path, spool: Spool, tokenizer: PreTrainedTokenizerBase, encoder: Encoder
+    recipe: DataRecipe,
+    folder: Path,
+    spool: Spool,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
+    *,
+    together: int,
 ) -> tuple[Split, Split]:
     samples = spool.samples
     used, sample_of = np.unique(samples, return_inverse=True)
     held_out = _held_out(recipe, used)[sample_of]
     length = recipe.data.sequence_length if recipe.data.packing else None
     splits = [
-        spool.write_shards(folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed)
+        spool.write_shards(folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed, together=together)
         for name, chosen in (("train", ~held_out), ("validation", held_out))
     ]
     # The first document of each sample that is held out.

@@ -71,11 +71,13 @@ class Spool:
         *,
         length: int | None,
         seed: int,
+        together: int = 1,
         shard_tokens: int = SHARD_TOKENS,
     ) -> Split:
         """Put `documents` into rows and the rows into files `<name>-<number>.safetensors`.
 
-        With `length`, rows are packed to it; else each document is a row. The order of the rows is shuffled by the
+        Each `together` documents are kept in one row, next to each other. With `length`, rows are packed to it; else
+        each has so many documents. The order of the rows is shuffled by the
         seed: packing leaves them sorted by the lengths of their documents.
 
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool), all rows one after the other; `documents` [D + 1]
@@ -84,7 +86,8 @@ class Spool:
         lengths = np.array(self._lengths, dtype=np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)])
         chosen = lengths[documents]
-        row_of = pack(chosen, length) if length else np.arange(documents.size)
+        groups = chosen.reshape(-1, together).sum(axis=1)
+        row_of = np.repeat(pack(groups, length) if length else np.arange(groups.size), together)
         count = int(row_of.max()) + 1 if row_of.size else 0
         row_of = np.random.default_rng(seed).permutation(count)[row_of]
         order = np.argsort(row_of, kind="stable")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
-from tasks.runtime.objectives.objective import Batch, Objective, Share, target_tokens
+from tasks.runtime.objectives.objective import Batch, Objective, Share, Start, target_tokens
 
-__all__ = ["Batch", "Objective", "Share", "objective_of", "target_tokens"]
+__all__ = ["Batch", "Objective", "Share", "Start", "objective_of", "target_tokens", "validation_objective_of"]
 
 
-def objective_of(spec: RunSpec) -> Objective:
-    """The objective that `objective.type` names."""
-    return {"pretrain": NextToken, "sft": NextToken}[spec.objective.type]()
+def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
+    """The objective that `objective.type` names; with `fused`, for a model whose loss the kernel layer computes."""
+    if spec.objective.type == "dpo":
+        return Dpo(spec, fused=fused)
+    return NextToken(fused=fused)
+
+
+def validation_objective_of(spec: RunSpec, *, fused: bool) -> Objective:
+    """What the trained model is measured by."""
+    return objective_of(spec, fused=fused)

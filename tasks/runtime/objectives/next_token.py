@@ -6,11 +6,32 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tasks.runtime.objectives.objective import Batch, Share, target_tokens
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import PreparedData
+from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, target_tokens
+from tasks.runtime.record import NATS
 
 
 class NextToken:
-    """Cross entropy, averaged over the target tokens."""
+    """Cross entropy, averaged over the target tokens; of a patched model with `fused`."""
+
+    unit = NATS
+
+    def __init__(self, *, fused: bool) -> None:
+        # In evaluation, too, nobody wants the logits.
+        self._forward = {"skip_logits": True} if fused else {}
+
+    def begin(self, start: Start) -> PreparedData:
+        """The rows bring all that is needed."""
+        return start.data
+
+    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """The rows bring all that is needed."""
+        return data
+
+    def example(self, tokens: Tensor) -> Batch:
+        """What rows are made of."""
+        return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
     def count(self, batch: Batch) -> Tensor:
         """Target tokens."""
@@ -18,5 +39,6 @@ class NextToken:
 
     def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
         """The loss that the model itself computes, divided by the targets of the whole step."""
-        output: Any = model(**batch, num_items_in_batch=items)
+        inputs = model_inputs(batch)
+        output: Any = model(**inputs, labels=batch["labels"], num_items_in_batch=items, **self._forward)
         return Share(output.loss, {})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import PreparedData
+from tasks.runtime.processes import Processes
 
 Batch = dict[str, Tensor]
 
@@ -18,6 +23,21 @@ class Share(NamedTuple):
     """What else is told of the step, by name; without gradients."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """What an objective prepares from, on every process, before the first step."""
+
+    spec: RunSpec
+    processes: Processes
+    data: PreparedData
+    model: nn.Module
+    """As the strategy wrapped it; with the weights that the run starts from, unless it continues."""
+    base: str
+    """Identifies those weights."""
+    continues: bool
+    """Whether this attempt loads a checkpoint next."""
+
+
 class Objective(Protocol):
     """From a batch to a loss. It knows neither the framework nor the strategy that `model` is wrapped by.
 
@@ -26,11 +46,28 @@ class Objective(Protocol):
     unevenly they are spread.
     """
 
+    unit: str
+    """Of the loss; its exponential is a perplexity where that is `record.NATS`."""
+
+    def begin(self, start: Start) -> PreparedData:
+        """Called once; returns the data with what rows to train on have to bring. A collective."""
+
+    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Called once with the model before training; returns the data with what validation rows have to bring."""
+
+    def example(self, tokens: Tensor) -> Batch:
+        """A row with `tokens` [T], for planning what a step of training computes: its values mean nothing."""
+
     def count(self, batch: Batch) -> Tensor:
         """Items of a micro-batch: a whole number, on the device of the batch."""
 
     def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
         """The share of a micro-batch, which is on the device of `model`, in a step of so many `items`."""
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """What of a batch the model reads."""
+    return {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
 
 
 def target_tokens(batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from tasks.runtime.metrics import Point
-from tasks.runtime.record import CompletionRecord, Sample
+from tasks.runtime.record import NATS, CompletionRecord, Sample
 from tasks.runtime.report.chart import Chart, Mark, figure
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import GIB, MINUS, change, count, duration, gib, loss, number, perplexity
@@ -55,15 +55,15 @@ def _unfinished(record: CompletionRecord) -> str:
     )
 
 
-def _tiles(record: CompletionRecord) -> list[Html]:
+def _tiles(record: CompletionRecord) -> list[Html | None]:
     before, after = record.eval_loss_before, record.eval_loss_after
+    verdict = _verdict(before, after, record.loss_unit)
     return [
-        _tile("Evaluation loss", _pair(loss(before), loss(after)), _verdict(before, after), class_="key-result"),
-        _tile(
-            "Perplexity",
-            _pair(perplexity(before), perplexity(after)),
-            element("small", "exp of the loss, before and after training"),
-            class_="key-result",
+        _tile("Evaluation loss", _pair(loss(before), loss(after)), verdict, class_="key-result"),
+        _perplexity(before, after) if record.loss_unit == NATS else None,
+        *(
+            _tile(_words(name), number(value), element("small", "after training"), class_="key-result")
+            for name, value in record.eval_metrics.items()
         ),
         _tile(
             "Steps",
@@ -76,6 +76,15 @@ def _tiles(record: CompletionRecord) -> list[Html]:
     ]
 
 
+def _perplexity(before: float | None, after: float | None) -> Html:
+    return _tile(
+        "Perplexity",
+        _pair(perplexity(before), perplexity(after)),
+        element("small", "exp of the loss, before and after training"),
+        class_="key-result",
+    )
+
+
 def _tile(label: str, *value: object, class_: str | None = None) -> Html:
     return element("div", element("dt", label), element("dd", *value), class_=class_)
 
@@ -84,12 +93,12 @@ def _pair(before: str, after: str) -> Html:
     return Html(before) if before == after == "not measured" else join((before, _ARROW, after))
 
 
-def _verdict(before: float | None, after: float | None) -> Html:
+def _verdict(before: float | None, after: float | None, unit: str) -> Html:
     relative = None if before is None or after is None else change(before, after)
     if relative is None or before is None or after is None:
-        return element("small", "nats per token, before and after training")
+        return element("small", f"{unit}, before and after training")
     verdict = element("span", relative, class_="better" if after < before else "worse")
-    return element("small", verdict, ", nats per token")
+    return element("small", verdict, f", {unit}")
 
 
 def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
@@ -107,7 +116,7 @@ def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
     charts = [
         Chart(
             "Training loss",
-            "nats per token",
+            record.loss_unit,
             steps,
             [point.loss for point in points],
             restarts,

@@ -1,0 +1,123 @@
+"""`dpo`: of two answers, make the chosen one likelier than the model had it at first, and the rejected one less so.
+
+    r = log p(answer | prompt) - log p_first(answer | prompt)
+    sigmoid    loss = -(1 - ε) log sigma(β (r_chosen - r_rejected)) - ε log sigma(-β (r_chosen - r_rejected))
+    ipo        loss = (r_chosen / tokens_chosen - r_rejected / tokens_rejected - 1 / (2β))²
+
+with ε the label smoothing. Source: Rafailov et al. (arXiv:2305.18290), Azar et al. (arXiv:2310.12036), whose log-ratios
+are taken per token here, as its authors advise, or long answers would weigh more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Dpo as Settings
+from tasks.runtime.adapter import without_adapter
+from tasks.runtime.data import PreparedData
+from tasks.runtime.objectives.objective import Batch, Share, Start
+from tasks.runtime.objectives.reference import score_rows, with_reference
+from tasks.runtime.objectives.token_losses import next_labels, token_losses
+from tasks.runtime.processes import Processes
+
+
+class Dpo:
+    """The loss of pairs of answers, averaged over the pairs.
+
+    The first model's log-probabilities are in the batch, or are those of the model without its adapter.
+    """
+
+    unit = "per pair"
+
+    def __init__(self, spec: RunSpec, *, fused: bool) -> None:
+        assert isinstance(spec.objective, Settings)
+        self._settings, self._fused = spec.objective, fused
+        self._switches = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
+
+    def begin(self, start: Start) -> PreparedData:
+        """With the first model's log-probabilities, unless the adapter is switched off to get them in every step."""
+        if self._switches:
+            return start.data
+        return with_reference(start, lambda batch: self.scores(start.model, batch))
+
+    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """With the log-probabilities of `model`; rows that evaluation does not read are left out."""
+        rows, size = data.validation, spec.training.micro_batch_size
+        read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
+        found = score_rows(rows, read, lambda batch: self.scores(model, batch), Processes(), size, spec.model.attention)
+        assert found is not None
+        return data.with_reference(validation=found)
+
+    def example(self, tokens: Tensor) -> Batch:
+        """With whose answer a token is, and the reference if rows bring it."""
+        batch = dict.fromkeys(("input_ids", "labels", "position_ids", "sides"), tokens)
+        return batch if self._switches else batch | {"reference": tokens.float()}
+
+    def count(self, batch: Batch) -> Tensor:
+        """Pairs of answers."""
+        return (_begins(batch) & (batch["sides"] == 1)).sum()
+
+    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
+        """Loss and rewards of the pairs of the batch, divided by those of the whole step."""
+        if "reference" not in batch:
+            with without_adapter(model):
+                batch = {**batch, "reference": self.log_probs(model, batch)}
+        growth = -token_losses(model, batch, fused=self._fused) - batch["reference"]
+        chosen, rejected = (_by_answer(growth, batch, side) for side in (1, -1))
+        losses = self._losses(chosen, rejected, batch)
+        # There is room for more answers than there are: how many is known to the device alone.
+        real = torch.arange(losses.numel(), device=losses.device) < self.count(batch)
+        beta = self._settings.beta
+        told = {
+            "reward_chosen": beta * chosen,
+            "reward_rejected": beta * rejected,
+            "reward_margin": beta * (chosen - rejected),
+            "reward_accuracy": (chosen > rejected).double(),
+        }
+        return Share(
+            (losses.where(real, 0.0).sum() / items).float(),
+            {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in told.items()},
+        )
+
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Sums of `log_probs` over the answers of the batch, chosen and rejected in turn, then zeros: [D], fp64."""
+        values = self.log_probs(model, batch)
+        return torch.stack([_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
+
+    @torch.no_grad()
+    def log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What `model`, without dropout, gives the label that each position predicts: [B, T], fp32."""
+        training = model.training
+        model.eval()
+        try:
+            return -token_losses(model, batch, fused=self._fused)
+        finally:
+            model.train(training)
+
+    def _losses(self, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
+        beta, smoothing = self._settings.beta, self._settings.label_smoothing
+        if self._settings.loss == "ipo":
+            learned = (next_labels(batch) != -100).float()
+            tokens = [_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
+            return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
+        z = beta * (chosen - rejected)
+        return -(1.0 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
+
+
+def _begins(batch: Batch) -> Tensor:
+    return batch["position_ids"] == 0
+
+
+def _by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
+    """Sums over each answer of a side, in their order, then zeros: [B T // 4], since a pair has four tokens or more.
+
+    In fp64: the sums are differences of large numbers, and must not depend on the order in which a GPU adds them.
+    """
+    here = (batch["sides"] == side).flatten()
+    room = here.numel() // 4
+    number = (_begins(batch).flatten() & here).cumsum(0) - 1
+    sums = values.new_zeros(room + 1, dtype=torch.float64)
+    return sums.index_add(0, number.where(here, room), values.flatten().double())[:room]

@@ -1,0 +1,34 @@
+"""Cross entropy token by token, for objectives that weigh whole answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from strata_kernels import linear_cross_entropy
+from tasks.runtime.objectives.objective import Batch, model_inputs
+
+
+def next_labels(batch: Batch) -> Tensor:
+    """For each position the label that it predicts: [B, T], -100 where there is none."""
+    return pad(batch["labels"][:, 1:], (0, 1), value=-100)
+
+
+def token_losses(model: nn.Module, batch: Batch, *, fused: bool) -> Tensor:
+    """What each position loses by the label that it predicts, nats: [B, T], fp32; 0 where there is none.
+
+    With `fused`, of a patched model: no logits are held. Else the model computes all of them.
+    """
+    labels = next_labels(batch)
+    if not fused:
+        logits: Tensor = model(**model_inputs(batch)).logits
+        return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+
+    def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, softcap=softcap, reduction="none")
+
+    output: Any = model(**model_inputs(batch), head_loss=losses)
+    result: Tensor = output.loss
+    return result
