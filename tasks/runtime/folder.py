@@ -23,7 +23,14 @@ _FREE = {
     "runtime": True,
     "parallel": True,
     "topology": True,
-    "training": {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"},
+    "optimizer": {"in_backward"},
+    "training": {
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "gradient_checkpointing_every",
+        "compile",
+    },
 }
 
 

@@ -34,7 +34,8 @@ class Job:
 
     A framework goes through `loader`, whose micro-batches belong together by `training.gradient_accumulation_steps`;
     for each step it calls `count` once and `loss` for every micro-batch, runs forward and backward passes inside
-    `strategy.backward_pass`, clips, takes a step of `optimizer` at `learning_rate`, and calls `end_step`.
+    `strategy.backward_pass`, clips, takes a step of `optimizer` at `learning_rate`, and calls `end_step`. The rate is
+    set before the backward pass, which takes the steps itself with `optimizer.in_backward`.
     """
 
     spec: RunSpec

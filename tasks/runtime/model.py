@@ -21,6 +21,7 @@ from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import adopt_dtypes
 from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.layers import recompute
 
 # 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -190,10 +191,7 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
 def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
     """Patch the model, and set what it recomputes in the backward pass."""
     report = patch(model, spec)
-    if spec.training.gradient_checkpointing:
-        # transformers renamed it within the range of versions that we support.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    recompute(model, spec)
     return report
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,37 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": spec.optimizer.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=spec.peak_lr,
         betas=spec.optimizer.betas,
         eps=spec.optimizer.eps,
         fused=True,
     )
+    if spec.optimizer.in_backward:
+        step_in_backward(optimizer)
+    return optimizer
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Let the backward pass take each parameter's step as soon as it has its gradient, and free that.
+
+    The optimizer's `step` has nothing left to do afterwards; the learning rate must be set before the backward pass.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(partial(_step_alone, optimizer, number))
+
+
+def _step_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
+    """A step of one parameter, which is in the group of this `number`."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**groups[number], "params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    parameter.grad = None
 
 
 def learning_rate_factor(spec: RunSpec, steps: int) -> Callable[[int], float]:

@@ -29,6 +29,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.job import Job
+from tasks.runtime.layers import compile_layers
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import (
     adopt_tokenizer,
@@ -131,6 +132,7 @@ def build_job(
     `base` identifies the weights that the run started from, or trains an adapter in.
     """
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    compile_layers(model, run.spec)
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
     start = Start(run.spec, run.processes, data, wrapped, base, continues=resume_from is not None)

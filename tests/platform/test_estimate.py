@@ -102,10 +102,16 @@ def test_parts_follow_the_spec():
     assert take(model={"name": "llama-3.1-8b", "dtype": "float32"}).memory.optimizer == 2 * plain.optimizer
 
 
+RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
+
+
 @pytest.mark.parametrize(
     ("less", "more"),
     [
-        ({"training": {"gradient_checkpointing": True}}, {}),
+        (RECOMPUTED, {"training": {"gradient_checkpointing": "selective"}}),
+        ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "per_op"}}),
+        ({"training": {"gradient_checkpointing": "per_op"}}, {}),
+        ({**RECOMPUTED, "optimizer": {"in_backward": True, "max_grad_norm": 0}}, RECOMPUTED),
         ({"training": {"micro_batch_size": 2}}, {"training": {"micro_batch_size": 4}}),
         ({}, {"kernels": {"enabled": False}}),
         ({}, {"kernels": {"exclude": ["linear_cross_entropy"]}}),
@@ -119,7 +125,9 @@ def test_what_takes_less_memory(less, more):
 @pytest.mark.parametrize(
     ("faster", "slower"),
     [
-        ({}, {"training": {"gradient_checkpointing": True}}),
+        ({}, {"training": {"gradient_checkpointing": "per_op"}}),
+        ({"training": {"gradient_checkpointing": "per_op"}}, {"training": {"gradient_checkpointing": "selective"}}),
+        ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "full"}}),
         ({}, {"kernels": {"enabled": False}}),
         ({"adapter": {"type": "lora"}}, {}),
         ({"data": {"sequence_length": 4096, "packing": False}}, {}),

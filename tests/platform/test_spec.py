@@ -55,6 +55,9 @@ def test_spec_and_error_survive_pickling():
     assert (copy.problems, str(copy), copy.exit_code) == (caught.value.problems, str(caught.value), 2)
 
 
+IN_BACKWARD = {"in_backward": True, "max_grad_norm": 0}
+
+
 @pytest.mark.parametrize(
     ("section", "field", "given", "want"),
     [
@@ -195,6 +198,41 @@ def test_a_long_value_is_shortened():
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
         ({"data": {"revision": "main"}}, "data.revision", "data.source"),
         ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
+        (
+            {"training": {"gradient_checkpointing_every": 4}},
+            "training.gradient_checkpointing_every",
+            "training.gradient_checkpointing",
+        ),
+        ({"optimizer": {"in_backward": True}}, "optimizer.in_backward", "optimizer.max_grad_norm"),
+        (
+            {"optimizer": IN_BACKWARD, "training": {"gradient_accumulation_steps": 2}},
+            "optimizer.in_backward",
+            "training.gradient_accumulation_steps",
+        ),
+        (
+            {"optimizer": IN_BACKWARD, "parallel": {"type": "ddp"}},
+            "optimizer.in_backward",
+            "parallel.type",
+        ),
+        (
+            {
+                "optimizer": IN_BACKWARD,
+                "parallel": {"type": "fsdp", "cpu_offload": True},
+                "topology": {"nproc_per_node": 2},
+            },
+            "optimizer.in_backward",
+            "parallel.cpu_offload",
+        ),
+        (
+            {"parallel": {"type": "fsdp", "replicas": 3}, "topology": {"nproc_per_node": 4}},
+            "parallel.replicas",
+            "topology.nproc_per_node",
+        ),
+        (
+            {"parallel": {"type": "fsdp", "replicas": 4}, "topology": {"nproc_per_node": 4}},
+            "parallel.replicas",
+            "'ddp'",
+        ),
         ({"schedule": {"decay_ratio": 0.1}}, "schedule.decay_ratio", "schedule.type"),
         ({"schedule": {"type": "wsd", "warmup_ratio": 0.9}}, "schedule.warmup_ratio", "schedule.decay_ratio 0.2"),
     ],

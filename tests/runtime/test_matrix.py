@@ -35,7 +35,7 @@ def types(union):
 STRATEGIES, ADAPTERS = types(Parallel), types(Adapter)
 
 
-def make_spec(output, name, framework, strategy, processes, adapter="none", recompute=False, dora=False, **options):
+def make_spec(output, name, framework, strategy, processes, adapter="none", training=None, dora=False, **options):
     """Four rows a step, however they are spread; `options` are those of the strategy."""
     return RunSpec.model_validate(
         {
@@ -49,7 +49,7 @@ def make_spec(output, name, framework, strategy, processes, adapter="none", reco
                 "steps": STEPS,
                 "micro_batch_size": 1,
                 "gradient_accumulation_steps": 4 // processes,
-                "gradient_checkpointing": recompute,
+                **(training or {}),
             },
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
             "tracking": {"log_every": 1, "tensorboard": False},
@@ -70,7 +70,14 @@ def accepted(*cell):
 # All that the spec allows on two processes.
 CELLS = [cell for cell in product(FRAMEWORKS, STRATEGIES, (2,), ADAPTERS) if accepted(*cell)]
 
-OPTIONS = {"cpu_offload": True, "reshard_after_forward": False, "recompute": True, "compute_dtype": "bfloat16"}
+OPTIONS = {"cpu_offload": True, "reshard_after_forward": False, "compute_dtype": "bfloat16"}
+
+# What layers recompute, and compiling them: framework, strategy, adapter, settings of `training`.
+LAYERS = {
+    "recomputed": ("torch", "fsdp", "none", {"gradient_checkpointing": "full"}),
+    "compiled": ("torch", "ddp", "lora", {"compile": True}),
+    "compiled-per-op": ("hf", "fsdp", "none", {"compile": True, "gradient_checkpointing": "per_op"}),
+}
 
 
 def name_of(cell):
@@ -128,6 +135,10 @@ def trained(output, reference):
     specs |= {
         option: make_spec(output, option.replace("_", "-"), "torch", "fsdp", 2, **{option: value})
         for option, value in OPTIONS.items()
+    }
+    specs |= {
+        key: make_spec(output, key, framework, strategy, 2, adapter, training)
+        for key, (framework, strategy, adapter, training) in LAYERS.items()
     }
     specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True)
     # The run that one process began, and two go on with.
@@ -196,7 +207,12 @@ def test_each_process_writes_its_part(trained):
     assert len({part["file"] for part in parts.values()}) == 2
 
 
-@pytest.mark.parametrize("option", ["cpu_offload", "reshard_after_forward", "recompute"])
+@pytest.mark.parametrize("key", LAYERS)
+def test_neither_recomputation_nor_compiling_changes_a_loss(trained, references, key):
+    assert curve(trained[key]) == approx(references[LAYERS[key][2]])
+
+
+@pytest.mark.parametrize("option", ["cpu_offload", "reshard_after_forward"])
 def test_what_fsdp_keeps_and_where_changes_no_loss(trained, reference, option):
     assert curve(trained[option]) == approx(reference)
 

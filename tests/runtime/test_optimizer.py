@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_rate_factor
+from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,22 @@ def test_clipping_returns_the_norm_before_and_can_be_off():
     assert clip_gradients(model, RunSpec(optimizer={"max_grad_norm": 0})) is None
     assert clip_gradients(model, RunSpec(optimizer={"max_grad_norm": 1})) == 3
     assert model.weight.grad.item() == pytest.approx(1)
+
+
+def test_a_step_in_the_backward_pass_is_the_same_step_and_leaves_no_gradient():
+    def train(**optimizer):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = build_optimizer(model, RunSpec(optimizer={"max_grad_norm": 0, **optimizer}))
+        for rate in (0.1, 0.01):
+            set_learning_rate(optimizer, rate)
+            model(torch.ones(3, 4)).square().sum().backward()
+            left = [p.grad for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()], len(left)
+
+    usual, gradients = train()
+    in_backward, left = train(in_backward=True)
+    assert (gradients, left) == (4, 0)
+    assert all(torch.equal(a, b) for a, b in zip(usual, in_backward, strict=True))

@@ -46,7 +46,7 @@ def from_config(folder, **changes):
 
 RUNS = {
     "single": {},
-    "recomputing": {"training": {"gradient_checkpointing": True}},
+    "recomputing": {"training": {"gradient_checkpointing": "full"}},
     "accumulating": {"training": {"gradient_accumulation_steps": 4}},
     "hf": {"runtime": {"framework": "hf"}},
     "ddp": {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 2}},

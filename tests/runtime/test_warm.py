@@ -31,8 +31,9 @@ def test_what_is_excluded_is_not_compiled():
     assert not {name for name in kernels(kernels={"exclude": ["swiglu"]}) if name.startswith("activation")}
 
 
-def test_recomputation_adds_no_other_kernels():
-    assert kernels(training={"micro_batch_size": 2, "gradient_checkpointing": True}) == kernels()
+@pytest.mark.parametrize("kind", ["full", "per_op"])
+def test_recomputation_adds_no_other_kernels(kind):
+    assert kernels(training={"micro_batch_size": 2, "gradient_checkpointing": kind}) == kernels()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 """Trains specs in turn and stops there: `python -m tests.runtime.train_only SPEC[@STEP]...`, alone or under torchrun.
 
-With a step, what the run did after it is forgotten before: its later checkpoints, and that it was complete.
+With a step, what the run did after it is forgotten before: its later checkpoints, and that it was complete. Layers are
+compiled as far as the graphs that torch's compiler then makes C++ of, which alone would take half a minute.
 """
 
 import sys
+from functools import partial
+
+import torch
 
 from strata_platform.spec import DataRecipe, load_spec
 from tasks.runtime import checkpoint
@@ -28,8 +32,14 @@ def train_spec(spec, step=None):
         return train(run, prepare(recipe, data_folder(spec.output, recipe), report=print))
 
 
-if __name__ == "__main__":
+def train_all(arguments):
+    """Train each `SPEC[@STEP]` in turn."""
     configure_logging()
-    for argument in sys.argv[1:]:
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    for argument in arguments:
         file, _, step = argument.partition("@")
         train_spec(load_spec(file), int(step) if step else None)
+
+
+if __name__ == "__main__":
+    train_all(sys.argv[1:])

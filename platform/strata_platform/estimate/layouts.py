@@ -20,7 +20,7 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Iterator[Estimate]:
     """Layouts of `spec` on at most so many GPUs, with the same rows in each step and so the same losses."""
     rows = spec.rows_per_step
-    for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, (False, True)):
+    for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, ("none", "full")):
         if count > most or rows % (count * micro_batch):
             continue
         for strategy in ("single",) if count == 1 else ("ddp", "fsdp"):
@@ -28,6 +28,7 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
                 "micro_batch_size": micro_batch,
                 "gradient_accumulation_steps": rows // (count * micro_batch),
                 "gradient_checkpointing": recompute,
+                "gradient_checkpointing_every": None,
             }
             topology = {"nnodes": max(count // _NODE, 1), "nproc_per_node": min(count, _NODE)}
             other = _changed(spec, training, topology, strategy)

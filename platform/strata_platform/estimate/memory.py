@@ -48,7 +48,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     size = weight_bytes(spec)
     trained = trained_parameters(spec, shape)
-    split = spec.topology.world_size if isinstance(spec.parallel, Fsdp) else 1
+    split = spec.model_parts
     weights, gradients = shape.parameters * size / split, trained * size / split
     if isinstance(spec.adapter, Lora):
         weights += trained * size / split
@@ -59,6 +59,8 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     # Gradients that are there before the backward pass: of micro-batches before, or where DDP's buckets keep them.
     before = gradients if spec.training.gradient_accumulation_steps > 1 or spec.parallel.type == "ddp" else 0.0
     at_loss = (before, held, loss, gathered)
+    if spec.optimizer.in_backward:
+        gradients /= shape.layers
     at_end = (gradients, working_set(spec, shape, tokens), root_gradients, gathered)
     now = max(at_loss, at_end, key=sum)
     return Memory(
@@ -90,10 +92,18 @@ def trained_parameters(spec: RunSpec, shape: ModelShape) -> int:
 
 
 def kept_by_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
-    """Bytes of activations that a layer keeps for its backward pass."""
-    if spec.training.gradient_checkpointing:
-        return float(tokens * shape.hidden * compute_bytes(spec))
-    return activations_of_layer(spec, shape, tokens)
+    """Bytes of activations that a layer keeps for its backward pass, on average over the layers."""
+    whole = activations_of_layer(spec, shape, tokens)
+    every = spec.training.recomputed_every
+    return (_kept_by_recomputed(spec, shape, tokens) + (every - 1) * whole) / every if every else whole
+
+
+def _kept_by_recomputed(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes that a recomputed layer keeps: what goes into it, and what its products and attention gave if told to."""
+    width = shape.hidden
+    if spec.training.gradient_checkpointing == "per_op":
+        width += 2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 2 * shape.intermediate
+    return float(tokens * width * compute_bytes(spec))
 
 
 def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
@@ -110,7 +120,9 @@ def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float
 def working_set(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     """Bytes of one layer's backward pass: its activations, if they were recomputed, and their gradients."""
     gradients = tokens * (2 * shape.hidden + 2 * shape.intermediate) * compute_bytes(spec)
-    return gradients + (activations_of_layer(spec, shape, tokens) if spec.training.gradient_checkpointing else 0.0)
+    if not spec.training.recomputed_every:
+        return gradients
+    return gradients + activations_of_layer(spec, shape, tokens) - _kept_by_recomputed(spec, shape, tokens)
 
 
 def _loss(spec: RunSpec, shape: ModelShape, tokens: int) -> float:

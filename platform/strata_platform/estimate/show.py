@@ -84,6 +84,14 @@ def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price:
     yield "  " + ", ".join(f"{path}: {value}" for path, value in layout(best.spec).items())
 
 
+_KEPT = {
+    "none": "activations kept",
+    "full": "activations recomputed",
+    "selective": "activations of some layers recomputed",
+    "per_op": "activations recomputed, products and attention kept",
+}
+
+
 def layout(spec: RunSpec) -> dict[str, Any]:
     """The fields that lay out a run."""
     return {
@@ -106,7 +114,7 @@ def said(spec: RunSpec) -> str:
     ]
     if rounds > 1:
         parts.append(f"{rounds} times a step")
-    parts.append("activations recomputed" if training.gradient_checkpointing else "activations kept")
+    parts.append(_KEPT[training.gradient_checkpointing])
     return ", ".join(parts)
 
 

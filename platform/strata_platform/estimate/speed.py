@@ -40,7 +40,10 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     rounds = spec.training.gradient_accumulation_steps
     lora = spec.adapter if isinstance(spec.adapter, Lora) else None
-    again = 1 if spec.training.gradient_checkpointing else 0
+    every = spec.training.recomputed_every
+    # Of the forward pass: what is cheap, and what is not.
+    light = 1 / every if every else 0.0
+    again = 0.0 if spec.training.gradient_checkpointing == "per_op" else light
     # Forward, gradient of the inputs, and gradient of the weights where they learn.
     layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
     if lora:
@@ -48,11 +51,11 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     head_flops = 2 * shape.head_parameters * (2 if lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
     attention = tokens * shape.layers * _attention_flops(spec, shape, again) / _attention_rate(spec, gpu)
-    elementwise = tokens * shape.layers * _layer_traffic(spec, shape, again) / gpu.stream
+    elementwise = tokens * shape.layers * _layer_traffic(spec, shape, light) / gpu.stream
     fused_loss = spec.kernels.enabled and "linear_cross_entropy" not in spec.kernels.exclude
     loss = tokens * shape.vocabulary * (_LOGIT_BYTES if fused_loss else _PLAIN_LOGIT_BYTES) / gpu.stream
     # The host launches ahead, so the slower of the two counts.
-    launched = shape.layers * gpu.layer * (1 + again / 3)
+    launched = shape.layers * gpu.layer * (1 + light / 3)
     device = products + attention + elementwise + loss
     slower = max(device, launched) / device
     compute = rounds * device * slower
@@ -72,7 +75,7 @@ def model_flops(shape: ModelShape, sequence_length: int) -> float:
     return float(products + 6 * shape.layers * sequence_length * shape.queries)
 
 
-def _attention_flops(spec: RunSpec, shape: ModelShape, again: int) -> float:
+def _attention_flops(spec: RunSpec, shape: ModelShape, again: float) -> float:
     """For a token and layer: two products forward, five backward; a mask that is not causal is computed whole."""
     pairs = spec.data.sequence_length * (1.0 if spec.data.packing else 0.5)
     return 2 * pairs * shape.queries * (2 + 5 + 2 * again)
@@ -82,7 +85,7 @@ def _attention_rate(spec: RunSpec, gpu: Gpu) -> float:
     return gpu.masked if spec.data.packing else gpu.causal
 
 
-def _layer_traffic(spec: RunSpec, shape: ModelShape, again: int) -> float:
+def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
     """Bytes for a token and layer: two norms, rotary embedding, gate, two residual sums and their backward passes."""
     size = compute_bytes(spec) / 2
     forward = 2 * 4 * shape.hidden + 4 * (shape.queries + shape.keys) + 6 * shape.intermediate + 2 * 6 * shape.hidden
@@ -96,7 +99,7 @@ def _layer_traffic(spec: RunSpec, shape: ModelShape, again: int) -> float:
 
 def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
     """Reading weight, gradient and moments and writing all but the gradient; clipping reads and scales that once."""
-    split = spec.topology.world_size if isinstance(spec.parallel, Fsdp) else 1
+    split = spec.model_parts
     moved = 7 + (3 if spec.optimizer.max_grad_norm else 0)
     return trained_parameters(spec, shape) / split * weight_bytes(spec) * moved / gpu.update
 

@@ -100,6 +100,11 @@ class Optimizer(Section):
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
     max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
+    in_backward: Flag = Field(
+        False,
+        description="Take each weight's step in the backward pass, as soon as its gradient is there, and free that: "
+        "less memory, and the update is hidden. Without clipping and accumulation only.",
+    )
 
 
 class Schedule(Section):
@@ -155,9 +160,22 @@ class Training(Section):
     )
     micro_batch_size: Count = Field(4, description="Rows per process and forward pass.")
     gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
-    gradient_checkpointing: Flag = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    gradient_checkpointing: Literal["none", "full", "selective", "per_op"] = Field(
+        "none",
+        description="What the backward pass computes again to save memory: `full` all of a layer, `selective` all of "
+        "some layers, `per_op` all but a layer's matrix products and attention.",
     )
+    gradient_checkpointing_every: Annotated[int, Field(ge=2), BeforeValidator(number)] | None = Field(
+        None, description="Under `selective`, each so many layers one is recomputed; by default 2."
+    )
+    compile: Flag = Field(False, description="Compile each layer by `torch.compile`, while the first steps run.")
+
+    @property
+    def recomputed_every(self) -> int:
+        """Each so many layers one is recomputed, in whole or in part; 0 for none of them."""
+        if self.gradient_checkpointing == "selective":
+            return self.gradient_checkpointing_every or 2
+        return 0 if self.gradient_checkpointing == "none" else 1
 
 
 class Single(Section):
@@ -192,6 +210,11 @@ class Fsdp(Section):
     )
     cpu_offload: Flag = Field(
         False, description="Keep weights, gradients and optimizer state in host memory, and take steps there."
+    )
+    replicas: Count = Field(
+        1,
+        description="Copies of the model (HSDP), each split over processes of its own, which are next to each other by "
+        "rank. With a copy per pod, weights are gathered within a pod and only gradients travel between pods.",
     )
 
 
@@ -318,6 +341,11 @@ class RunSpec(Section):
         return (2e-3 if self.model.name in PRESETS else 2e-5) * share
 
     @property
+    def model_parts(self) -> int:
+        """Processes that one copy of weights, gradients and optimizer state is split over."""
+        return self.topology.world_size // self.parallel.replicas if self.parallel.type == "fsdp" else 1
+
+    @property
     def rows_per_step(self) -> int:
         """Rows that all processes read for one optimizer step."""
         training = self.training
@@ -338,6 +366,12 @@ class RunSpec(Section):
             "contradicts training.epochs; give one of them",
         )
         yield Contradiction(
+            training.gradient_checkpointing_every is not None and training.gradient_checkpointing != "selective",
+            ("training.gradient_checkpointing_every", "training.gradient_checkpointing"),
+            f"set, but training.gradient_checkpointing is '{training.gradient_checkpointing}'; set that to "
+            "'selective', or leave training.gradient_checkpointing_every out",
+        )
+        yield Contradiction(
             self.parallel.type == "single" and topology.world_size > 1,
             ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
             f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp' or "
@@ -349,6 +383,8 @@ class RunSpec(Section):
             "'fsdp' splits the model over processes, and topology.nproc_per_node x topology.nnodes is 1; raise one of "
             "them, or set parallel.type to 'single'",
         )
+        yield from self._contradictions_of_fsdp()
+        yield from self._contradictions_of_in_backward()
         yield Contradiction(
             0 < self.resources.gpu < topology.nproc_per_node,
             ("resources.gpu", "topology.nproc_per_node"),
@@ -432,4 +468,51 @@ class RunSpec(Section):
             ("objective.label_smoothing", "objective.loss"),
             "set, but objective.loss 'ipo' has none; leave objective.label_smoothing out, or set objective.loss to "
             "'sigmoid'",
+        )
+
+    def _contradictions_of_fsdp(self) -> Iterator[Contradiction]:
+        if self.parallel.type != "fsdp":
+            return
+        replicas, processes = self.parallel.replicas, self.topology.world_size
+        fields = ("parallel.replicas", "topology.nproc_per_node", "topology.nnodes")
+        yield Contradiction(
+            processes % replicas != 0,
+            fields,
+            f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
+            "parallel.replicas to a divisor, such as topology.nnodes",
+        )
+        yield Contradiction(
+            replicas == processes > 1,
+            fields,
+            f"{replicas} copies leave each of the processes of topology.nproc_per_node x topology.nnodes a whole one; "
+            "lower parallel.replicas, or set parallel.type to 'ddp'",
+        )
+
+    def _contradictions_of_in_backward(self) -> Iterator[Contradiction]:
+        if not self.optimizer.in_backward:
+            return
+        yield Contradiction(
+            self.optimizer.max_grad_norm > 0,
+            ("optimizer.in_backward", "optimizer.max_grad_norm"),
+            f"takes steps before all gradients are known, and optimizer.max_grad_norm {self.optimizer.max_grad_norm} "
+            "clips by the norm of all; set optimizer.max_grad_norm to 0, or optimizer.in_backward to false",
+        )
+        yield Contradiction(
+            self.training.gradient_accumulation_steps > 1,
+            ("optimizer.in_backward", "training.gradient_accumulation_steps"),
+            "takes a step in every backward pass, and training.gradient_accumulation_steps "
+            f"{self.training.gradient_accumulation_steps} makes several of them one step; set "
+            "training.gradient_accumulation_steps to 1, or optimizer.in_backward to false",
+        )
+        yield Contradiction(
+            self.parallel.type not in ("single", "fsdp"),
+            ("optimizer.in_backward", "parallel.type"),
+            f"takes steps when a process has its gradients, and parallel.type '{self.parallel.type}' averages them "
+            "over the processes after that; set parallel.type to 'fsdp', or optimizer.in_backward to false",
+        )
+        yield Contradiction(
+            self.parallel.type == "fsdp" and self.parallel.cpu_offload,
+            ("optimizer.in_backward", "parallel.cpu_offload"),
+            "takes steps while gradients travel to the host memory that parallel.cpu_offload wants them in; set one of "
+            "the two to false",
         )

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Fsdp as Settings
 from tasks.runtime.checkpoint.state import model_tensors
+from tasks.runtime.layers import layers_of
 from tasks.runtime.model import compute_dtype, is_empty, materialize
 from tasks.runtime.processes import Processes
 
@@ -23,24 +23,22 @@ _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Fsdp:
-    """The model split over all processes."""
+    """The model split over all processes, or each of several copies over its share of them."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
-        self._mesh = init_device_mesh(processes.device.type, (processes.world_size,))
+        replicas, device = self._settings.replicas, processes.device.type
+        # One dimension where there is one copy: PyTorch then leaves out what copies say to each other.
+        split = (processes.world_size,) if replicas == 1 else (replicas, processes.world_size // replicas)
+        self._mesh = init_device_mesh(device, split, mesh_dim_names=("replicate", "shard")[-len(split) :])
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
     def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
         """The model itself, its parameters now parts of the whole ones."""
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not layers:
-            raise ValueError(
-                f"parallel.type 'fsdp' splits a model by its layers, and {type(model).__name__} does not say which "
-                "modules those are; set parallel.type to 'ddp'"
-            )
+        layers = layers_of(model, "parallel.type", "'ddp'")
         # Before they are split: the main process hands out what only it has.
         whole = {} if is_empty(model) else model_tensors(model)
         for layer in layers:

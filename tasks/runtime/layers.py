@@ -1,0 +1,88 @@
+"""The layers of a model: what they recompute in the backward pass, and compiling them.
+
+Both replace the `forward` of a layer, nothing else: hooks, such as those by which FSDP2 gathers its weights, run once
+and outside of it. Recomputation is inside of what is compiled, so that the compiler decides with its policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strata_platform.spec import RunSpec
+
+# What takes long: matrix products and attention, by all their implementations. Everything else is recomputed.
+_KEPT = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
+    "flex_attention",
+)
+
+
+def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
+    """The layers that the model is made of, by what transformers derives them from.
+
+    Raises ValueError when the model does not say which they are: `field` needs them, at `instead` it does not.
+    """
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{field} goes by a model's layers, and {type(model).__name__} does not say which they are; "
+            f"set {field} to {instead}"
+        )
+    return layers
+
+
+def recompute(model: nn.Module, spec: RunSpec) -> None:
+    """Let the layers that `training.gradient_checkpointing` wants compute activations again in the backward pass."""
+    training = spec.training
+    if not training.recomputed_every:
+        return
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+    options = contexts if training.gradient_checkpointing == "per_op" else {}
+    layers = layers_of(model, "training.gradient_checkpointing", "'none'")
+    for layer in layers[:: training.recomputed_every]:
+        _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
+
+
+def compile_layers(model: nn.Module, spec: RunSpec) -> None:
+    """Let `torch.compile` make a graph of each layer, when `training.compile` wants it; equal layers share one."""
+    if spec.training.compile:
+        for layer in layers_of(model, "training.compile", "false"):
+            _set_forward(layer, _whole(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
+
+
+def _set_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    layer.forward = forward
+
+
+def _whole(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, saying what to do about a layer that is not one graph; in parts it would be slow, and nobody told."""
+
+    @wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except Unsupported as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"training.compile is true, but layers of this model do not make one graph each: {reason}. "
+                "Set training.compile to false"
+            ) from error
+
+    return forward
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Operators of higher order, which have no schema, have a plain name.
+    name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else operator.__name__
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,135 @@
+"""What layers recompute and keep, and that compiling them changes no loss."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strata_platform.spec import RunSpec
+from tasks.runtime import layers
+from tasks.runtime.model import build_model, patch
+
+# The compiler looks at it, and hides the warning by means that do not hide errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+TOKENS = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return operator(*args, **(kwargs or {}))
+
+
+def make_model(**training):
+    spec = RunSpec.model_validate({"training": training})
+    model = build_model(spec)
+    patch(model, spec)
+    layers.recompute(model, spec)
+    layers.compile_layers(model, spec)
+    return model.train()
+
+
+def step(model):
+    """Loss, and the gradients in one vector."""
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def backward_calls(model):
+    """How often the backward pass calls each operator of the forward pass."""
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    with Count() as counted:
+        loss.backward()
+    return counted.calls
+
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    ("training", "norms", "attentions"),
+    [
+        ({}, 0, 0),
+        ({"gradient_checkpointing": "full"}, 8, 4),
+        ({"gradient_checkpointing": "selective"}, 4, 2),
+        ({"gradient_checkpointing": "selective", "gradient_checkpointing_every": 3}, 4, 2),
+        ({"gradient_checkpointing": "selective", "gradient_checkpointing_every": 9}, 2, 1),
+        ({"gradient_checkpointing": "per_op"}, 8, 0),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) or "none" if isinstance(value, dict) else None,
+)
+def test_what_the_backward_pass_computes_again(training, norms, attentions):
+    """Of four layers with two norms each."""
+    calls = backward_calls(make_model(**training))
+    assert calls.get("strata::rms_norm", 0) == norms
+    assert calls.get(ATTENTION, 0) == attentions
+
+
+def test_products_are_kept_per_op():
+    assert (
+        backward_calls(make_model(gradient_checkpointing="per_op"))["aten::mm"]
+        == backward_calls(make_model())["aten::mm"]
+    )
+
+
+def test_the_operators_of_torch_that_are_kept_exist():
+    ours = [name for name in layers._KEPT if name.startswith("aten::")]
+    assert [name for name in ours if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """The graphs of the compiler, without the C++ that it would make of them for half a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def test_a_compiled_layer_computes_what_it_did_eagerly(without_code):
+    loss, gradients = step(make_model())
+    compiled_loss, compiled = step(make_model(compile=True, gradient_checkpointing="per_op"))
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_layers_are_compiled_once(monkeypatch):
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: real(forward, backend=note, **options))
+    step(make_model(compile=True))
+    assert len(graphs) == 1
+
+
+def test_a_layer_that_is_no_graph_is_refused(monkeypatch):
+    def breaks(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+    model = make_model()
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", breaks)
+    layers.compile_layers(model, RunSpec(training={"compile": True}))
+    with pytest.raises(ValueError, match=r"training\.compile is true, but .* Set training\.compile to false"):
+        step(model)
+
+
+@pytest.mark.parametrize("training", [{"compile": True}, {"gradient_checkpointing": "full"}])
+def test_a_model_that_does_not_tell_its_layers_is_refused(training):
+    spec = RunSpec(training=training)
+    field = f"training.{next(iter(training))}"
+    with pytest.raises(ValueError, match=rf"{field} goes by a model's layers, and Linear .* set {field} to"):
+        layers.recompute(nn.Linear(2, 2), spec)
+        layers.compile_layers(nn.Linear(2, 2), spec)

@@ -1,0 +1,108 @@
+"""On four processes: copies of a split model, and optimizers over it, have the losses of one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tests.runtime.test_matrix import ROOT, approx, curve, file_of
+from tests.runtime.train_only import train_spec
+
+STEPS, SAVED = 4, 2
+IN_BACKWARD = {"max_grad_norm": 0, "in_backward": True}
+
+# Framework, strategy, optimizer.
+CELLS = {
+    "copies": ("hf", {"type": "fsdp", "replicas": 2}, {}),
+    "in-backward": ("hf", {"type": "fsdp"}, IN_BACKWARD),
+    "in-backward-copies": ("lightning", {"type": "fsdp", "replicas": 2}, IN_BACKWARD),
+}
+
+
+def make_spec(output, name, framework, parallel, optimizer, processes=4):
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "data": {"sequence_length": 64, "max_samples": 60},
+            "training": {"steps": STEPS, "micro_batch_size": 4 // processes},
+            "optimizer": optimizer,
+            "checkpoint": {"every": SAVED, "keep_last": STEPS},
+            "tracking": {"log_every": 1, "tensorboard": False},
+            "runtime": {"framework": framework},
+            "parallel": parallel,
+            "topology": {"nproc_per_node": processes},
+        }
+    )
+
+
+def points(spec, attempt=None):
+    """As `curve`, without the norm where nothing is clipped."""
+    return [(step, loss, norm or 0.0, *counts) for step, loss, norm, *counts in curve(spec, attempt)]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def alone(output):
+    """The curve of one process, by the optimizer's settings."""
+    curves = {}
+
+    def curve_of(optimizer):
+        optimizer = {name: value for name, value in optimizer.items() if name != "in_backward"}
+        key = json.dumps(optimizer)
+        if key not in curves:
+            spec = make_spec(output, f"alone-{len(curves)}", "torch", {"type": "single"}, optimizer, 1)
+            assert train_spec(spec).status == "complete"
+            curves[key] = points(spec)
+        return curves[key]
+
+    return curve_of
+
+
+@pytest.fixture(scope="module")
+def trained(output, alone):
+    """Each cell is trained from the start, and again from its first checkpoint."""
+    alone({})
+    specs = {name: make_spec(output, name, *cell) for name, cell in CELLS.items()}
+    files = [file_of(output, spec) for spec in specs.values()]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.forked", "4", *files, *(f"{file}@{SAVED}" for file in files)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return specs
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_losses_are_those_of_one_process(trained, alone, name):
+    assert points(trained[name], attempt=0) == approx(alone(CELLS[name][2]))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_resumed_run_computes_the_same_bits(trained, name):
+    assert points(trained[name], attempt=1) == points(trained[name], attempt=0)[SAVED:]
+
+
+def test_a_checkpoint_has_one_of_the_copies(trained):
+    folder = RunFolder.of(trained["copies"]).checkpoints / f"checkpoint-{SAVED}"
+    index = json.loads((folder / "index.json").read_text())
+    for name in ("model.model.embed_tokens.weight", "optimizer.exp_avg.model.embed_tokens.weight"):
+        assert {key: part["shape"] for key, part in index[name]["parts"].items()} == {
+            "0,0": [2048, 256],
+            "2048,0": [2048, 256],
+        }
+
+
+def test_one_process_continues_what_copies_began(trained, output, alone):
+    spec = make_spec(output, "copies", "torch", {"type": "single"}, {}, 1)
+    assert train_spec(spec, SAVED).status == "complete"
+    assert points(spec) == approx(alone({}))
