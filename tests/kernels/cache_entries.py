@@ -1,10 +1,11 @@
 """Cache entries as Triton writes them, made in a moment: nothing can be launched from them, every check applies."""
 
-import base64
 import hashlib
 import json
 import random
 import struct
+
+from strata_kernels.warmup.cache import key_of
 
 
 def elf(body: bytes) -> bytes:
@@ -32,7 +33,3 @@ def launcher_entry(seed: int) -> tuple[str, dict[str, bytes]]:
     """Key and the one file of a launcher's entry, which has no group."""
     digest = hashlib.sha256(f"launcher {seed}".encode()).digest()
     return key_of(digest), {"__triton_launcher.cpython-312-x86_64-linux-gnu.so": elf(digest * 9)}
-
-
-def key_of(digest: bytes) -> str:
-    return base64.b32encode(digest).decode().rstrip("=")

@@ -24,8 +24,9 @@ from pathlib import Path
 GROUP = "__grp__"
 SEAL = "__strata__.json"
 
-# Files that Triton looks up by name, without a group.
-_ALONE = (".so", ".autotune.json")
+ALONE = (".so", ".autotune.json")
+"""Ends of the names of files that Triton looks up by name, without a group."""
+
 _ELF = (".so", ".cubin", ".hsaco")
 # Type of an ELF section that takes no room in the file.
 _NO_BITS = 8
@@ -43,6 +44,11 @@ def keys(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def key_of(digest: bytes) -> str:
+    """The name of the folder for a SHA-256 of Triton's, such as the `hash` of a kernel's metadata."""
+    return base64.b32encode(digest).decode().rstrip("=")
 
 
 def load(directory: Path, key: str) -> Files | None:
@@ -94,7 +100,7 @@ def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
     _empty_groups(folder)
     for name, data in contents.items():
         _replace(folder / name, data)
-    _replace(folder / SEAL, _seal(contents))
+    write_seal(directory, key, contents)
     for name, data in files.items():
         if name.startswith(GROUP):
             _replace(folder / name, _group({child: str(folder / child) for child in _children(data)}))
@@ -105,6 +111,13 @@ def seal(directory: Path, key: str) -> None:
     files = load(directory, key)
     if files is None:
         raise Damaged("it has no group file: its compilation did not end")
+    write_seal(directory, key, files)
+
+
+def write_seal(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
+    """Vouch for these files of an entry, also before they make one: before the group file, or a file of no group, is
+    written.
+    """
     _replace(directory / key / SEAL, _seal(files))
 
 
@@ -113,11 +126,12 @@ def relocate(directory: Path) -> int:
 
     An entry whose files are not all there stays as it is: to Triton it is a miss.
     """
-    here = Path(os.path.abspath(directory))
-    return sum(_relocate(here / key) for key in keys(here))
+    return sum(relocate_entry(directory, key) for key in keys(directory))
 
 
-def _relocate(folder: Path) -> int:
+def relocate_entry(directory: Path, key: str) -> int:
+    """As `relocate`, one entry."""
+    folder = Path(os.path.abspath(directory)) / key
     changed = 0
     for name, data in _groups(folder).items():
         try:
@@ -132,16 +146,16 @@ def _relocate(folder: Path) -> int:
 
 
 def invalidate(directory: Path, key: str) -> None:
-    """Make an entry a miss. Nothing disappears that Triton, in another process, could be about to open.
+    """Make an entry a miss. Nothing disappears that Triton, in another process, could be about to open; and the seal
+    stays, or another process that is reading just now would take torn files for ones that nobody has sealed.
 
     Raises OSError where the directory cannot be written.
     """
     folder = directory / key
-    (folder / SEAL).unlink(missing_ok=True)
     _empty_groups(folder)
     for name in os.listdir(folder):
         # Triton takes one that is gone for one that does not load: it builds it.
-        if name.endswith(_ALONE):
+        if name.endswith(ALONE):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -193,7 +207,7 @@ def _names_an_entry(files: Mapping[str, bytes]) -> bool:
     if groups:
         return any(data != _group({}) for data in groups)
     names = files.keys() - {SEAL}
-    return bool(names) and all(name.endswith(_ALONE) for name in names)
+    return bool(names) and all(name.endswith(ALONE) for name in names)
 
 
 def _children(group: bytes) -> dict[str, str]:
@@ -247,7 +261,7 @@ def _check_key(key: str, metadata: str, files: Mapping[str, bytes]) -> None:
         digest = bytes.fromhex(json.loads(files[metadata])["hash"])
     except (ValueError, TypeError, KeyError):
         raise Damaged(f"{metadata} is not a kernel's metadata") from None
-    if base64.b32encode(digest).decode().rstrip("=") != key:
+    if key_of(digest) != key:
         raise Damaged(f"{metadata} is of another kernel")
 
 
