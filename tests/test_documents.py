@@ -31,7 +31,8 @@ def test_the_spec_of_the_readme_is_valid(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/runtime.md", "kernels/README.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/runtime.md", "docs/warmup.md", "kernels/README.md"],
 )
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()

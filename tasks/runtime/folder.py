@@ -19,7 +19,7 @@ _FREE = {
     "resources": True,
     "checkpoint": True,
     "output": True,
-    "kernels": {"warmup", "warmup_timeout"},
+    "kernels": {"warmup", "warmup_timeout", "store"},
     "runtime": True,
     "parallel": True,
     "topology": True,

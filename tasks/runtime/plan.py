@@ -1,24 +1,16 @@
-"""What a run compiles, and compiling it: `python -m tasks.runtime.plan REPORT`, the spec as JSON on standard input."""
+"""What a run compiles."""
 
 from __future__ import annotations
-
-import logging
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from strata_kernels.warmup import Plan, record, warmup
+from strata_kernels.warmup import Plan, record
 from strata_platform.spec import RunSpec
 from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
-from tasks.runtime.log import configure_logging
 from tasks.runtime.model import build_meta_model, has_fused_loss, prepare_for_training
 from tasks.runtime.objectives import objective_of
-from tasks.runtime.record import write_json
-
-log = logging.getLogger("tasks.runtime.plan")
 
 
 def plan_of(spec: RunSpec) -> Plan:
@@ -37,16 +29,3 @@ def plan_of(spec: RunSpec) -> Plan:
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="meta")
-
-
-def main() -> None:
-    """Compile the kernels of a spec and write the report to the path given."""
-    configure_logging()
-    spec = RunSpec.model_validate_json(sys.stdin.read())
-    report = warmup(plan_of(spec))
-    log.info("warm-up: %s", report.summary())
-    write_json(Path(sys.argv[1]), report.to_dict())
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ import math
 import resource
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,13 @@ class Recorder:
         self._file.write(points)
         self._plot(points)
         self._show(points[-1])
+
+    def note(self, name: str, values: Mapping[str, Any]) -> None:
+        """Numbers of the run and of no step, for TensorBoard; what is not a number is left out."""
+        if self._board is not None:
+            for key, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{name}/{key}", value, self._steps)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
-from strata_kernels.warmup import count_compiles
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
@@ -48,7 +47,7 @@ from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput
 from tasks.runtime.signals import Notice, deferred, preemptible
-from tasks.runtime.warm import ensure_warm
+from tasks.runtime.warm import ensure_warm, later_misses
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     _announce(run, model, patched, steps, resume_from)
     recorder = Recorder(run.spec, run.folder, run.processes, attempt)
     objective = objective_of(run.spec, fused=has_fused_loss(patched))
-    with count_compiles() as compiles, closing(recorder):
+    with later_misses(run.folder) as misses, closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
@@ -112,7 +111,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             with closing(job.writer), stopping as job.notice:
                 framework_of(run.spec)(job)
                 job.writer.wait()
-    warmup = {**run.warmup, "later_compiles": compiles.count}
+            recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
+    warmup = {**run.warmup, "later_compiles": len(misses), "later_misses": misses}
     return run.processes.on_main(lambda: _record(run, data, model, objective, patched, steps, attempt, warmup))
 
 

@@ -95,7 +95,7 @@ def want_real(order: random.Random) -> None:
     """Two kernels of Triton's, compiled for an H200 without one, and read again."""
     triton.runtime.driver.set_active(Driver())
     for width in order.sample((16, 32), 2):
-        kernel = copy_kernel.warmup(Pointer, Pointer, D=width, grid=(1,))
+        kernel = copy_kernel.warmup(Pointer, Pointer, D=width, enable_fp_fusion=True, grid=(1,))
         assert f"tensor<{width}x" in kernel.asm["ttir"] and kernel.asm["cubin"][:4] == b"\x7fELF"
 
 

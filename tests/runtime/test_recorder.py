@@ -1,9 +1,11 @@
 """A run whose numbers are lost ends there, before another checkpoint is taken."""
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
@@ -64,3 +66,16 @@ def test_numbers_that_are_lost_end_the_run_and_stay_on_record(recorder, tmp_path
         recorder.flush()
     points = read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics)
     assert [point.step for point in points] == [1, 2]
+
+
+def test_numbers_of_the_run_are_in_tensorboard(tmp_path):
+    spec = RunSpec(output=str(tmp_path))
+    with closing(Recorder(spec, RunFolder.of(spec), Processes(), attempt=0)) as recorder:
+        recorder.begin(0, 10)
+        recorder.note("warmup", {"planned": 17, "seconds": 0.5, "device": "NVIDIA H200", "failed": []})
+    events = EventAccumulator(str(RunFolder.of(spec).tensorboard))
+    events.Reload()
+    assert {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]} == {
+        "warmup/planned": 17.0,
+        "warmup/seconds": 0.5,
+    }

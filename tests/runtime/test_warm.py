@@ -1,14 +1,25 @@
 """The warm-up compiles what a step launches, and never stands in a run's way."""
 
+import json
+import os
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
-from strata_platform.spec import RunSpec
+from strata_kernels.warmup.describe import hearing_misses
+from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime import warm
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.plan import plan_of
+from tasks.runtime.warm_kernels import _open, warm_kernels
+from tests.kernels.races import Driver, Pointer, copy_kernel
 
 SMALL = {"data": {"sequence_length": 64}, "training": {"micro_batch_size": 2}}
 
@@ -46,41 +57,189 @@ def test_nothing_to_warm_is_said(tmp_path, changes, reason):
     assert reason in warm.ensure_warm(spec, RunFolder.of(spec))["skipped"]
 
 
+def test_on_a_machine_without_a_gpu_it_takes_no_time(tmp_path):
+    spec = RunSpec(output=str(tmp_path))
+    start = time.perf_counter()
+    warm.ensure_warm(spec, RunFolder.of(spec))
+    assert time.perf_counter() - start < 0.05
+
+
 @pytest.fixture
-def with_gpu(monkeypatch):
-    # The process that would compile is real; that it should is what has to be pretended here.
+def pod(tmp_path, monkeypatch) -> RunSpec:
+    """A pod that has a GPU: the process that would compile is real; that it should is what has to be pretended here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(warm, "_TEMPORARY", (tmp_path / "memory",))
+    monkeypatch.setattr(warm, "_ROOM", 4 << 20)
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(warm.DONE, "")
     monkeypatch.delenv(warm.DONE)
+    monkeypatch.setenv(warm.BAKED, "/baked")
+    return RunSpec.model_validate({"output": str(tmp_path), "kernels": {"warmup_timeout": 20}})
 
 
-def test_a_warm_up_that_fails_is_reported_and_not_tried_again(tmp_path, monkeypatch, with_gpu, caplog):
+def write_script(path: Path, script: str) -> Path:
+    """A shell script in place of the warm-up's Python; $3 is the report, from $5 on are the images."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def stand_in(monkeypatch, path: Path, script: str) -> None:
+    monkeypatch.setattr(sys, "executable", str(write_script(path, script)))
+
+
+def ensure_warm(spec: RunSpec) -> dict:
+    return warm.ensure_warm(spec, RunFolder.of(spec))
+
+
+def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    spec = RunSpec(output=str(tmp_path))
-    report = warm.ensure_warm(spec, RunFolder.of(spec))
+    report = ensure_warm(pod)
     assert report == {"skipped": "its process ended with code 1"}
     assert "training starts all the same" in caplog.text
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert warm.ensure_warm(spec, RunFolder.of(spec)) == report
+    assert ensure_warm(pod) == report
 
 
-def test_a_warm_up_that_does_not_start_is_reported(tmp_path, monkeypatch, with_gpu):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("kill -KILL $$", "its process ended with code -9"),
+        ("exit 0", "its process ended with code 0"),
+        ("exec sleep 600", "given up after kernels.warmup_timeout 1 s"),
+    ],
+)
+def test_a_process_that_ends_without_a_report_is_reported(tmp_path, monkeypatch, pod, script, said):
+    stand_in(monkeypatch, tmp_path / "python", script)
+    kernels = pod.kernels.model_copy(update={"warmup_timeout": 1})
+    assert ensure_warm(pod.model_copy(update={"kernels": kernels})) == {"skipped": said}
+
+
+def test_a_warm_up_that_does_not_start_is_reported(monkeypatch, pod):
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    spec = RunSpec(output=str(tmp_path))
-    assert "its process did not start" in warm.ensure_warm(spec, RunFolder.of(spec))["skipped"]
+    assert "its process did not start" in ensure_warm(pod)["skipped"]
 
 
-def test_a_warm_up_that_hangs_is_given_up(tmp_path, monkeypatch, with_gpu):
-    hang = tmp_path / "hang"
-    hang.write_text("#!/bin/sh\nexec sleep 600\n")
-    hang.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hang))
-    spec = RunSpec.model_validate({"output": str(tmp_path), "kernels": {"warmup_timeout": 1}})
-    assert "given up after kernels.warmup_timeout 1 s" in warm.ensure_warm(spec, RunFolder.of(spec))["skipped"]
+def test_the_report_is_what_the_process_says(tmp_path, monkeypatch, pod):
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$5 $6\", \"in\": \"$TRITON_CACHE_DIR\"}" > $3')
+    assert ensure_warm(pod) == {"images": "/baked ", "in": str(tmp_path / "cache")}
 
 
-def test_only_one_process_of_a_pod_warms_up(tmp_path, monkeypatch, with_gpu):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(sys, "executable", "/nowhere")
-    spec = RunSpec(output=str(tmp_path))
-    assert warm.ensure_warm(spec, RunFolder.of(spec)) == {}
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("read_only", [False, True], ids=["full", "read-only"])
+def test_a_disk_that_takes_nothing_is_only_read(tmp_path, monkeypatch, pod, small_disk, read_only):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(small_disk / "cache"))
+    (small_disk / "cache").mkdir()
+    if read_only:
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$5 $6\"}" > $3')
+    report = ensure_warm(pod)
+    assert report["images"] == f"/baked {small_disk / 'cache'}"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "memory" / f"strata-{os.getuid()}" / "triton")
+    reason = "Read-only file system" if read_only else "No space left on device"
+    assert f"{small_disk / 'cache'} cannot be used" in report["problems"][0] and reason in report["problems"][0]
+
+
+def test_a_disk_that_fills_up_meanwhile_is_left(tmp_path, monkeypatch, pod):
+    script = r'case $TRITON_CACHE_DIR in */memory/*) echo "{}";; *) echo "{\"unwritable\": \"full\"}";; esac > $3'
+    stand_in(monkeypatch, tmp_path / "python", script)
+    assert ensure_warm(pod) == {"problems": [f"{tmp_path / 'cache'} cannot be used: full"]}
+
+
+def test_with_no_place_at_all_training_starts(tmp_path, monkeypatch, pod):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(warm, "_TEMPORARY", ())
+    report = ensure_warm(pod)
+    assert report["skipped"] == "no directory takes what Triton writes" and "Not a directory" in report["problems"][0]
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "cache")
+
+
+def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch, pod):
+    folder = tmp_path / "memory" / f"strata-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert warm._own_folders() == []
+
+
+LOCAL_RANKS = """
+import json, os, sys, torch
+from pathlib import Path
+from strata_platform.spec import RunSpec
+from tasks.runtime import warm
+from tasks.runtime.folder import RunFolder
+
+torch.cuda.is_available = lambda: True
+root, sys.executable = Path(sys.argv[1]), sys.argv[2]
+warm._TEMPORARY = (root,)
+spec = RunSpec(output=str(root))
+children = []
+for rank in range(8):
+    if (child := os.fork()) == 0:
+        os.environ["LOCAL_RANK"] = str(rank)
+        report = warm.ensure_warm(spec, RunFolder.of(spec))
+        assert report == ({"skipped": "its process ended with code -9"} if rank == 0 else {}), report
+        assert os.environ["TRITON_CACHE_DIR"] == str(root / "cache")
+        os._exit(0 if (root / "came").read_text() == "came\\n" else 1)
+    children.append(child)
+sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_one_of_eight_processes_warms_up_and_the_others_wait(tmp_path):
+    """Also when its warm-up is killed."""
+    script = write_script(tmp_path / "python", f"sleep 0.5; echo came >> {tmp_path}/came; kill -KILL $$")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LOCAL_RANKS, tmp_path, script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_process_of_the_warm_up_reports(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    report, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
+    assert report["planned"] > 5 and report["skipped"].startswith("no GPU here") and kernels == []
+    assert report["problems"] == [] and report["store_hits"] == 0
+
+
+def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGNING_KEY", "short")
+    missing = KernelStore(url=str(tmp_path), signing_key=f"file:{tmp_path}/none")
+    short = KernelStore(url=str(tmp_path), signing_key="env:SIGNING_KEY")
+    unknown = KernelStore(url="ftps3://bucket", allow_unsigned=True)
+    problems = []
+    assert all(_open(store, "triton", problems) is None for store in (missing, short, unknown))
+    assert "signing_key 'file:" in problems[0] and problems[0].endswith("is not there")
+    assert "has 5 bytes; give it 32 or more" in problems[1] and "ftps3" in problems[2]
+    monkeypatch.setenv("SIGNING_KEY", "s" * 32)
+    assert _open(short, "triton", problems).signing_key == b"s" * 32
+
+
+def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    planned = []
+    with hearing_misses(planned.append):
+        copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
+    kernels = tmp_path / f"warmup-{socket.gethostname()}.kernels.json"
+    kernels.write_text(json.dumps([kernel.to_dict() for kernel in planned]))
+    copy_kernel.device_caches.clear()
+    with warm.later_misses(RunFolder(tmp_path)) as misses:
+        copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
+        copy_kernel.warmup(Pointer, Pointer, D=64, num_warps=8, enable_fp_fusion=True, grid=(1,))
+    said = "D=64 (planned: 16), num_warps=8 (planned: 4)"
+    assert misses == [{"kernel": "copy_kernel", "difference": said}]
+    assert f"compiled during training: copy_kernel: {said}" in caplog.text

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from .count import listening
 
 # Options of a launch that differ between kernels; the others are constants of a Triton version and a chip.
 _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "launch_cooperative_grid")
@@ -41,6 +44,18 @@ def describe(source: Any, metadata: Mapping[str, Any]) -> Description:
 
 
 _TRAITS = {"tt.divisibility": "(multiple of 16)", "tt.pointer_range": "(32 bit)"}
+
+
+@contextmanager
+def hearing_misses(heard: Callable[[Description], None]) -> Iterator[None]:
+    """Call `heard` for each kernel that Triton compiles in this process, by any thread, while the context is open."""
+
+    def note(**event: Any) -> None:
+        if not event["cache_hit"]:
+            heard(describe(event["src"], event["metadata"]))
+
+    with listening(note):
+        yield
 
 
 def difference(missed: Description, planned: Iterable[Description]) -> str:

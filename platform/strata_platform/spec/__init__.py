@@ -2,7 +2,7 @@
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.load import dump_spec, load_spec
-from strata_platform.spec.models import RunSpec
+from strata_platform.spec.models import KernelStore, RunSpec
 from strata_platform.spec.recipe import DataRecipe
 
-__all__ = ["DataRecipe", "Problem", "RunSpec", "SpecError", "dump_spec", "load_spec"]
+__all__ = ["DataRecipe", "KernelStore", "Problem", "RunSpec", "SpecError", "dump_spec", "load_spec"]

@@ -42,11 +42,15 @@ not `true` and 8.5 is not 8. A section that is picked by its `type` must name it
 
 def reference() -> str:
     """The reference of every field, in Markdown: a table for each section."""
-    blocks = [_INTRODUCTION, *_block("## Top level", RunSpec)]
-    for name, field in RunSpec.model_fields.items():
-        for tag, section in sections(field).items():
-            blocks += _block(f"## {name}" + (f", type {tag}" if tag else ""), section)
-    return "\n".join(blocks)
+    return "\n".join([_INTRODUCTION, *_block("## Top level", RunSpec), *_below(RunSpec, "")])
+
+
+def _below(section: type[BaseModel], path: str) -> Iterator[str]:
+    """The sections of a section, and theirs."""
+    for name, field in section.model_fields.items():
+        for tag, inner in sections(field).items():
+            yield from _block(f"## {path}{name}" + (f", type {tag}" if tag else ""), inner)
+            yield from _below(inner, f"{path}{name}.")
 
 
 def _block(title: str, section: type[BaseModel]) -> Iterator[str]:

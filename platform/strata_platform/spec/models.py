@@ -228,6 +228,24 @@ class Runtime(Section):
     )
 
 
+class KernelStore(Section):
+    """Compiled kernels that pods share. What is in it is run: whoever can write there can do what the pods can."""
+
+    url: Text | None = Field(
+        None, description="Folder that all pods mount, or an object store such as `s3://bucket/path`; none by default."
+    )
+    signing_key: Annotated[str, Field(pattern=r"^(env|file):.+$")] | None = Field(
+        None,
+        description="Where pods find the key, of 32 bytes or more, that archives are signed with: `env:NAME` or "
+        "`file:PATH`. What it has not signed is refused.",
+    )
+    allow_unsigned: Flag = Field(False, description="Without a signing key: use archives that nobody has signed.")
+    size_limit_mb: Count = Field(10240, description="MiB; beyond them, what was not used for longest is removed.")
+    timeout: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
+        60.0, description="Seconds that a pod waits for the store in all; then it compiles."
+    )
+
+
 class Kernels(Section):
     """The fused operators, and compiling them before training starts."""
 
@@ -237,6 +255,7 @@ class Kernels(Section):
     )
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
     warmup_timeout: Count = Field(600, description="Seconds after which the warm-up is given up and training starts.")
+    store: KernelStore = Field(default_factory=KernelStore, description="Compiled kernels that pods share.")
 
 
 class Checkpoint(Section):
@@ -397,6 +416,7 @@ class RunSpec(Section):
             "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_type out",
         )
         yield from self._objective_contradictions()
+        yield from self._store_contradictions()
         yield Contradiction(
             self.model.name in PRESETS and self.model.revision is not None,
             ("model.revision", "model.name"),
@@ -433,6 +453,29 @@ class RunSpec(Section):
                 f"set, but data.source '{self.data.source}' is built in and has none; leave data.{field} out",
             )
             for field, value in (("subset", self.data.subset), ("revision", self.data.revision))
+        )
+
+    def _store_contradictions(self) -> Iterator[Contradiction]:
+        store = self.kernels.store
+        yield Contradiction(
+            store.url is not None and (store.signing_key is not None) == store.allow_unsigned,
+            ("kernels.store.signing_key", "kernels.store.allow_unsigned", "kernels.store.url"),
+            "contradicts kernels.store.allow_unsigned; archives are signed or they are not: leave one of them out"
+            if store.allow_unsigned
+            else "missing, and kernels.store.url has archives that are run; give a key, or set "
+            "kernels.store.allow_unsigned if nobody else can write there",
+        )
+        yield Contradiction(
+            store.url is None and (store.signing_key is not None or store.allow_unsigned),
+            ("kernels.store.url", "kernels.store.signing_key", "kernels.store.allow_unsigned"),
+            "missing, and there is no store without it; set it, or leave kernels.store.signing_key and "
+            "kernels.store.allow_unsigned out",
+        )
+        yield Contradiction(
+            store.url is not None and not (self.kernels.enabled and self.kernels.warmup),
+            ("kernels.store.url", "kernels.warmup", "kernels.enabled"),
+            "set, but only the warm-up asks the store, and kernels.warmup or kernels.enabled is false; set them to "
+            "true, or leave kernels.store.url out",
         )
 
     def _objective_contradictions(self) -> Iterator[Contradiction]:

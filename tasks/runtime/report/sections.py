@@ -189,18 +189,38 @@ def warmup(record: CompletionRecord) -> Html:
             ("Kernels planned", report["planned"]),
             ("Compiled", len(report["compiled"]) - hits),
             ("Hits in the cache", hits),
+            *((label, report[key]) for key, label in _ORIGINS.items() if key in report),
             ("Failed", len(report["failed"])),
             ("Seconds", report["seconds"]),
+            *((label, report[key]) for key, label in _SECONDS.items() if key in report),
             *rows,
         ]
     elif reason is None:
         reason = "no report was written"
+    missed = [(element("code", miss["kernel"]), miss["difference"]) for miss in report.get("later_misses", ())]
     return element(
         "section",
         element("h2", "Kernel warm-up"),
         _note(f"Nothing was warmed up: {reason}.") if reason else None,
         _table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
+        *(element("p", problem, class_="note problem") for problem in report.get("problems", ())),
+        _table(("Compiled during training", "Difference from what was planned"), missed) if missed else None,
     )
+
+
+# Of the hits: where the kernels were before the warm-up.
+_ORIGINS = {
+    "cache_hits": "of them in the pod already",
+    "image_hits": "of them from the image",
+    "store_hits": "of them from the store",
+    "pushed": "Archives given to the store",
+}
+_SECONDS = {
+    "plan_seconds": "Seconds of planning",
+    "image_seconds": "Seconds of copying from the image, summed over threads",
+    "store_seconds": "Seconds of waiting for the store",
+    "compile_seconds": "Seconds of compiling, summed over threads",
+}
 
 
 def warmed_kernels(record: CompletionRecord) -> Html | None:
