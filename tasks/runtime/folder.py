@@ -93,9 +93,16 @@ class RunFolder:
     def claim(self, spec: RunSpec) -> None:
         """Make the folder this spec's own.
 
-        Raises ValueError when it holds a run of another spec: continuing would train something nobody described.
+        Raises ValueError when it holds a run of another spec: continuing would train something nobody described; or
+        when it cannot be made.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"output {spec.output!r}: the run's folder {self.root} cannot be made: {error.strerror}; set output to "
+                "a folder that may be written to"
+            ) from error
         if self.spec.exists():
             earlier = load_spec(self.spec)
             changed = _differences(_bound(earlier), _bound(spec))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -61,15 +64,16 @@ def load_config(spec: RunSpec) -> PretrainedConfig:
     """The architecture alone; no weights are read."""
     if spec.model.name in PRESETS:
         return LlamaConfig(**PRESETS[spec.model.name])
-    return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+    with _readable(spec.model.name):
+        return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
 
 
 def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model on the CPU, in `dtype`, by default the spec's.
 
     `weights`, a folder in Hugging Face format, replaces the spec's own start: the same architecture, later weights.
-    A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for an adapter,
-    which transformers would take for its model with the adapter in it.
+    A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for a model that
+    cannot be read, and for an adapter, which transformers would take for its model with the adapter in it.
     """
     dtype = dtype or dtype_of(spec)
     source = weights or spec.model.name
@@ -82,14 +86,15 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=None if weights else spec.model.revision,
-            dtype=dtype,
-            attn_implementation=spec.model.attention,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        with _readable(source):
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=None if weights else spec.model.revision,
+                dtype=dtype,
+                attn_implementation=spec.model.attention,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
         if hasattr(model, "peft_config"):
             raise ValueError(
                 f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
@@ -98,6 +103,19 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _drop_idle_settings(model.generation_config)
     return model
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """Name the model where it cannot be read; what the libraries say of it are their own words."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"model.name {source!r} cannot be read: {said}; give the name of a model on the Hub, or a folder with its "
+            "config.json and weights as safetensors"
+        ) from error
 
 
 def _drop_idle_settings(config: GenerationConfig) -> None:
@@ -201,5 +219,15 @@ def has_fused_loss(report: PatchReport | None) -> bool:
 
 
 def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
-    """Replace the model's operators by the kernel layer's, unless the spec turns them off."""
-    return patch_model(model, exclude=spec.kernels.exclude) if spec.kernels.enabled else None
+    """Replace the model's operators by the kernel layer's, unless the spec turns them off.
+
+    Raises ValueError where that cannot be done.
+    """
+    if not spec.kernels.enabled:
+        return None
+    try:
+        return patch_model(model, exclude=spec.kernels.exclude)
+    except ValueError as error:
+        raise ValueError(
+            f"kernels: {error}. In a spec, kernels.exclude leaves out operators, and kernels.enabled false all of them"
+        ) from error

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 NATS = "nats per token"
 """The unit of losses whose exponential is a perplexity."""
@@ -87,8 +87,16 @@ class CompletionRecord(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> CompletionRecord:
-        """Read what `save` wrote. Raises pydantic's ValidationError, a ValueError, for anything else."""
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        """Read what `save` wrote. Raises ValueError for anything else."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]
+            where = ".".join(map(str, reason["loc"]))
+            raise ValueError(
+                f"{path} cannot be read: {f'{where}: ' if where else ''}{reason['msg']}; remove it, and start the run "
+                "again to have it written anew"
+            ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

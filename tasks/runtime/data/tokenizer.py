@@ -40,7 +40,7 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {error}") from error
+        raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {' '.join(str(error).split())}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{field} {name!r}: its tokenizer has no end-of-sequence token, so nothing would tell the model to stop; "
