@@ -46,8 +46,9 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## Regenerate the reference of the run spec
+docs: $(READY) ## Regenerate the reference of the run spec and of the chart's values
 	$(BIN)/python -m strata_platform.spec.docs
+	$(BIN)/python -m strata_platform.chart.docs
 
 lock: $(READY) ## Resolve the dependencies anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 from flytekit import Resources
+from flytekit.core.base_task import PythonTask
 from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.spec.models import Resources as Asked
@@ -25,3 +28,19 @@ def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
         "shared_memory": asked.shared_memory,
         "accelerator": GPUAccelerator(asked.gpu_type) if asked.gpu_type and count else None,
     }
+
+
+def placed(task: PythonTask[Any], asked: Asked) -> PythonTask[Any]:
+    """`task` with the queue, the priority and the pod template that the spec asks for.
+
+    Kueue looks for labels on what it may hold back: the pod of a task of one pod, the job of one of several. Flyte puts
+    a task's labels there, and cannot change them for a node. So this is a copy, which a dynamic task sends along; its
+    name is the original's, which is what its pod loads.
+    """
+    labels = {"kueue.x-k8s.io/queue-name": asked.queue, "kueue.x-k8s.io/priority-class": asked.priority}
+    given = {label: value for label, value in labels.items() if value is not None}
+    if not given and asked.pod_template is None:
+        return task
+    own = copy.copy(task)
+    own._metadata = replace(task.metadata, labels=given or None, pod_template_name=asked.pod_template)
+    return own

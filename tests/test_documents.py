@@ -32,7 +32,11 @@ def test_the_spec_of_the_readme_is_valid(tmp_path):
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/runtime.md", "docs/warmup.md", "kernels/README.md"],
+    sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/*.md", "*/README.md", "charts/*/README.md")
+        for path in ROOT.glob(pattern)
+    ),
 )
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()

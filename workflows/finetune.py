@@ -9,7 +9,7 @@ from strata_platform.spec import RunSpec
 from tasks.evaluate import evaluate
 from tasks.export import Exported, export
 from tasks.prepare import plan, prepare
-from tasks.resources import SMALL, overrides
+from tasks.resources import SMALL, overrides, placed
 from tasks.topology import task_for
 
 DEFAULT = RunSpec()
@@ -30,7 +30,8 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 @dynamic(**SMALL)
 def train_evaluate_export(spec: RunSpec, data: FlyteDirectory) -> Exported:
     """The part of the workflow that runs with the topology and the resources of the spec."""
-    one = overrides(spec.resources, gpus=1)
-    trained = task_for(spec.topology)(spec=spec, data=data).with_overrides(**overrides(spec.resources))
-    record = evaluate(spec=spec, record=trained.record, weights=trained.weights, data=data).with_overrides(**one)
-    return export(spec=spec, record=record, weights=trained.weights, data=data).with_overrides(**one)
+    asked, one = spec.resources, overrides(spec.resources, gpus=1)
+    trained = placed(task_for(spec.topology), asked)(spec=spec, data=data).with_overrides(**overrides(asked))
+    measure, write = placed(evaluate, asked), placed(export, asked)
+    record = measure(spec=spec, record=trained.record, weights=trained.weights, data=data).with_overrides(**one)
+    return write(spec=spec, record=record, weights=trained.weights, data=data).with_overrides(**one)

@@ -1,5 +1,6 @@
 """What is sent to Flyte: task types, payloads, pods, names. A cluster would run exactly this."""
 
+import copy
 from collections import OrderedDict
 
 import pytest
@@ -122,15 +123,20 @@ SPEC = RunSpec.model_validate(
 )
 
 
-@pytest.fixture(scope="module")
-def nodes():
-    """The nodes that the dynamic task makes for the spec when it runs in a cluster, by the task they run."""
+def compiled(spec):
+    """What the dynamic task makes for `spec` when it runs in a cluster."""
+    fresh = copy.copy(train_evaluate_export)
+    # Flytekit keeps the workflow of the first call: a pod makes no other.
+    fresh._wf = None
     context = FlyteContextManager.current_context().new_builder().with_serialization_settings(SETTINGS)
     with FlyteContextManager.with_context(context) as ctx:
-        job = train_evaluate_export.compile_into_workflow(
-            ctx, train_evaluate_export.task_function, spec=SPEC, data="s3://bucket/data"
-        )
-    return {node.task_node.reference_id.name: node for node in job.nodes}
+        return fresh.compile_into_workflow(ctx, fresh.task_function, spec=spec, data="s3://bucket/data")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """The nodes for the spec, by the task they run."""
+    return {node.task_node.reference_id.name: node for node in compiled(SPEC).nodes}
 
 
 def test_the_spec_chooses_the_training_task(nodes):
@@ -163,6 +169,35 @@ def test_pods_without_a_common_folder_are_refused_before_they_start():
         pytest.raises(ValueError, match=r"output 'out' is a folder inside each pod, but topology\.nnodes 2 pods"),
     ):
         plan.task_function(spec)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=["pod", "job"])
+def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(shape):
+    spec = RunSpec.model_validate(
+        {
+            "topology": {"nnodes": shape[0], "nproc_per_node": shape[1]},
+            "parallel": {"type": "ddp"},
+            "resources": {"queue": "research", "priority": "urgent", "pod_template": "strata-rdma"},
+        }
+    )
+    sent = {task.id.name: task for task in compiled(spec).tasks}
+    assert set(sent) == {
+        f"tasks.topology.train_{shape[0]}x{shape[1]}",
+        "tasks.evaluate.evaluate",
+        "tasks.export.export",
+    }
+    for task in sent.values():
+        assert task.metadata.pod_template_name == "strata-rdma"
+        assert task.metadata.k8s_object_metadata.labels == {
+            "kueue.x-k8s.io/queue-name": "research",
+            "kueue.x-k8s.io/priority-class": "urgent",
+        }
+    # The next run in this process asks for what it asks for.
+    assert all(template(task).metadata.k8s_object_metadata.labels is None for task in TASKS.values())
+
+
+def test_a_run_that_names_no_queue_has_no_label():
+    assert all(task.metadata.k8s_object_metadata.labels is None for task in compiled(SPEC).tasks)
 
 
 def test_unknown_shape_lists_the_known_ones():

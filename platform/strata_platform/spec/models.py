@@ -305,6 +305,14 @@ class Resources(Section):
         None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
+    queue: Name | None = Field(
+        None, description="Kueue queue to wait in; by default the one called `default`, where the cluster has it."
+    )
+    priority: Name | None = Field(None, description="Kueue priority class; by default the cluster's.")
+    pod_template: Name | None = Field(
+        None,
+        description="PodTemplate of the cluster to start the pods from; by default the one that Flyte is set up with.",
+    )
 
 
 class Tracking(Section):

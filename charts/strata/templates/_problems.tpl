@@ -1,0 +1,103 @@
+{{/*
+What the schema cannot say: values that are right one by one and wrong together. A line for each problem.
+*/}}
+{{- define "strata.problems" -}}
+{{- include "strata.problems.tenants" . }}
+{{- include "strata.problems.queues" . }}
+{{- include "strata.problems.kueue" . }}
+{{- end }}
+
+{{- define "strata.problems.tenants" -}}
+{{- $seen := dict }}
+{{- $clusterQueues := dict }}
+{{- range .Values.queues.clusterQueues }}{{ $_ := set $clusterQueues .name true }}{{ end }}
+{{- range $tenant := include "strata.tenants" . | fromJsonArray }}
+{{- $where := printf "tenants (%s)" $tenant.namespace }}
+{{- if gt (len $tenant.namespace) 63 }}
+{{ $where }}: the namespace's name has {{ len $tenant.namespace }} letters, and 63 are allowed; shorten the project or the domain
+{{- end }}
+{{- if hasKey $seen $tenant.namespace }}
+{{ $where }}: the namespace is there twice; another project and domain have the same name together
+{{- end }}
+{{- $_ := set $seen $tenant.namespace true }}
+{{- range $queue := $tenant.queues }}
+{{- if and $.Values.queues.enabled (not (hasKey $clusterQueues $queue.clusterQueue)) }}
+{{ $where }}.queues ({{ $queue.name }}).clusterQueue: there is no queues.clusterQueues entry {{ quote $queue.clusterQueue }}; there are: {{ keys $clusterQueues | sortAlpha | join ", " | default "none" }}
+{{- end }}
+{{- end }}
+{{- $templates := dict $tenant.podTemplate.name true }}
+{{- range $variant := $tenant.podTemplate.variants }}
+{{- if hasKey $templates $variant.name }}
+{{ $where }}.podTemplate.variants ({{ $variant.name }}): the name is taken; choose another
+{{- end }}
+{{- $_ := set $templates $variant.name true }}
+{{- if and $variant.ipcLock (ne $tenant.podSecurity "privileged") }}
+{{ $where }}.podTemplate.variants ({{ $variant.name }}).ipcLock: podSecurity {{ quote $tenant.podSecurity }} refuses the capability; set podSecurity to "privileged", or raise the runtime's limit of locked memory and leave ipcLock out
+{{- end }}
+{{- end }}
+{{- range $list := list "dns" "flyte" "objectStore" "others" }}
+{{- range $index, $destination := index $tenant.network $list }}
+{{- if eq (empty $destination.cidr) (empty $destination.namespace) }}
+{{ $where }}.network.{{ $list }}[{{ $index }}]: give cidr for addresses or namespace for pods of this cluster, one of the two
+{{- else if and $destination.cidr $destination.podLabels }}
+{{ $where }}.network.{{ $list }}[{{ $index }}].podLabels: addresses have no labels; give namespace in place of cidr, or leave podLabels out
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "strata.problems.queues" -}}
+{{- $flavors := dict }}
+{{- range .Values.queues.flavors }}{{ $_ := set $flavors .name true }}{{ end }}
+{{- $topologies := dict }}
+{{- range .Values.queues.topologies }}{{ $_ := set $topologies .name true }}{{ end }}
+{{- range .Values.queues.flavors }}
+{{- if and .topology (not (hasKey $topologies .topology)) }}
+queues.flavors ({{ .name }}).topology: there is no queues.topologies entry {{ quote .topology }}; there are: {{ keys $topologies | sortAlpha | join ", " | default "none" }}
+{{- end }}
+{{- if and .topology (not .nodeLabels) }}
+queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say which nodes it is of
+{{- end }}
+{{- end }}
+{{- range $queue := .Values.queues.clusterQueues }}
+{{- $where := printf "queues.clusterQueues (%s)" $queue.name }}
+{{- $covered := keys (first $queue.quotas).resources | sortAlpha | join ", " }}
+{{- range $queue.quotas }}
+{{- if not (hasKey $flavors .flavor) }}
+{{ $where }}.quotas: there is no queues.flavors entry {{ quote .flavor }}; there are: {{ keys $flavors | sortAlpha | join ", " | default "none" }}
+{{- end }}
+{{- if ne $covered (keys .resources | sortAlpha | join ", ") }}
+{{ $where }}.quotas ({{ .flavor }}).resources: all flavors of a queue name the same resources, and the first has {{ $covered }}
+{{- end }}
+{{- range $name, $quota := .resources }}
+{{- range $limit := list "borrowingLimit" "lendingLimit" }}
+{{- if and (not $queue.cohort) (ne (toString (get $quota $limit)) "") }}
+{{ $where }}.quotas.resources.{{ $name }}.{{ $limit }}: a queue without a cohort shares nothing; set cohort, or leave {{ $limit }} out
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with $queue.preemption }}
+{{- if and (eq (.reclaimWithinCohort | default "Any") "Never") (ne (.borrowWithinCohort | default "Never") "Never") }}
+{{ $where }}.preemption.borrowWithinCohort: {{ quote .borrowWithinCohort }} needs preemption.reclaimWithinCohort other than "Never"
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Needs the cluster: nothing is found under `helm template`, and nothing is said then. */}}
+{{- define "strata.problems.kueue" -}}
+{{- with .Values.queues.kueue }}
+{{- if .check }}
+{{- $frameworks := list }}
+{{- $config := lookup "v1" "ConfigMap" .namespace .configMap }}
+{{- range $config.data }}
+{{- $frameworks = concat $frameworks (dig "integrations" "frameworks" list (fromYaml .)) }}
+{{- end }}
+{{- if and $config (not (has "kubeflow.org/pytorchjob" $frameworks)) }}
+queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the integration kubeflow.org/pytorchjob, so training jobs would not queue; add it to integrations.frameworks and restart Kueue, or set queues.kueue.check to false
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}

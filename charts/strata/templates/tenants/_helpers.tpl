@@ -1,0 +1,187 @@
+{{/* Every namespace with its settings, as a JSON list: tenantDefaults, and what the tenant says over it key by key. */}}
+{{- define "strata.tenants" -}}
+{{- $namespaces := list -}}
+{{- range $tenant := .Values.tenants -}}
+{{- $settings := mergeOverwrite (deepCopy $.Values.tenantDefaults) (omit (deepCopy $tenant) "project" "domains") -}}
+{{- range $domain := $tenant.domains -}}
+{{- $place := dict "project" $tenant.project "domain" $domain "namespace" (printf "%s-%s" $tenant.project $domain) -}}
+{{- $namespaces = append $namespaces (merge $place $settings) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $namespaces -}}
+{{- end }}
+
+{{/* Selects the namespaces of all tenants. */}}
+{{- define "strata.tenantNamespaces" -}}
+matchExpressions:
+  - key: kubernetes.io/metadata.name
+    operator: In
+    values:
+      {{- range include "strata.tenants" . | fromJsonArray }}
+      - {{ .namespace }}
+      {{- else }}
+      # There is no such namespace: a list may not be empty.
+      - none.
+      {{- end }}
+{{- end }}
+
+{{/* Labels of a tenant's objects; takes the release's context and the tenant. */}}
+{{- define "strata.tenantLabels" -}}
+{{ include "strata.labels" .root }}
+{{- with .tenant }}
+strata/tenant: {{ .namespace }}
+strata/project: {{ .project }}
+strata/domain: {{ .domain }}
+{{- end }}
+{{- end }}
+
+{{/* Tolerations with their defaults: Kubernetes' own operator is Equal, which a taint with a value does not match. */}}
+{{- define "strata.tolerations" -}}
+{{- range $i, $toleration := . }}
+{{- if $i }}{{ print "\n" }}{{ end -}}
+- key: {{ .key | quote }}
+  operator: {{ .operator | default "Exists" }}
+  {{- with .value }}
+  value: {{ . | quote }}
+  {{- end }}
+  {{- with .effect }}
+  effect: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A NetworkPolicy's entries for a list of destinations. */}}
+{{- define "strata.destinations" -}}
+{{- range $i, $destination := . }}
+{{- if $i }}{{ print "\n" }}{{ end -}}
+- to:
+    {{- if .cidr }}
+    - ipBlock:
+        cidr: {{ .cidr }}
+    {{- else }}
+    - namespaceSelector:
+        matchLabels:
+          kubernetes.io/metadata.name: {{ .namespace }}
+      {{- with .podLabels }}
+      podSelector:
+        matchLabels:
+          {{- toYaml . | nindent 10 }}
+      {{- end }}
+    {{- end }}
+  {{- with .ports }}
+  ports:
+    {{- range . }}
+    - port: {{ int64 .port }}
+      protocol: {{ .protocol | default "TCP" }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The pod that Flyte starts from; takes the tenant, and a variant or nothing. */}}
+{{- define "strata.podTemplate" -}}
+{{- $tenant := .tenant -}}
+{{- $template := $tenant.podTemplate -}}
+{{- $variant := .variant | default dict -}}
+metadata:
+  {{- with merge (dict) ($variant.annotations | default dict) $template.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  labels:
+    strata/tenant: {{ $tenant.namespace }}
+spec:
+  serviceAccountName: {{ $tenant.serviceAccount.name }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ int64 $template.terminationGracePeriodSeconds }}
+  securityContext:
+    {{- include "strata.podSecurity" $template | nindent 4 }}
+  {{- with $template.imagePullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- with merge (dict) ($variant.nodeSelector | default dict) $template.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with concat $template.tolerations ($variant.tolerations | default list) }}
+  tolerations:
+    {{- include "strata.tolerations" . | nindent 4 }}
+  {{- end }}
+  containers:
+    # What Flyte's containers start from, whatever they are called. Flyte sets the image, and not when it is pulled.
+    - name: default
+      image: set-by-flyte
+      imagePullPolicy: {{ $template.imagePullPolicy }}
+      {{- with $template.workingDir }}
+      workingDir: {{ . }}
+      {{- end }}
+      securityContext:
+        {{- include "strata.containerSecurity" . | nindent 8 }}
+        {{- if $variant.ipcLock }}
+          add: [IPC_LOCK]
+        {{- end }}
+      env:
+        - name: TRITON_CACHE_DIR
+          value: {{ $template.caches.triton.path }}
+        - name: HF_HOME
+          value: {{ $template.caches.huggingFace.path }}
+        {{- range $name, $value := $template.env }}
+        - name: {{ $name }}
+          value: {{ $value | quote }}
+        {{- end }}
+      {{- with $template.envSecrets }}
+      envFrom:
+        {{- range . }}
+        - secretRef:
+            name: {{ . }}
+        {{- end }}
+      {{- end }}
+      {{- with $variant.resources }}
+      resources:
+        requests:
+          {{- toYaml . | nindent 10 }}
+        limits:
+          {{- toYaml . | nindent 10 }}
+      {{- end }}
+      volumeMounts:
+        - name: triton-cache
+          mountPath: {{ $template.caches.triton.path }}
+        - name: huggingface-cache
+          mountPath: {{ $template.caches.huggingFace.path }}
+        {{- with $template.volumes }}
+        {{- include "strata.volumeMounts" . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: triton-cache
+      emptyDir:
+        sizeLimit: {{ $template.caches.triton.sizeLimit }}
+    - name: huggingface-cache
+      emptyDir:
+        sizeLimit: {{ $template.caches.huggingFace.sizeLimit }}
+    {{- with $template.volumes }}
+    {{- include "strata.volumes" . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{- define "strata.volumeMounts" -}}
+{{- range $i, $volume := . }}
+{{- if $i }}{{ print "\n" }}{{ end -}}
+- name: {{ .name }}
+  mountPath: {{ .mountPath }}
+  readOnly: {{ .readOnly | default false }}
+{{- end }}
+{{- end }}
+
+{{- define "strata.volumes" -}}
+{{- range $i, $volume := . }}
+{{- if $i }}{{ print "\n" }}{{ end -}}
+- name: {{ .name }}
+  persistentVolumeClaim:
+    claimName: {{ .claim }}
+    readOnly: {{ .readOnly | default false }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,65 @@
+"""The values of charts/strata, whole. Every key has a default; with those alone the chart creates next to nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from strata_platform.chart.queues import Queues
+from strata_platform.chart.section import Address, DnsName, Quantities, Values, VariableName
+from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
+
+
+class Image(Values):
+    """The project's image, for what the chart runs itself."""
+
+    repository: str = Field("", description="Repository; needed by tests and Jobs.")
+    tag: str = Field("", description="Tag or `sha256:` digest; by default the chart's appVersion.")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="When it is pulled.")
+    pull_secrets: tuple[DnsName, ...] = Field((), description="Secrets of the release's namespace to pull it with.")
+
+
+class FlyteAccount(Values):
+    """The service account of Flyte's propeller."""
+
+    namespace: DnsName = Field("flyte", description="Its namespace.")
+    service_account: DnsName = Field("flyte-binary", description="Its name.")
+
+
+class TestJob(Values):
+    """A job of two pods through each tenant's first queue."""
+
+    seconds: Annotated[int, Field(ge=0, le=3600)] = Field(
+        240, description="How long it may take, waiting in the queue included; 0 runs none. Helm itself waits for 300."
+    )
+    resources: Quantities = Field({"cpu": "1", "memory": "2Gi"}, description="Requests and limits of each pod.")
+
+
+class Tests(Values):
+    """What `helm test` runs: a look at every object, a pod and a job of two in each tenant's namespace."""
+
+    enabled: bool = Field(True, description="Create the test pods when `helm test` is run.")
+    python: str = Field("python", description="Interpreter of the image.")
+    resources: Quantities = Field({"cpu": "500m", "memory": "512Mi"}, description="Requests and limits of a test pod.")
+    env: dict[VariableName, str] = Field({}, description="Environment of the test pod in the release's namespace.")
+    volumes: tuple[Volume, ...] = Field((), description="Claims of the release's namespace for the test pod there.")
+    reachable: tuple[Address, ...] = Field((), description="`host:port` that a tenant's pods must reach.")
+    unreachable: tuple[Address, ...] = Field(
+        (), description="`host:port` that they must not reach; say them where the network plugin enforces policies."
+    )
+    flyte: FlyteAccount = Field(FlyteAccount(), description="The service account of Flyte's propeller.")
+    job: TestJob = Field(TestJob(), description="A job of two pods through each tenant's first queue.")
+
+
+class ChartValues(Values):
+    """Values of the chart."""
+
+    image: Image = Field(Image(), description="The project's image.")
+    tenants: tuple[Tenant, ...] = Field((), description="Projects and domains; each has a namespace.")
+    tenant_defaults: TenantSettings = Field(
+        TenantSettings(), description="What a tenant gets unless it says otherwise."
+    )
+    queues: Queues = Field(Queues(), description="Machines and how runs share them.")
+    tests: Tests = Field(Tests(), description="What `helm test` checks.")
+    global_: dict[str, Any] = Field({}, alias="global", description="Helm gives this to every subchart; not read.")

@@ -1,0 +1,218 @@
+"""What the chart renders, from values as they are shipped. Needs Helm."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.charts.conftest import CHART, PRESETS
+from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
+
+NAMES = [path.stem.removesuffix("-values") for path in PRESETS]
+
+
+@pytest.fixture(scope="module")
+def rendered(helm):
+    """The objects of each preset."""
+    return {name: helm.render("--values", path) for name, path in zip(NAMES, PRESETS, strict=True)}
+
+
+def of_kind(objects, kind):
+    return [item for item in objects if item["kind"] == kind]
+
+
+@pytest.mark.parametrize("path", [CHART / "values.yaml", *PRESETS], ids=lambda path: path.stem)
+def test_lint_has_nothing_to_say(helm, path):
+    done = helm("lint", "--strict", CHART, "--values", path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_THE_SCHEMA)
+def test_wrong_values_are_refused_with_the_key(helm, tmp_path, case):
+    text, *said = REFUSED_BY_THE_SCHEMA[case]
+    (tmp_path / "wrong.yaml").write_text(text)
+    done = helm.template("--values", tmp_path / "wrong.yaml")
+    assert done.returncode and any(all(part in line for part in said) for line in done.stderr.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_THE_TEMPLATES)
+def test_contradictions_are_refused_with_the_way_out(helm, tmp_path, case):
+    text, said = REFUSED_BY_THE_TEMPLATES[case]
+    (tmp_path / "wrong.yaml").write_text(f"image: {{repository: x}}\n{text}" if "image:" not in text else text)
+    done = helm.template("--values", tmp_path / "wrong.yaml")
+    assert done.returncode and said in done.stderr, done.stderr
+
+
+def test_the_defaults_make_nothing(helm):
+    assert helm.render() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_labeled_and_no_two_have_one_name(rendered, name):
+    objects = rendered[name]
+    assert objects
+    names = [(item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"]) for item in objects]
+    assert len(set(names)) == len(names)
+    assert all(item["metadata"]["labels"]["app.kubernetes.io/instance"] == "strata" for item in objects)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tenant_has_every_piece(rendered, name):
+    values = yaml.safe_load((CHART / "ci" / f"{name}-values.yaml").read_text())
+    kinds = {"ServiceAccount", "LimitRange", "PodTemplate", "LocalQueue"}
+    kinds |= {"Namespace", "NetworkPolicy", "ConfigMap"} if name != "objects-elsewhere" else set()
+    for tenant in values["tenants"]:
+        for domain in tenant["domains"]:
+            namespace = f"{tenant['project']}-{domain}"
+            own = {
+                item["kind"]
+                for item in rendered[name]
+                if namespace in (item["metadata"].get("namespace"), item["metadata"]["name"])
+                and "helm.sh/hook" not in item["metadata"].get("annotations", {})
+            }
+            wanted = kinds | ({"ResourceQuota"} if tenant.get("quota") else set())
+            wanted |= {"Role", "RoleBinding"} if tenant.get("members") else set()
+            assert own == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_are_what_the_restricted_level_allows(rendered, name):
+    # A capability that is asked for by name, under the level privileged, is the exception.
+    for template in of_kind(rendered[name], "PodTemplate"):
+        assert_restricted(template["template"]["spec"], template["metadata"]["name"] == "strata-rdma")
+    for pod in of_kind(rendered[name], "Pod"):
+        assert_restricted(pod["spec"], may_add=False)
+
+
+def assert_restricted(spec, may_add):
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    assert all(set(volume) - {"name"} <= {"emptyDir", "persistentVolumeClaim"} for volume in spec.get("volumes", []))
+    for container in spec["containers"]:
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"]["drop"] == ["ALL"]
+        assert may_add or "add" not in security["capabilities"]
+
+
+def test_the_template_leaves_shared_memory_to_the_run(rendered):
+    # Flyte refuses a task that asks for shared memory when something is mounted at /dev/shm already.
+    for template in of_kind(rendered["teams"], "PodTemplate"):
+        (container,) = template["template"]["spec"]["containers"]
+        assert container["name"] == "default"
+        assert all(mount["mountPath"] != "/dev/shm" for mount in container["volumeMounts"])
+
+
+def test_a_tenant_differs_from_the_defaults_key_by_key(rendered):
+    templates = of_kind(rendered["teams"], "PodTemplate")
+    for template in templates:
+        (container,) = template["template"]["spec"]["containers"]
+        assert {"name": "HF_ENDPOINT", "value": "http://mirror.hub-mirror:8080"} in container["env"]
+    limits = {
+        item["metadata"]["namespace"]: item["spec"]["limits"][0] for item in of_kind(rendered["teams"], "LimitRange")
+    }
+    assert limits["speech-development"]["max"] == {"cpu": 64, "memory": "1Ti"}
+    assert limits["speech-development"]["default"] == limits["language-production"]["default"]
+    assert "max" not in limits["language-production"]
+
+
+def test_pods_reach_what_is_listed_and_each_other_in_jobs_alone(rendered):
+    policies = of_kind(rendered["teams"], "NetworkPolicy")
+    own = {
+        item["metadata"]["name"]: item["spec"]
+        for item in policies
+        if item["metadata"]["namespace"] == "speech-development"
+    }
+    default, job = own["strata-default"], own["strata-job"]
+    assert default["podSelector"] == {} and default["policyTypes"] == ["Ingress", "Egress"] and "ingress" not in default
+    ports = [[port["port"] for port in rule["ports"]] for rule in default["egress"]]
+    assert ports == [[53, 53], [8088, 8089], [443], [8080]]
+    assert default["egress"][2]["to"] == [{"ipBlock": {"cidr": "10.20.0.0/16"}}]
+    of_jobs = {"matchExpressions": [{"key": "training.kubeflow.org/job-name", "operator": "Exists"}]}
+    assert job["podSelector"] == of_jobs
+    assert job["ingress"] == [{"from": [{"podSelector": of_jobs}]}]
+    assert job["egress"] == [{"to": [{"podSelector": of_jobs}]}]
+
+
+def test_members_may_look_and_nothing_else(rendered):
+    roles = [item for item in of_kind(rendered["teams"], "Role") if item["metadata"]["name"] == "strata-member"]
+    assert len(roles) == 3
+    for role in roles:
+        assert all(rule["verbs"] == ["get", "list", "watch"] for rule in role["rules"])
+        assert all("secrets" not in rule["resources"] and "*" not in rule["resources"] for rule in role["rules"])
+
+
+def test_runs_have_no_token_and_no_rights(rendered):
+    for name in NAMES:
+        accounts = [item for item in of_kind(rendered[name], "ServiceAccount") if item["metadata"]["name"] == "strata"]
+        assert accounts and all(item["automountServiceAccountToken"] is False for item in accounts)
+        for binding in of_kind(rendered[name], "RoleBinding") + of_kind(rendered[name], "ClusterRoleBinding"):
+            assert all(subject["name"] != "strata" for subject in binding["subjects"])
+
+
+def test_queues_draw_on_flavors_in_the_order_given(rendered):
+    (queue,) = [item for item in of_kind(rendered["teams"], "ClusterQueue") if item["metadata"]["name"] == "language"]
+    (group,) = queue["spec"]["resourceGroups"]
+    assert group["coveredResources"] == ["cpu", "memory", "nvidia.com/gpu"]
+    assert [flavor["name"] for flavor in group["flavors"]] == ["h200", "cpu"]
+    for flavor in group["flavors"]:
+        assert [resource["name"] for resource in flavor["resources"]] == group["coveredResources"]
+    # A limit of nothing is a limit.
+    assert group["flavors"][1]["resources"][2]["borrowingLimit"] == 0
+    assert "borrowingLimit" not in group["flavors"][0]["resources"][2]
+
+
+def test_queues_take_tenants_alone(rendered):
+    for queue in of_kind(rendered["teams"], "ClusterQueue"):
+        (selector,) = queue["spec"]["namespaceSelector"]["matchExpressions"]
+        assert selector["values"] == ["language-development", "language-production", "speech-development"]
+
+
+def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
+    plain, fast = sorted(of_kind(rendered["rdma"], "PodTemplate"), key=lambda item: item["metadata"]["name"])
+    assert (plain["metadata"]["name"], fast["metadata"]["name"]) == ("strata", "strata-rdma")
+    assert "resources" not in plain["template"]["spec"]["containers"][0]
+    (container,) = fast["template"]["spec"]["containers"]
+    assert container["resources"] == {"requests": {"rdma/ib": 8}, "limits": {"rdma/ib": 8}}
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    # Without an operator Kubernetes would compare with an empty value.
+    assert fast["template"]["spec"]["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert fast["template"]["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/podset-preferred-topology": "cloud.example/rack"
+    }
+
+
+def test_policies_know_the_queues_of_each_tenant(rendered):
+    names = {item["metadata"]["namespace"]: item["data"]["queues"] for item in of_kind(rendered["teams"], "ConfigMap")}
+    assert names == {
+        "language-development": "default,spot",
+        "language-production": "default,spot",
+        "speech-development": "default",
+    }
+    assert len(of_kind(rendered["teams"], "ValidatingAdmissionPolicy")) == 2
+    assert of_kind(rendered["objects-elsewhere"], "ValidatingAdmissionPolicy") == []
+
+
+def test_tests_have_rights_only_while_they_run(rendered):
+    for item in rendered["teams"]:
+        if item["metadata"]["name"].startswith("strata-test"):
+            assert item["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    for role in of_kind(rendered["teams"], "Role"):
+        assert all(set(rule["verbs"]) <= {"get", "list", "watch", "create", "delete"} for rule in role["rules"])
+        assert all("secrets" not in rule["resources"] for rule in role["rules"])
+
+
+def test_what_is_tested_is_what_is_installed(rendered):
+    (pod,) = [item for item in of_kind(rendered["teams"], "Pod") if item["metadata"]["namespace"] == "strata-system"]
+    (variable,) = [item for item in pod["spec"]["containers"][0]["env"] if item["name"] == "STRATA_CHECK"]
+    for tenant in json.loads(variable["value"])["tenants"]:
+        for kind, names in tenant["objects"].items():
+            own = [i["metadata"] for i in of_kind(rendered["teams"], kind)]
+            assert set(names) <= {i["name"] for i in own if i["namespace"] == tenant["namespace"]}
+    assert pod["spec"]["containers"][0]["image"].startswith("registry.example/strata@sha256:")
+
+
+def test_names_of_another_release_do_not_clash(helm):
+    other = helm("template", "other", CHART, "--values", PRESETS[-1])
+    assert "other-queue-required-jobs" in other.stdout and "name: strata-queue-required" not in other.stdout

@@ -1,0 +1,178 @@
+"""Values files that are wrong, and the path of the key that is to be named."""
+
+TENANT = "project: p, domains: [d]"
+QUEUE = "name: q"
+
+# For the schema: of a wrong kind, out of range, or not there at all. The path is as Helm prints it.
+REFUSED_BY_THE_SCHEMA = {
+    "a key that does not exist": ("tenant: []", "tenant"),
+    "a misspelt section": ("queus: {enabled: true}", "queus"),
+    "a misspelt key of a section": ("image: {repo: x}", "/image", "repo"),
+    "a misspelt key of a tenant": (f"tenants: [{{{TENANT}, podSecurty: baseline}}]", "/tenants/0", "podSecurty"),
+    "a misspelt key deep in a tenant": (
+        f"tenants: [{{{TENANT}, podTemplate: {{caches: {{triton: {{size: 1Gi}}}}}}}}]",
+        "/tenants/0/podTemplate/caches/triton",
+        "size",
+    ),
+    "tenants by name": ("tenants: {p: {domains: [d]}}", "/tenants"),
+    "a tenant without a project": ("tenants: [{domains: [d]}]", "/tenants/0", "project"),
+    "a tenant without domains": ("tenants: [{project: p}]", "/tenants/0", "domains"),
+    "a tenant with no domain": ("tenants: [{project: p, domains: []}]", "/tenants/0/domains"),
+    "one domain as text": ("tenants: [{project: p, domains: d}]", "/tenants/0/domains"),
+    "a project in capitals": ("tenants: [{project: Language, domains: [d]}]", "/tenants/0/project"),
+    "a domain with a dot": ("tenants: [{project: p, domains: [d.e]}]", "/tenants/0/domains/0"),
+    "a project that is a number": ("tenants: [{project: 7, domains: [d]}]", "/tenants/0/project"),
+    "an unknown pod security level": ("tenantDefaults: {podSecurity: strict}", "/tenantDefaults/podSecurity"),
+    "yes for true, quoted": ('tenantDefaults: {createNamespace: "yes"}', "/tenantDefaults/createNamespace"),
+    "a namespace label with a space": ("tenantDefaults: {labels: {team: a b}}", "/tenantDefaults/labels/team"),
+    "a label key with a space": ('tenantDefaults: {labels: {"te am": a}}', "/tenantDefaults/labels", "te am"),
+    "a member of an unknown kind": (
+        "tenantDefaults: {members: [{kind: Team, name: x}]}",
+        "/tenantDefaults/members/0/kind",
+    ),
+    "a member without a name": ("tenantDefaults: {members: [{kind: User}]}", "/tenantDefaults/members/0", "name"),
+    "a queue without its cluster queue": (
+        f"tenantDefaults: {{queues: [{{{QUEUE}}}]}}",
+        "/tenantDefaults/queues/0",
+        "clusterQueue",
+    ),
+    "a quota in words": ("tenantDefaults: {quota: {pods: many}}", "/tenantDefaults/quota/pods"),
+    "a negative quota": ("tenantDefaults: {quota: {pods: -1}}", "/tenantDefaults/quota/pods"),
+    "a quota with a wrong unit": (
+        "tenantDefaults: {limits: {max: {memory: 8GB}}}",
+        "/tenantDefaults/limits/max/memory",
+    ),
+    "a fraction without quotes": (
+        "tenantDefaults: {limits: {default: {cpu: 0.5}}}",
+        "/tenantDefaults/limits/default/cpu",
+    ),
+    "addresses without a length": (
+        "tenantDefaults: {network: {objectStore: [{cidr: 10.0.0.1}]}}",
+        "/tenantDefaults/network/objectStore/0/cidr",
+    ),
+    "a port out of range": (
+        "tenantDefaults: {network: {flyte: [{namespace: flyte, ports: [{port: 70000}]}]}}",
+        "/tenantDefaults/network/flyte/0/ports/0/port",
+    ),
+    "a port as a bare number": (
+        "tenantDefaults: {network: {flyte: [{namespace: flyte, ports: [8089]}]}}",
+        "/tenantDefaults/network/flyte/0/ports/0",
+    ),
+    "an unknown protocol": (
+        "tenantDefaults: {network: {dns: [{namespace: n, ports: [{port: 53, protocol: udp}]}]}}",
+        "/tenantDefaults/network/dns/0/ports/0/protocol",
+    ),
+    "root": ("tenantDefaults: {podTemplate: {runAsUser: 0}}", "/tenantDefaults/podTemplate/runAsUser"),
+    "a grace period too short for a checkpoint": (
+        "tenantDefaults: {podTemplate: {terminationGracePeriodSeconds: 5}}",
+        "/tenantDefaults/podTemplate/terminationGracePeriodSeconds",
+    ),
+    "a relative working directory": (
+        "tenantDefaults: {podTemplate: {workingDir: app}}",
+        "/tenantDefaults/podTemplate/workingDir",
+    ),
+    "environment as Kubernetes has it": (
+        "tenantDefaults: {podTemplate: {env: [{name: A, value: b}]}}",
+        "/tenantDefaults/podTemplate/env",
+    ),
+    "a variable that is a number": (
+        "tenantDefaults: {podTemplate: {env: {OMP_NUM_THREADS: 1}}}",
+        "/tenantDefaults/podTemplate/env/OMP_NUM_THREADS",
+    ),
+    "a variable with a dash": (
+        "tenantDefaults: {podTemplate: {env: {HF-HOME: x}}}",
+        "/tenantDefaults/podTemplate/env",
+        "HF-HOME",
+    ),
+    "a host path": (
+        "tenantDefaults: {podTemplate: {volumes: [{name: v, hostPath: /data, mountPath: /data}]}}",
+        "/tenantDefaults/podTemplate/volumes/0",
+        "hostPath",
+    ),
+    "a toleration with an unknown effect": (
+        "tenantDefaults: {podTemplate: {tolerations: [{key: k, effect: NoScheduling}]}}",
+        "/tenantDefaults/podTemplate/tolerations/0/effect",
+    ),
+    "a cache with a wrong size": (
+        "tenantDefaults: {podTemplate: {caches: {huggingFace: {sizeLimit: 200 GiB}}}}",
+        "/tenantDefaults/podTemplate/caches/huggingFace/sizeLimit",
+    ),
+    "a topology without levels": ("queues: {topologies: [{name: t, levels: []}]}", "/queues/topologies/0/levels"),
+    "a flavor without a name": ("queues: {flavors: [{nodeLabels: {a: b}}]}", "/queues/flavors/0", "name"),
+    "a taint with an unknown effect": (
+        "queues: {flavors: [{name: f, nodeTaints: [{key: k, effect: Never}]}]}",
+        "/queues/flavors/0/nodeTaints/0/effect",
+    ),
+    "a cluster queue without quotas": (
+        "queues: {clusterQueues: [{name: q, quotas: []}]}",
+        "/queues/clusterQueues/0/quotas",
+    ),
+    "a quota as a bare number": (
+        "queues: {clusterQueues: [{name: q, quotas: [{flavor: f, resources: {cpu: 4}}]}]}",
+        "/queues/clusterQueues/0/quotas/0/resources/cpu",
+    ),
+    "a quota without its size": (
+        "queues: {clusterQueues: [{name: q, quotas: [{flavor: f, resources: {cpu: {borrowingLimit: 4}}}]}]}",
+        "/queues/clusterQueues/0/quotas/0/resources/cpu",
+        "nominal",
+    ),
+    "an unknown preemption": (
+        "queues: {clusterQueues: [{name: q, preemption: {withinClusterQueue: Always}, "
+        "quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
+        "/queues/clusterQueues/0/preemption/withinClusterQueue",
+    ),
+    "an unknown strategy": (
+        "queues: {clusterQueues: [{name: q, strategy: FIFO, quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
+        "/queues/clusterQueues/0/strategy",
+    ),
+    "a priority in words": ("queues: {priorities: [{name: p, value: high}]}", "/queues/priorities/0/value"),
+    "a priority that is too large": (
+        "queues: {priorities: [{name: p, value: 3000000000}]}",
+        "/queues/priorities/0/value",
+    ),
+    "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
+    "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
+}
+
+_CLUSTER_QUEUE = "clusterQueues: [{name: q, quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]"
+_MACHINES = f"queues: {{flavors: [{{name: f}}], {_CLUSTER_QUEUE}}}"
+
+# For the templates: right one by one, wrong together. What the message has to say.
+REFUSED_BY_THE_TEMPLATES = {
+    "a queue on nothing": (f"tenants: [{{{TENANT}, queues: [{{name: q, clusterQueue: shared}}]}}]\n{_MACHINES}",
+        'tenants (p-d).queues (q).clusterQueue: there is no queues.clusterQueues entry "shared"; there are: q'),
+    "a flavor that is not there": (f"queues: {{{_CLUSTER_QUEUE}}}",
+        'queues.clusterQueues (q).quotas: there is no queues.flavors entry "f"; there are: none'),
+    "a topology that is not there": ("queues: {flavors: [{name: f, nodeLabels: {a: b}, topology: t}]}",
+        'queues.flavors (f).topology: there is no queues.topologies entry "t"'),
+    "a topology of no nodes": ("queues: {topologies: [{name: t, levels: [rack]}], flavors: [{name: f, topology: t}]}",
+        "queues.flavors (f).nodeLabels"),
+    "flavors of other resources": ("queues: {flavors: [{name: f}, {name: g}], clusterQueues: [{name: q, quotas: ["
+        "{flavor: f, resources: {cpu: {nominal: 1}}}, {flavor: g, resources: {memory: {nominal: 1}}}]}]}",
+        "queues.clusterQueues (q).quotas (g).resources: all flavors of a queue name the same resources"),
+    "borrowing from nobody": ("queues: {flavors: [{name: f}], clusterQueues: [{name: q, quotas: ["
+        "{flavor: f, resources: {cpu: {nominal: 1, borrowingLimit: 0}}}]}]}",
+        "queues.clusterQueues (q).quotas.resources.cpu.borrowingLimit: a queue without a cohort shares nothing"),
+    "borrowing without taking back": ("queues: {flavors: [{name: f}], clusterQueues: [{name: q, cohort: c, preemption: "
+        "{reclaimWithinCohort: Never, borrowWithinCohort: LowerPriority}, "
+        "quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
+        "queues.clusterQueues (q).preemption.borrowWithinCohort"),
+    "two tenants of one name": ("tenants: [{project: a-b, domains: [c]}, {project: a, domains: [b-c]}]",
+        "tenants (a-b-c): the namespace is there twice"),
+    "a name that is too long": (f"tenants: [{{project: {'p' * 40}, domains: [{'d' * 30}]}}]",
+        "the namespace's name has 71 letters"),
+    "a capability that pod security refuses": (
+        f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: rdma, ipcLock: true}}]}}}}]",
+        'tenants (p-d).podTemplate.variants (rdma).ipcLock: podSecurity "restricted" refuses the capability'),
+    "two templates of one name": (f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: strata}}]}}}}]",
+        "tenants (p-d).podTemplate.variants (strata): the name is taken"),
+    "a destination that is nowhere": (f"tenants: [{{{TENANT}, network: {{others: [{{ports: [{{port: 1}}]}}]}}}}]",
+        "tenants (p-d).network.others[0]: give cidr for addresses or namespace"),
+    "a destination in two places": (
+        f"tenants: [{{{TENANT}, network: {{objectStore: [{{cidr: 10.0.0.0/8, namespace: minio}}]}}}}]",
+        "tenants (p-d).network.objectStore[0]: give cidr"),
+    "labels of addresses": (
+        f"tenants: [{{{TENANT}, network: {{objectStore: [{{cidr: 10.0.0.0/8, podLabels: {{a: b}}}}]}}}}]",
+        "tenants (p-d).network.objectStore[0].podLabels: addresses have no labels"),
+    "tests without an image": (f"tenants: [{{{TENANT}}}]\nimage: {{repository: ''}}", "image.repository is empty"),
+}  # fmt: skip
