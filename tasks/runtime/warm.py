@@ -35,6 +35,8 @@ DONE = "STRATA_WARMUP_DONE"
 BAKED = "STRATA_BAKED_KERNELS"
 """Environment variable: the folder that kernels were baked into when the image was built."""
 
+# How the names begin that `torch.compile` gives to its kernels.
+_GENERATED = "triton_"
 # What a cache directory must have room for: some hundred kernels.
 _ROOM = 32 << 20
 # Where the pod may write, whatever becomes of its disk: memory first.
@@ -70,11 +72,16 @@ def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
-    """Kernels that this process compiles while the context is open, each with how it differs from those planned."""
+    """Kernels that this process compiles while the context is open, each with how it differs from those planned.
+
+    Those that `torch.compile` generates are left out: no plan can have them.
+    """
     planned = _planned(_kernels_of(_report_in(folder)))
     found: list[dict[str, str]] = []
 
     def heard(kernel: Description) -> None:
+        if kernel.name.startswith(_GENERATED):
+            return
         found.append({"kernel": kernel.name, "difference": difference(kernel, planned)})
         log.warning("compiled during training: %s: %s", kernel.name, found[-1]["difference"])
 

@@ -45,6 +45,9 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[dict[str, Any], lis
         report = warmup(plan)
     seeder.push()
     log.info("warm-up: %s", report.summary())
+    if report.skipped is None:
+        counts = ", ".join(f"{number} {origin}" for origin, number in seeder.counts().items())
+        log.info("warm-up: kernels by where they came from: %s; %d entries given to the store", counts, seeder.pushed)
     result = {
         **report.to_dict(),
         **seeder.to_dict(),

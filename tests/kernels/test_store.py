@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton
 from triton.runtime.cache import get_cache_manager
 
-from strata_kernels.warmup import cache, store
+from strata_kernels.warmup import cache, count_compiles, store
 from strata_kernels.warmup.blobs import Blob, Folder, open_blobs
 from strata_kernels.warmup.budget import Budget
 from strata_kernels.warmup.seed import Seeder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
 from tests.kernels.cache_entries import kernel_entry, launcher_entry
-from tests.kernels.races import compile_made_up, hex_of, look_up
+from tests.kernels.races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter has no cache")
 
@@ -260,7 +261,7 @@ def test_the_image_comes_before_the_store_and_the_compiler_last(tmp_path, pod):
         signed(tmp_path / "store").push(key, files[key])
     seeder = Seeder(pod, [tmp_path / "none", tmp_path / "image"], signed(tmp_path / "store"))
     assert warm(seeder) == dict(zip(files, ("cache", "image", "image", "store", "compiled"), strict=True))
-    assert seeder.pushed == 1 and not seeder.problems and seeder.unwritable is None
+    assert seeder.pushed == 1 and not seeder.problems and "unwritable" not in seeder.to_dict()
     assert signed(tmp_path / "store").pull(nowhere) == files[nowhere]
     assert set(warm(Seeder(pod)).values()) == {"cache"}
 
@@ -294,6 +295,31 @@ def test_a_moved_cache_is_relocated_where_it_lies(tmp_path, pod):
         cache.store(tmp_path / "before", key, files)
     (tmp_path / "before").rename(pod)
     assert set(warm(Seeder(pod)).values()) == {"cache"}
+
+
+def test_triton_hits_what_another_pod_has_compiled(tmp_path, monkeypatch):
+    """With the real compiler, for an H200 that is not here."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+
+    def start(pod: str) -> dict[str, int]:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / pod))
+        copy_kernel.device_caches.clear()
+        seeder = Seeder(tmp_path / pod, store=signed(tmp_path / "store"))
+        with seeder.at_work(), count_compiles() as compiles:
+            for width in (16, 32):
+                copy_kernel.warmup(Pointer, Pointer, D=width, enable_fp_fusion=True, grid=(1,))
+        seeder.push()
+        assert sorted(kernel.values["D"] for kernel in seeder.kernels) == ["16", "32"]
+        assert compiles.count == seeder.counts()["compiled"] == seeder.pushed
+        return seeder.counts()
+
+    assert start("first") == {"cache": 0, "image": 0, "store": 0, "compiled": 2}
+    assert start("second") == {"cache": 0, "image": 0, "store": 2, "compiled": 0}
+    torn = archives(tmp_path / "store")[0]
+    torn.write_bytes(torn.read_bytes()[:-1])
+    assert start("third") == {"cache": 0, "image": 0, "store": 1, "compiled": 1}
+    assert start("fourth") == {"cache": 0, "image": 0, "store": 2, "compiled": 0}
+    assert start("fourth") == {"cache": 2, "image": 0, "store": 0, "compiled": 0}
 
 
 def test_a_store_that_never_answers_costs_its_time_and_no_more(tmp_path, pod, s3, monkeypatch):
@@ -332,7 +358,7 @@ def test_a_disk_that_is_full_is_reported(tmp_path, pod):
         assert warm(seeder)[KEY] == "compiled"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large" in seeder.unwritable
+    assert "File too large" in seeder.to_dict()["unwritable"]
 
 
 def test_time_is_counted_once_for_calls_side_by_side():

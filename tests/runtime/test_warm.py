@@ -231,6 +231,7 @@ def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkey
 def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    copy_kernel.device_caches.clear()
     planned = []
     with hearing_misses(planned.append):
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))

@@ -103,9 +103,12 @@ class Seeder:
         self.problems += [f"refused {name} from the store: {reason}" for name, reason in store.refused.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: where the kernels came from, seconds (added up over threads), and what went wrong."""
+        """Plain data for JSON: where the kernels came from, seconds (added up over threads), and what went wrong;
+        `unwritable` only where there is a reason.
+        """
         counts = self.counts()
         return {
+            **({} if self.unwritable is None else {"unwritable": self.unwritable}),
             "directory": str(self.directory),
             **{f"{origin}_hits": counts[origin] for origin in ORIGINS if origin != "compiled"},
             "pushed": self.pushed,
