@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from strata_kernels.warmup.blobs import Blob, Folder, open_blobs
 from strata_kernels.warmup.budget import Budget
 from strata_kernels.warmup.seed import Seeder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
-from tests.kernels.cache_entries import kernel_entry, launcher_entry
+from tests.kernels.cache_entries import elf, kernel_entry, launcher_entry
 from tests.kernels.races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter has no cache")
@@ -288,6 +289,20 @@ def test_a_torn_archive_is_refused_compiled_and_replaced(tmp_path, pod):
         f"refused {torn.relative_to(tmp_path / 'store')} from the store: its SHA-256 is not the one in its name"
     ]
     assert signed(tmp_path / "store").pull(KEY) == FILES
+
+
+def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
+    """Every thread that needs the driver's helper first builds it, and a C compiler's outputs differ."""
+    key, files = ENTRIES[-1]
+    (name,) = files
+    seeder = Seeder(pod)
+    with seeder.at_work(), ThreadPoolExecutor(8) as threads:
+        managers = list(threads.map(lambda _: get_cache_manager(hex_of(key)), range(8)))
+        builds = [elf(bytes([i]) * 5000) for i in range(8)]
+        paths = set(threads.map(lambda both: both[0].put(both[1], name), zip(managers, builds, strict=True)))
+    assert paths == {str(pod / key / name)}
+    loaded = cache.load(pod, key)
+    assert loaded is not None and loaded[name] in builds
 
 
 def test_a_moved_cache_is_relocated_where_it_lies(tmp_path, pod):

@@ -131,10 +131,16 @@ class Seeder:
 
             def put(self, data: Any, filename: str, binary: bool = True) -> str:
                 with seeder._noting_unwritable():
-                    if filename.endswith(cache.ALONE):
-                        contents = data if isinstance(data, bytes) else str(data).encode()
-                        cache.write_seal(seeder.directory, self.key, {filename: contents})
-                    return str(super().put(data, filename, binary))
+                    if not filename.endswith(cache.ALONE):
+                        return str(super().put(data, filename, binary))
+                    with seeder._asked[self.key]:
+                        # Threads build the same helper side by side, and no two builds are the same bytes. The first
+                        # one stays, or the seal would be of another one than the file.
+                        if not seeder._has(self.key):
+                            contents = data if isinstance(data, bytes) else str(data).encode()
+                            cache.write_seal(seeder.directory, self.key, {filename: contents})
+                            super().put(data, filename, binary)
+                        return str(self._make_path(filename))
 
             def put_group(self, filename: str, group: dict[str, str]) -> str:
                 with seeder._noting_unwritable():
@@ -198,6 +204,12 @@ class Seeder:
             cache.invalidate(self.directory, key)
         except OSError as error:
             self.unwritable = str(error)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return _load(self.directory, key) is not None
+        except cache.Damaged:
+            return False
 
     def _keep(self, key: str, files: cache.Files) -> bool:
         try:
