@@ -28,6 +28,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import Preempted, describe_exit, preemptible
 from tasks.runtime.warm import ensure_warm
+from tasks.runtime.watchdog import EXIT_HUNG
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class TrainingTask(PytorchElasticFunctionTask):
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, ChildFailedError):
                 rank, failure = error.value.get_first_failure()
+                if failure.exitcode == EXIT_HUNG:
+                    _recoverable(f"training hung; the stacks of its processes are in {RunFolder.of(spec).hangs}", error)
                 if failure.exitcode < 0:
                     _recoverable(f"rank {rank} was killed: {describe_exit(failure.exitcode)}", error)
             raise

@@ -16,7 +16,10 @@ EXIT_PREEMPTED = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Prepare, train, evaluate, export. 0: complete; 2: the spec or data must change; 143: preempted, start again."""
+    """Prepare, train, evaluate, export.
+
+    Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again.
+    """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
     arguments = parser.parse_args()

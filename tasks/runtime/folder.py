@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
 
 log = logging.getLogger(__name__)
+
+# How long to wait for the end of whoever else has the run: as long as an NFS server keeps the locks of a lost machine.
+LOCK_SECONDS = 120.0
 
 # What may differ between two attempts of one run: none of it changes what the next step computes, rounding aside. How
 # the rows of a step are spread over processes and micro-batches is free, how many they are is not.
@@ -18,6 +27,7 @@ _FREE = {
     "evaluation": True,
     "resources": True,
     "checkpoint": True,
+    "faults": True,
     "output": True,
     "kernels": {"warmup", "warmup_timeout", "store"},
     "runtime": True,
@@ -71,6 +81,11 @@ class RunFolder:
         return self.root / "attempts.txt"
 
     @property
+    def hangs(self) -> Path:
+        """Stacks of processes that hung, by attempt."""
+        return self.root / "hangs"
+
+    @property
     def weights(self) -> Path:
         """The trained weights on their way to evaluation and export."""
         return self.root / "weights"
@@ -115,6 +130,21 @@ class RunFolder:
         temporary.write_text(dump_spec(spec), encoding="utf-8")
         temporary.replace(self.spec)
 
+    @contextmanager
+    def lock(self, patience: float = LOCK_SECONDS) -> Iterator[None]:
+        """Keep out every other process that would write this run, on all machines whose file system has locks.
+
+        The kernel unlocks when the process ends, however it does; some file systems need a while to notice that a
+        machine is gone. Raises ValueError when it is locked after `patience` seconds.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("a+") as file:
+            _lock(file, time.monotonic() + patience)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
     def begin_attempt(self) -> int:
         """Note that the training processes start, and return how often they did before."""
         before = len(self.attempts.read_text().splitlines()) if self.attempts.exists() else 0
@@ -126,6 +156,29 @@ class RunFolder:
 def data_folder(output: str, recipe: DataRecipe) -> Path:
     """Where prepared data is kept: shared by all runs of the output folder that read the same recipe."""
     return Path(output).absolute() / "data" / recipe.hash()
+
+
+def _lock(file: TextIO, deadline: float) -> None:
+    warned = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read() or "another process"
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"{Path(file.name).parent} is being trained by {holder}; wait for it or end it, or choose another "
+                    "name"
+                ) from None
+            if not warned:
+                log.warning("%s is being trained by %s; waiting for its end", Path(file.name).parent, holder)
+            warned = True
+            time.sleep(0.2)
+        except OSError as error:
+            log.warning("%s has no locks (%s): see to it that nobody starts this run twice", file.name, error)
+            return
 
 
 def _bound(spec: RunSpec) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
 from tasks.runtime.recorder import Recorder
 from tasks.runtime.signals import Notice, Preempted
+from tasks.runtime.watchdog import SLOW, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Job:
     steps: int
     recorder: Recorder
     writer: CheckpointWriter
+    watchdog: Watchdog
     set_random_states: Callable[[], None]
     """Sets those that the next step starts from."""
     notice: Notice = field(default_factory=Notice)
@@ -73,6 +75,8 @@ class Job:
     def begin(self) -> None:
         """Call right before the first step: nothing may draw a random number in between."""
         self.recorder.begin(self.start, self.steps)
+        self.watchdog.start()
+        self.watchdog.expect(f"step {self.start + 1}", SLOW)
         self.set_random_states()
 
     def count(self, batches: Iterable[Batch]) -> Tensor:
@@ -107,6 +111,7 @@ class Job:
         self.recorder.end_step(step, grad_norm, learning_rate)
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
+            self.watchdog.expect(f"the checkpoint of step {step}", SLOW)
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
             self.recorder.flush()
             self.recorder.sync()
@@ -117,6 +122,8 @@ class Job:
             self.writer.wait()
             log.info("told to stop: step %d is done and saved", step)
             raise Preempted("SIGTERM")
+        if step < self.steps:
+            self.watchdog.expect(f"step {step + 1}")
 
     def _require_finite(self, step: int) -> None:
         """Without clipping no norm tells that gradients ruined the weights; the next loss would, too late."""

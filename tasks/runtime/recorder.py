@@ -44,7 +44,7 @@ class Recorder:
     """Collects a run's steps. Every process calls every method; only the main one writes."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, processes: Processes, attempt: int) -> None:
-        self._spec, self._folder, self._processes, self._attempt = spec, folder, processes, attempt
+        self._spec, self._folder, self._processes, self.attempt = spec, folder, processes, attempt
         self._pending: list[_Step] = []
         self._values: dict[str, Tensor] = {}
         self._targets: Tensor | None = None
@@ -143,7 +143,7 @@ class Recorder:
             points.append(
                 Point(
                     step=step.step,
-                    attempt=self._attempt,
+                    attempt=self.attempt,
                     time=time.time(),
                     loss=loss,
                     learning_rate=step.learning_rate,

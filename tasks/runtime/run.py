@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,8 +46,9 @@ from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput
-from tasks.runtime.signals import Notice, deferred, preemptible
+from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
 from tasks.runtime.warm import ensure_warm, later_misses
+from tasks.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -64,22 +65,25 @@ class Session:
 
 @contextmanager
 def session(spec: RunSpec) -> Iterator[Session]:
-    """Check the job's shape, warm up, join the process group, and leave it at the end; SIGTERM raises `Preempted`."""
+    """Check the job's shape, warm up, join the process group, lock the run; leave all at the end.
+
+    SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
+    """
     processes, folder = Processes.from_environment(), RunFolder.of(spec)
     processes.require(spec)
     if not torch.cuda.is_available():
         # Unset, each library below makes a guess of its own, and accelerate warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    with preemptible():
+    end_with_agent()
+    with preemptible(), ExitStack() as held:
         # Before the process group exists: a long compilation must not look like a hanging collective.
         warmup = ensure_warm(spec, folder)
+        held.callback(processes.disconnect)
         processes.connect()
-        try:
-            processes.on_main(lambda: folder.claim(spec))
-            _require_shared(spec, folder, processes)
-            yield Session(spec, folder, processes, warmup)
-        finally:
-            processes.disconnect()
+        processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: folder.claim(spec))
+        _require_shared(spec, folder, processes)
+        yield Session(spec, folder, processes, warmup)
 
 
 def train(run: Session, data: PreparedData) -> CompletionRecord:
@@ -96,7 +100,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    attempt = run.folder.begin_attempt() if run.processes.is_main else 0
+    attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
@@ -108,7 +112,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
-            with closing(job.writer), stopping as job.notice:
+            with closing(job.watchdog), closing(job.writer), stopping as job.notice:
                 framework_of(run.spec)(job)
                 job.writer.wait()
             recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
@@ -146,6 +150,12 @@ def build_job(
         keep_last=run.spec.checkpoint.keep_last,
         facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash, "base": base},
     )
+    watchdog = Watchdog(
+        run.folder.hangs / f"attempt-{recorder.attempt}",
+        run.processes.rank,
+        run.processes.world_size,
+        run.spec.faults.hang_timeout,
+    )
     return Job(
         spec=run.spec,
         processes=run.processes,
@@ -159,6 +169,7 @@ def build_job(
         steps=steps,
         recorder=recorder,
         writer=writer,
+        watchdog=watchdog,
         set_random_states=_load(run, model, optimizer, resume_from),
     )
 

@@ -1,8 +1,11 @@
-"""SIGTERM: the cluster wants the machine back."""
+"""Signals: SIGTERM, by which the cluster wants the machine back, and what ends a process with its agent."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +67,19 @@ def deferred() -> Iterator[Notice]:
         yield notice
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_agent() -> None:
+    """Have the kernel kill this process when the elastic agent that started it is gone; nothing to do without one.
+
+    Workers of an agent that was killed would train on, and write where the next start writes. Where there is no such
+    call they are kept from that by `RunFolder.lock` alone.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 _EXITS = {

@@ -1,5 +1,9 @@
 """A run's folder belongs to one spec."""
 
+import logging
+import os
+from contextlib import ExitStack
+
 import pytest
 
 from strata_platform.spec import RunSpec
@@ -66,3 +70,28 @@ def test_attempts_are_counted(tmp_path):
     folder = RunFolder.of(spec(tmp_path))
     folder.claim(spec(tmp_path))
     assert [folder.begin_attempt() for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_run_is_trained_by_one_start_at_a_time(tmp_path, caplog):
+    folder = RunFolder.of(spec(tmp_path, name="mine"))
+    with folder.lock():
+        with pytest.raises(ValueError, match=rf"mine is being trained by process {os.getpid()} on .*; wait for it"):
+            folder.lock(patience=0.0).__enter__()
+        assert "waiting for its end" not in caplog.text
+    with folder.lock(patience=0.0):
+        pass
+
+
+def test_a_start_waits_for_the_one_before_to_end(tmp_path, caplog):
+    folder = RunFolder.of(spec(tmp_path))
+    with ExitStack() as first:
+        first.enter_context(folder.lock())
+        # The second one warns when it has found the lock taken; then the first one ends.
+        handler = logging.Handler()
+        handler.emit = lambda record: first.close()
+        logging.getLogger("tasks.runtime.folder").addHandler(handler)
+        try:
+            with caplog.at_level(logging.WARNING, "tasks"), folder.lock(patience=30.0):
+                assert "waiting for its end" in caplog.text
+        finally:
+            logging.getLogger("tasks.runtime.folder").removeHandler(handler)

@@ -1,12 +1,18 @@
 """SIGTERM stops a run wherever it is, and codes become sentences."""
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from tasks.runtime.signals import Preempted, deferred, describe_exit, preemptible
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_sigterm_raises_preempted_and_the_handler_is_restored():
@@ -55,6 +61,22 @@ def test_outside_the_main_thread_nothing_changes():
     thread.start()
     thread.join()
     assert handlers[0] == handlers[1]
+
+
+WORKER = "from tasks.runtime.signals import *; end_with_agent(); print(os.getpid(), flush=True); signal.pause()"
+AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+
+
+def test_the_end_of_an_agent_is_the_end_of_its_workers():
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, WORKER],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
+    )  # fmt: skip
+    worker = os.pidfd_open(int(agent.stdout.readline()))
+    agent.kill()
+    agent.communicate()
+    assert select.select([worker], [], [], 30)[0]
+    os.close(worker)
 
 
 @pytest.mark.parametrize(

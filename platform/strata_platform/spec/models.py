@@ -275,6 +275,19 @@ class Checkpoint(Section):
     )
 
 
+class Faults(Section):
+    """What is watched for while a run trains, and what then follows."""
+
+    hang_timeout: Whole = Field(
+        600,
+        ge=0,
+        le=1800,
+        description="Seconds that a step may take; then every process leaves its stacks and ends, and the run is "
+        "continued from its last checkpoint. The first step, and one that waits for a checkpoint, may take three "
+        "times as long. 0: no limit.",
+    )
+
+
 class Evaluation(Section):
     """What is measured and shown before and after training."""
 
@@ -344,6 +357,7 @@ class RunSpec(Section):
     runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
+    faults: Faults = Field(default_factory=Faults, description="Hangs.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
