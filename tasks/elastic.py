@@ -24,9 +24,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
+from tasks.runtime.exits import MemoryKills, describe_exit
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
-from tasks.runtime.signals import Preempted, describe_exit, preemptible
+from tasks.runtime.signals import Preempted, preemptible
 from tasks.runtime.warm import ensure_warm
 from tasks.runtime.watchdog import EXIT_HUNG
 
@@ -53,6 +54,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         ensure_warm(spec, RunFolder.of(spec))
         # Once for the pod, not once for each of its processes.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
+        kills = MemoryKills()
         try:
             trained = super()._execute(**kwargs)
         except IgnoreOutputs as end:
@@ -70,7 +72,10 @@ class TrainingTask(PytorchElasticFunctionTask):
                 if failure.exitcode == EXIT_HUNG:
                     _recoverable(f"training hung; the stacks of its processes are in {RunFolder.of(spec).hangs}", error)
                 if failure.exitcode < 0:
-                    _recoverable(f"rank {rank} was killed: {describe_exit(failure.exitcode)}", error)
+                    how = describe_exit(failure.exitcode)
+                    if failure.exitcode == -signal.SIGKILL:
+                        how = kills.sentence(spec.resources.memory) or how
+                    _recoverable(f"rank {rank} was killed: {how}", error)
             raise
         return trained._replace(weights=directory(trained.weights.path))
 

@@ -22,6 +22,7 @@ from torch import OutOfMemoryError
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Topology
 from tasks.elastic import Training
+from tasks.runtime.exits import explain
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.signals import Preempted
@@ -63,10 +64,13 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
     except RuntimeError as error:
-        # What a collective raises when a peer is gone, and nothing tells it from what else goes wrong on a machine.
-        if spec.topology.world_size == 1 or isinstance(error, OutOfMemoryError):
+        known = explain(error)
+        # What a collective raises when a peer is gone looks like what else goes wrong on a machine.
+        retry = known.retry if known else spec.topology.world_size > 1
+        if not retry or isinstance(error, OutOfMemoryError):
             raise
-        raise FlyteRecoverableException(f"a process failed or lost its peers: {error}") from error
+        meaning = known.sentence if known else "a process failed or lost its peers"
+        raise FlyteRecoverableException(f"{meaning}: {error}") from error
     return Trained(record, FlyteDirectory(str(weights)))
 
 

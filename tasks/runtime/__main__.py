@@ -31,6 +31,8 @@ def main() -> int:
 
     configure_logging()
     # Only a good spec is worth the seconds that torch takes to import.
+    from torch import OutOfMemoryError
+
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
     from tasks.runtime.export import export
@@ -52,7 +54,7 @@ def main() -> int:
             with preemptible():
                 weights = collect_weights(spec, record)
                 export(spec, evaluate(spec, record, data, weights), data, weights)
-    except ValueError as error:
+    except (ValueError, OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except Preempted as signal_name:

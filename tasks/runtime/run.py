@@ -21,10 +21,12 @@ from strata_kernels import PatchReport
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
+from tasks.runtime.advice import advice_for
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
+from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.job import Job
@@ -83,7 +85,23 @@ def session(spec: RunSpec) -> Iterator[Session]:
         processes.on_main(lambda: held.enter_context(folder.lock()))
         processes.on_main(lambda: folder.claim(spec))
         _require_shared(spec, folder, processes)
-        yield Session(spec, folder, processes, warmup)
+        with _explained(spec, processes):
+            yield Session(spec, folder, processes, warmup)
+
+
+@contextmanager
+def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
+    """Say of errors of the GPU and its libraries what they mean and what to do; their type stays."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        capacity = torch.cuda.get_device_properties(processes.device).total_memory
+        raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
+    except RuntimeError as error:
+        known = explain(error)
+        if known:
+            error.add_note(f"{type(error).__name__} means: {known.sentence}")
+        raise
 
 
 def train(run: Session, data: PreparedData) -> CompletionRecord:

@@ -80,25 +80,3 @@ def end_with_agent() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-_EXITS = {
-    signal.SIGKILL: "SIGKILL; usually out of memory, or the machine is gone",
-    signal.SIGTERM: "SIGTERM; the cluster wants the machine back",
-    signal.SIGINT: "SIGINT; interrupted from the keyboard",
-    signal.SIGSEGV: "SIGSEGV; a crash in native code",
-    signal.SIGBUS: "SIGBUS; usually /dev/shm is full, raise resources.shared_memory",
-    signal.SIGABRT: "SIGABRT; native code gave up, for example NCCL after a collective timed out",
-}
-
-
-def describe_exit(code: int) -> str:
-    """A sentence for a process's exit code; negative codes are signals, as in `subprocess`.
-
-    >>> describe_exit(-9)
-    'SIGKILL; usually out of memory, or the machine is gone'
-    """
-    if code >= 0:
-        return f"exit code {code}"
-    number = signal.Signals(-code)
-    return _EXITS.get(number, number.name)

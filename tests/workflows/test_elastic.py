@@ -37,7 +37,7 @@ except BaseException as error:
     ("name", "says"),
     [
         ("finishes", ("RESULT Result(record=\"0 of 2, ['shard']\"",)),
-        ("is_killed", ("RECOVERABLE", "was killed: SIGKILL; usually out of memory", "run the same command again")),
+        ("is_killed", ("RECOVERABLE", "was killed: SIGKILL; the machine is gone", "run the same command again")),
         ("is_preempted", ("RECOVERABLE", "stopped by SIGTERM")),
         (
             "whose_pod_is_stopped",
@@ -65,8 +65,10 @@ def test_end_of_an_attempt(name, says, tmp_path):
         (1, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
         (2, torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
         (2, ValueError("training.micro_batch_size is too large"), ValueError),
+        (1, RuntimeError("CUDA error: uncorrectable ECC error encountered"), FlyteRecoverableException),
+        (2, RuntimeError("CUDA error: device-side assert triggered"), RuntimeError),
     ],
-    ids=["lost peer", "NCCL", "alone", "out of memory", "misused"],
+    ids=["lost peer", "NCCL", "alone", "out of memory", "misused", "broken GPU", "wrong token"],
 )
 def test_a_process_that_may_have_lost_a_peer_is_tried_again(monkeypatch, processes, error, expected):
     def session(spec):

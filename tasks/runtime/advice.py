@@ -1,0 +1,113 @@
+"""What to change about a run that does not fit into a GPU's memory, and what each change would save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strata_platform.errors import SpecError
+from strata_platform.estimate.memory import Memory, memory_of
+from strata_platform.estimate.shapes import ModelShape, from_config
+from strata_platform.spec import RunSpec
+from tasks.runtime.model import load_config
+
+GIB = float(1 << 30)
+# Share of a GPU that an allocator can use.
+USABLE = 0.97
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Fields, by section, and what they cost in exchange."""
+
+    fields: dict[str, dict[str, Any]]
+    price: str
+
+
+def advice_for(spec: RunSpec, capacity: float) -> str:
+    """`advise` for the spec's own model; for the message of an error, which nothing here may take the place of."""
+    try:
+        return advise(spec, from_config(load_config(spec).to_dict()), capacity)
+    except Exception as error:
+        return f"There is no advice for this model: {error}"
+
+
+def advise(spec: RunSpec, shape: ModelShape, capacity: float) -> str:
+    """What a process of the run needs, and changes that need less, beside the `capacity` bytes of its GPU."""
+    now = memory_of(spec, shape)
+    lines = [
+        f"The GPU has {capacity / GIB:.1f} GiB, and by the model's shapes a process needs about {now.peak / GIB:.1f} "
+        f"at its peak ({_parts(now)}). What helps:"
+    ]
+    for change in _changes(spec):
+        changed = _apply(spec, change)
+        after = None if changed is None else memory_of(changed, shape).peak
+        if after is not None and after < now.peak - 0.05 * GIB:
+            lines.append(
+                f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
+                f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
+            )
+    if len(lines) == 1:
+        lines.append("  more processes with parallel.type 'fsdp', or a smaller model.name")
+    return "\n".join(lines)
+
+
+def _parts(memory: Memory) -> str:
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts().items() if size > 0.05 * GIB)
+
+
+def _changes(spec: RunSpec) -> Iterator[_Change]:
+    """What may be changed, the cheapest first."""
+    training = spec.training
+    rows, passes = training.micro_batch_size, training.gradient_accumulation_steps
+    processes, nodes = spec.topology.nproc_per_node, spec.topology.nnodes
+    yield _Change({"kernels": {"enabled": True, "exclude": ()}}, "faster, too")
+    if rows > 1 and rows % 2 == 0:
+        fewer = {"micro_batch_size": rows // 2, "gradient_accumulation_steps": passes * 2}
+        yield _Change({"training": fewer}, "the same rows in a step")
+        if rows > 2:
+            fewest = {"micro_batch_size": 1, "gradient_accumulation_steps": passes * rows}
+            yield _Change({"training": fewest}, "the same rows in a step")
+    yield _Change({"training": {"gradient_checkpointing": True}}, "the same losses, about a quarter slower")
+    if spec.parallel.type == "ddp":
+        yield _Change({"parallel": {"type": "fsdp"}}, "the same losses but for rounding, more traffic")
+    for more in (2, 4, 8):
+        if more > processes and (rows * passes) % (more // processes) == 0 and nodes == 1:
+            share = rows * passes // (more // processes)
+            step = {"micro_batch_size": min(rows, share), "gradient_accumulation_steps": max(1, share // rows)}
+            shape = {"topology": {"nproc_per_node": more}, "parallel": {"type": "fsdp"}, "training": step}
+            if spec.resources.gpu:
+                shape["resources"] = {"gpu": more}
+            yield _Change(shape, "more GPUs, the same rows in a step")
+    yield _Change({"model": {"dtype": "bfloat16"}}, "less exact weights")
+    yield _Change({"adapter": {"type": "lora"}}, "trains an adapter in place of the weights")
+    yield _Change({"data": {"sequence_length": spec.data.sequence_length // 2}}, "other rows: choose another name")
+
+
+def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
+    """The spec with the change, or None where it refuses it or has it already."""
+    values = spec.model_dump()
+    for section, fields in change.fields.items():
+        other = "type" in fields and fields["type"] != values[section]["type"]
+        values[section] = fields if other else {**values[section], **fields}
+    try:
+        changed = RunSpec.model_validate(values)
+    except SpecError:
+        return None
+    return None if changed == spec else changed
+
+
+def _said(spec: RunSpec, change: _Change) -> str:
+    values = spec.model_dump()
+    said = []
+    for section, fields in change.fields.items():
+        for field, value in fields.items():
+            old = values[section].get(field)
+            if old != value:
+                said.append(f"{section}.{field} {_yaml(old)} -> {_yaml(value)}")
+    return ", ".join(said)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)
