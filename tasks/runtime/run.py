@@ -166,6 +166,7 @@ def build_job(
         optimizer,
         run.processes,
         keep_last=run.spec.checkpoint.keep_last,
+        keep_every=run.spec.checkpoint.keep_every,
         facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash, "base": base},
     )
     watchdog = Watchdog(

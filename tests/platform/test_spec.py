@@ -233,6 +233,7 @@ def test_a_long_value_is_shortened():
             "parallel.replicas",
             "'ddp'",
         ),
+        ({"checkpoint": {"every": 50, "keep_every": 75}}, "checkpoint.keep_every", "checkpoint.every 50"),
         ({"schedule": {"decay_ratio": 0.1}}, "schedule.decay_ratio", "schedule.type"),
         ({"schedule": {"type": "wsd", "warmup_ratio": 0.9}}, "schedule.warmup_ratio", "schedule.decay_ratio 0.2"),
     ],

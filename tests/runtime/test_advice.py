@@ -22,7 +22,7 @@ def test_the_advice_has_numbers_and_names_fields():
     assert "The GPU has 139.8 GiB" in said
     halved = r"training\.micro_batch_size 8 -> 4, training\.gradient_accumulation_steps 1 -> 2"
     assert re.search(halved + r": about [\d.]+ GiB, [\d.]+ less", said)
-    assert re.search(r"training\.gradient_checkpointing false -> true: about [\d.]+ GiB, [\d.]+ less, fits; ", said)
+    assert re.search(r"training\.gradient_checkpointing none -> full: about [\d.]+ GiB, [\d.]+ less, fits; ", said)
     assert re.search(r"adapter\.type none -> lora: .*does not fit alone", said)
 
 
@@ -55,7 +55,7 @@ def test_whatever_is_advised_needs_less_and_is_a_spec(changes):
 
 def test_a_model_too_large_for_anything_gets_a_way_out():
     spec = spec_of(
-        training={"micro_batch_size": 1, "gradient_checkpointing": True},
+        training={"micro_batch_size": 1, "gradient_checkpointing": "full"},
         data={"sequence_length": 8},
         model={"name": "x/y", "dtype": "bfloat16"},
         adapter={"type": "lora"},

@@ -91,8 +91,15 @@ def test_discard_after_removes_what_a_killed_save_left(root):
 def test_prune_keeps_the_newest(root):
     for step in (5, 10, 15):
         write(root, step)
-    prune(root, keep=2)
+    prune(root, 2)
     assert [checkpoint.step_of(f) for f in checkpoint.folders(root)] == [10, 15]
+
+
+def test_prune_keeps_every_so_many_steps(root):
+    for step in (5, 10, 15, 20, 25):
+        write(root, step)
+    prune(root, 1, keep_every=10)
+    assert [checkpoint.step_of(f) for f in checkpoint.folders(root)] == [10, 20, 25]
 
 
 def test_what_its_writer_tells_of_a_file_is_believed_until_it_is_read(root):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import socket
 import threading
 
@@ -118,18 +119,22 @@ def test_a_run_begun_on_the_cpu_continues_on_a_gpu_with_the_states_that_there_ar
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, model, optimizer, monkeypatch):
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, model, optimizer):
     saver = make_writer(tmp_path, model, optimizer)
     saver.save(1)
     saver.wait()
 
-    def full(path, tensors):
-        raise OSError(28, os.strerror(28), str(path))
-
-    monkeypatch.setattr(writer, "write_tensors", full)
-    saver.save(2)
-    with pytest.raises(ValueError, match=r"checkpoint-2 could not be written: process 0: .*No space left.*make room"):
-        saver.save(3)
+    # The largest file that this process may write: as on a full disk, the system refuses in the middle of a file.
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    try:
+        saver.save(2)
+        with pytest.raises(
+            ValueError, match=r"checkpoint-2 could not be written: process 0: .*File too large.*make room"
+        ):
+            saver.save(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1
 
 

@@ -263,6 +263,9 @@ class Checkpoint(Section):
 
     every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
     keep_last: Count = Field(2, description="Complete checkpoints to keep.")
+    keep_every: Count | None = Field(
+        None, description="Keep those of the steps that are multiples of this, too; a multiple of `every`."
+    )
     on_sigterm: Literal["stop", "save"] = Field(
         "stop",
         description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
@@ -449,6 +452,13 @@ class RunSpec(Section):
             ("adapter.type", "model.name"),
             f"'{self.adapter.type}' adapts a pretrained model, and model.name '{self.model.name}' is a preset, "
             "trained from scratch; set model.name to a Hub id or a folder, or adapter.type to 'none'",
+        )
+        keep_every, every = self.checkpoint.keep_every, self.checkpoint.every
+        yield Contradiction(
+            keep_every is not None and keep_every % every != 0,
+            ("checkpoint.keep_every", "checkpoint.every"),
+            f"{keep_every} is not a multiple of checkpoint.every {every}, and no other step is saved; "
+            f"set it to one, for example {every * 10}",
         )
         yield Contradiction(
             self.schedule.decay_ratio is not None and self.schedule.type != "wsd",

@@ -109,12 +109,14 @@ def discard_after(root: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints. Call after `commit`, so that a whole one always exists.
+def prune(root: Path, keep_last: int, keep_every: int | None = None) -> None:
+    """Keep the newest checkpoints, and those of every so many steps. Call after `commit`: a whole one always exists.
 
     One that cannot be removed is tried again the next time: a file that somebody reads over the network, say.
     """
-    for folder in folders(root)[:-keep]:
+    for folder in folders(root)[:-keep_last]:
+        if keep_every and step_of(folder) % keep_every == 0:
+            continue
         try:
             # Without its manifest a half-removed folder is no checkpoint.
             (folder / MANIFEST).unlink(missing_ok=True)

@@ -8,8 +8,10 @@ and, last, the manifest. One save is in flight at most.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,12 @@ class CheckpointWriter:
         processes: Processes,
         *,
         keep_last: int,
+        keep_every: int | None = None,
         facts: dict[str, Any],
     ) -> None:
         """`facts` are noted in every manifest."""
         self.root, self._model, self._optimizer = root, model, optimizer
-        self._keep_last, self._facts = keep_last, facts
+        self._keep, self._facts = (keep_last, keep_every), facts
         # A group of its own: the thread must not take part in what the training process says to its peers.
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
@@ -118,7 +121,7 @@ class CheckpointWriter:
             # Whatever it is: the others wait to hear of it.
             except Exception as error:
                 log.warning("this process could not write its part of %s", folder, exc_info=True)
-                failure = f"process {self._processes.rank}: {error}"
+                failure = f"process {self._processes.rank}: {error}{_shortage(error, folder, files)}"
             outcomes = self._processes.gather((written, failure))
             self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}))
         except BaseException as error:
@@ -134,7 +137,7 @@ class CheckpointWriter:
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 whole.commit(folder, known, {**self._facts, "world_size": self._processes.world_size})
-                whole.prune(self.root, self._keep_last)
+                whole.prune(self.root, *self._keep)
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
@@ -143,6 +146,15 @@ class CheckpointWriter:
                 f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
                 "the run again: it continues from the checkpoint before"
             )
+
+
+def _shortage(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]]) -> str:
+    """What the disk lacks, where that is the error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ""
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    free = shutil.disk_usage(folder.parent).free
+    return f" (it writes {size / 1e9:.2f} GB a checkpoint; {free / 1e9:.2f} GB are free there)"
 
 
 def _without_empty(plan: SavePlan) -> SavePlan:
