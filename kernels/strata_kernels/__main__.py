@@ -18,17 +18,18 @@ from .warmup.model import load_config, plan_model, presets
 
 # What learns in a run: all weights, or an adapter's, which lie in the linear layers.
 _LEARNS = ("all", "adapter")
+_BATCHES, _LENGTHS = (1, 2, 4, 8), (4096,)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 if kernels failed to compile, 2 for what was asked wrongly."""
+    """Run a command; returns the exit code: 0, 1 if something does not compile, 2 for what was asked wrongly."""
     given = _parser().parse_args(arguments)
     try:
         return int(given.run(given))
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RuntimeError) else 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,11 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     baking.set_defaults(run=_bake)
     for command in (plan, baking):
         known = ", ".join(presets())
-        command.add_argument("--model", type=_list, default=[], help=f"{known}; or paths of config.json or its folder")
-        command.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="what layers compute in")
-        command.add_argument("--learns", type=_learns, default=list(_LEARNS), help="all,adapter; default: both")
-        command.add_argument("--batch", type=_numbers, default=[1, 2, 4, 8], help="rows; default: 1,2,4,8")
-        command.add_argument("--length", type=_numbers, default=[4096], help="tokens; default: 4096")
+        # Without values of their own, so that a saved plan can refuse them.
+        command.add_argument("--model", type=_list, help=f"{known}; or paths of config.json or its folder")
+        command.add_argument("--dtype", choices=_DTYPES, help="what layers compute in; default: bfloat16")
+        command.add_argument("--learns", type=_learns, help="all,adapter; default: both")
+        command.add_argument("--batch", type=_numbers, help="rows of a micro-batch; default: 1,2,4,8")
+        command.add_argument("--length", type=_numbers, help="tokens of a row; default: 4096")
     return parser
 
 
@@ -87,14 +89,13 @@ def _planned(given: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--model is missing: give one or more of {', '.join(presets())}, or the path of a config.json"
         )
+    dtype = _DTYPES[given.dtype or "bfloat16"]
     plans = [
-        plan_model(
-            load_config(model), dtype=_DTYPES[given.dtype], batch=batch, length=length, adapter=learns == "adapter"
-        )
+        plan_model(load_config(model), dtype=dtype, batch=batch, length=length, adapter=learns == "adapter")
         for model in given.model
-        for learns in given.learns
-        for length in given.length
-        for batch in given.batch
+        for learns in given.learns or _LEARNS
+        for length in given.length or _LENGTHS
+        for batch in given.batch or _BATCHES
     ]
     return reduce(add, plans)
 
@@ -108,8 +109,9 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _bake(given: argparse.Namespace) -> int:
-    if given.plan and given.model:
-        raise ValueError("--plan contradicts --model; give one of them")
+    for name in ("model", "dtype", "learns", "batch", "length"):
+        if given.plan and vars(given)[name]:
+            raise ValueError(f"--plan contradicts --{name}: a saved plan says it all; leave one of them out")
     plan = Plan.from_json(given.plan.read_text(encoding="utf-8")) if given.plan else _planned(given)
     print(f"{len(plan)} kernels, plan {plan.hash[:12]}", flush=True)
     results = bake(plan, given.arch, given.out, workers=given.workers, progress=_bar())

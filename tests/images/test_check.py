@@ -71,3 +71,11 @@ def test_steps_run_below_another_root(tmp_path):
 def test_one_version_of_uv_everywhere():
     (here,) = re.findall(r"UV_VERSION=(\S+)", DOCKERFILE)
     assert f"UV_VERSION := {here}\n" in (check.ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_small_image_has_the_versions_of_the_large_one():
+    pins = [
+        set(re.findall(r"^(\S+==\S+)", (check.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+        for name in ("images/platform.lock", "requirements.lock")
+    ]
+    assert pins[0] and pins[0] <= pins[1]

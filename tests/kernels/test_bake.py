@@ -228,6 +228,7 @@ def test_no_arch(arch):
         (["--arch", "sm_90"], "--model is missing: give one or more of llama-3.1-8b, qwen3-4b"),
         (["--arch", "sm_90", "--model", "gpt-5"], "model 'gpt-5' is neither a preset"),
         (["--arch", "sm_90", "--model", "qwen3-4b", "--plan", "x"], "--plan contradicts --model"),
+        (["--arch", "sm_90", "--batch", "2", "--plan", "x"], "--plan contradicts --batch"),
         (["--arch", "h100", "--model", "qwen3-4b"], "arch 'h100' is no target"),
         (["--arch", ",", "--model", "qwen3-4b"], "give at least one architecture"),
         (["--arch", "sm_90", "--batch", "0"], "'0' is not a list of whole numbers from 1 on"),

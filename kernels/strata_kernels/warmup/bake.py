@@ -152,10 +152,10 @@ def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -
     # Not forked: torch has threads, and a compiler that has compiled for this process remembers.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _begin, (str(library), read_only)) as pool:
-        futures: dict[Future[_Answer], _Task] = {
-            pool.submit(_prepare, task.item.to_dict(), task.arch, str(task.folder)): task for task in tasks
-        }
         try:
+            futures: dict[Future[_Answer], _Task] = {
+                pool.submit(_prepare, task.item.to_dict(), task.arch, str(task.folder)): task for task in tasks
+            }
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:

@@ -1,7 +1,7 @@
 """Compiling for a GPU that is not here.
 
 Triton asks its driver which chip to compile for, and builds C extensions that link to the chip's own library: a helper
-for the process and, before version 3.7 or so, a launcher for each signature. All of it is done here with a driver that
+for the process and, up to version 3.6, a launcher for each signature. All of it is done here with a driver that
 stands in for Triton's, and with a library that has the names of CUDA's functions and none of their work. Its soname is
 that of the real one, which takes its place when the extensions are loaded beside a GPU.
 """
@@ -83,7 +83,7 @@ class StandIn:
     def launchable(self, compiled: Any) -> None:
         """Build, or find in the cache, all that a first launch of the kernel builds.
 
-        Since 3.9 the folder of the driver's library is part of the key, so for each in which a pod may have it.
+        Since 3.8 the folder of the driver's library is part of the key, so for each in which a pod may have it.
 
         Raises:
             NoLauncherError: AMD's library is not here; Triton writes its path into what it builds.
