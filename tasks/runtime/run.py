@@ -41,7 +41,7 @@ from tasks.runtime.model import (
     prepare_for_training,
     saved_dtype,
 )
-from tasks.runtime.objectives import Objective, Start, objective_of
+from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
@@ -118,6 +118,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
+    run.processes.on_main(lambda: require_same_tokens(run.spec, data))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
@@ -157,7 +158,7 @@ def build_job(
     compile_layers(model, run.spec)
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
-    start = Start(run.spec, run.processes, data, wrapped, base, continues=resume_from is not None)
+    start = Start(run.spec, run.processes, data, strategy, wrapped, base, continues=resume_from is not None)
     data = objective.begin(start)
     optimizer = build_optimizer(model, run.spec)
     writer = CheckpointWriter(

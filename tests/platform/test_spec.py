@@ -193,6 +193,7 @@ def test_a_long_value_is_shortened():
             "objective.label_smoothing",
             "objective.loss",
         ),
+        ({"objective": {"type": "distill", "teacher": "tiny-llama"}}, "objective.teacher", "nothing to teach"),
         ({"model": {"revision": "main"}}, "model.revision", "model.name"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),

@@ -6,11 +6,14 @@ Not the whole product of choices, which `test_matrix` goes through: an objective
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
@@ -26,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {
-    "dpo": [("torch", "fsdp", "none"), ("hf", "ddp", "none"), ("hf", "fsdp", "lora")],
+    "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
+    "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
 }
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
 
@@ -38,8 +42,9 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "name": name,
             "output": str(output),
             "model": {"name": f"{output}/pretrained"},
-            "data": {"source": f"{output}/pairs.jsonl", "sequence_length": 96, "validation_fraction": 0.2},
-            "objective": {"type": objective},
+            "data": {"source": f"{output}/pairs.jsonl", "sequence_length": 96, "validation_fraction": 0.2}
+            | ({"completion_column": "chosen", "packing": False} if objective == "distill" else {}),
+            "objective": {"type": objective} | ({"teacher": f"{output}/teacher"} if objective == "distill" else {}),
             "adapter": {"type": adapter},
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
             "optimizer": {"lr": 1e-3},
@@ -69,6 +74,11 @@ def curve(spec, attempt=0):
 def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
     save_pretrained(folder / "pretrained")
+    shutil.copytree(folder / "pretrained", folder / "teacher", ignore=shutil.ignore_patterns("made"))
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "pretrained")
+    with torch.no_grad():
+        teacher.lm_head.weight *= 4.0
+    teacher.save_pretrained(folder / "teacher")
     write_pairs(folder / "pairs.jsonl")
     return folder
 
@@ -121,6 +131,17 @@ def test_dpo_learns_to_prefer(alone, adapter):
     points = curve(alone["dpo", adapter][0])
     assert points[0][0] == pytest.approx(math.log(2)) and points[0][3]["reward_margin"] == pytest.approx(0, abs=1e-6)
     assert points[-1][0] < points[0][0] - 0.01 and points[-1][3]["reward_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_distillation_comes_closer_to_the_teacher(alone, output, adapter):
+    spec, record = alone["distill", adapter]
+    told = [metrics for *_, metrics in curve(spec)]
+    assert told[-1]["forward_kl"] < told[0]["forward_kl"]
+    weights = collect_weights(spec, record)
+    record = evaluate(spec, record, data_of(spec), weights)
+    assert record.loss_unit == "nats per token" and record.eval_loss_after < record.eval_loss_before
+    assert "Perplexity" in export(spec, record, data_of(spec), weights).report.read_text()
 
 
 def test_the_reference_is_computed_once_for_all_runs(trained, output):

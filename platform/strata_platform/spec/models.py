@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from strata_platform.spec.check import Contradiction, check
-from strata_platform.spec.objectives import Dpo, Pretrain, Sft
+from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
 from strata_platform.spec.section import (
     Count,
     Decay,
@@ -338,7 +338,7 @@ class Tracking(Section):
     log_every: Count = Field(10, description="Steps between progress lines on the console; metrics have every step.")
 
 
-Objective = Annotated[Pretrain | Sft | Dpo, Field(discriminator="type")]
+Objective = Annotated[Pretrain | Sft | Dpo | Distill, Field(discriminator="type")]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp, Field(discriminator="type")]
 
@@ -529,6 +529,11 @@ class RunSpec(Section):
             ("data.source", "objective.type"),
             f"'{source}' has no pairs of answers, which objective.type 'dpo' needs; set data.source to a Hub data set "
             "or to files with the columns prompt, chosen and rejected",
+        )
+        yield Contradiction(
+            objective.type == "distill" and objective.teacher in PRESETS,
+            ("objective.teacher",),
+            "a preset is trained from scratch and has nothing to teach; give a Hub id or the folder of a trained model",
         )
         if objective.type != "dpo":
             return

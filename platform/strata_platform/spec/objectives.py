@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.section import Number, Section
+from strata_platform.spec.section import Number, Section, Text
 
 
 class Pretrain(Section):
@@ -41,4 +41,21 @@ class Dpo(Section):
         "auto",
         description="Where the first model's log-probabilities come from: `precomputed` in one pass before training, "
         "or the `adapter` is switched off for a forward pass in every step. `auto` takes the adapter if there is one.",
+    )
+
+
+class Distill(Section):
+    """Distillation: learn the distributions of a teacher, a larger model of the same vocabulary."""
+
+    type: Literal["distill"] = Field("distill", description="Learn from a teacher.")
+    teacher: Text = Field(description="Hub id or folder of the model to learn from; it is frozen.")
+    teacher_revision: Text | None = Field(None, description="Commit, tag or branch of a teacher on the Hub.")
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="What is made small: `forward_kl` wants the teacher's whole distribution covered, `reverse_kl` its "
+        "main part met; `jsd` is between them.",
+    )
+    temperature: Number = Field(1.0, gt=0, description="Both models' logits are divided by it for the divergence.")
+    weight: Number = Field(
+        0.5, ge=0, le=1, description="Share of the divergence in the loss; the rest is the next token's."
     )

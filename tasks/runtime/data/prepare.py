@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -193,7 +194,7 @@ def _encode_all(
                 _allow(recipe, error)
                 tally.skipped["invalid"] += 1
         encoded = iter(encoder.encode([document for _, _, documents in fitting for document in documents]))
-        fit = _fit_pair if form.paired else _fit
+        fit = _fit_pair if form.paired else partial(_fit, splits=recipe.objective == "pretrain" or form.name == "text")
         for number, where, documents in fitting:
             pieces = fit(recipe, [next(encoded) for _ in documents], where, tally)
             for piece in pieces:
@@ -205,13 +206,16 @@ def _encode_all(
     return tally
 
 
-def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally) -> list[Encoded]:
-    """The documents of one sample as they go into rows; none when the sample is skipped, which is counted."""
+def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally, *, splits: bool) -> list[Encoded]:
+    """The documents of one sample as they go into rows; none when the sample is skipped, which is counted.
+
+    One that is longer than a row is cut into several when it `splits`.
+    """
     length = recipe.data.sequence_length
     learned = [document for document in documents if document.targets.any()]
     split_turns = len(documents) > 1
     if longest := max((len(document) for document in learned if len(document) > length), default=0):
-        if recipe.objective == "pretrain":
+        if splits:
             learned = [piece for document in learned for piece in split_long(document, length)]
             tally.split_long += 1
         elif recipe.data.overlong != "truncate":

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import Batch, Objective, Share, Start, target_tokens
 
-__all__ = ["Batch", "Objective", "Share", "Start", "objective_of", "target_tokens", "validation_objective_of"]
+__all__ = [
+    "Batch",
+    "Objective",
+    "Share",
+    "Start",
+    "objective_of",
+    "require_same_tokens",
+    "target_tokens",
+    "validation_objective_of",
+]
 
 
 def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
     """The objective that `objective.type` names; with `fused`, for a model whose loss the kernel layer computes."""
-    if spec.objective.type == "dpo":
-        return Dpo(spec, fused=fused)
+    match spec.objective.type:
+        case "dpo":
+            return Dpo(spec, fused=fused)
+        case "distill":
+            return Distill(spec, fused=fused)
     return NextToken(fused=fused)
 
 
 def validation_objective_of(spec: RunSpec, *, fused: bool) -> Objective:
-    """What the trained model is measured by."""
-    return objective_of(spec, fused=fused)
+    """What the trained model is measured by: by itself, where a teacher helped."""
+    return NextToken(fused=fused) if spec.objective.type == "distill" else objective_of(spec, fused=fused)

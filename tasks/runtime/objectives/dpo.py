@@ -18,9 +18,9 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.adapter import without_adapter
 from tasks.runtime.data import PreparedData
-from tasks.runtime.objectives.objective import Batch, Share, Start
+from tasks.runtime.objectives.objective import Batch, Share, Start, next_labels
 from tasks.runtime.objectives.reference import score_rows, with_reference
-from tasks.runtime.objectives.token_losses import next_labels, token_losses
+from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.processes import Processes
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
+from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
 
 Batch = dict[str, Tensor]
@@ -30,6 +32,7 @@ class Start:
     spec: RunSpec
     processes: Processes
     data: PreparedData
+    strategy: Strategy
     model: nn.Module
     """As the strategy wrapped it; with the weights that the run starts from, unless it continues."""
     base: str
@@ -68,6 +71,11 @@ class Objective(Protocol):
 def model_inputs(batch: Batch) -> Batch:
     """What of a batch the model reads."""
     return {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+
+
+def next_labels(batch: Batch) -> Tensor:
+    """For each position the label that it predicts: [B, T], -100 where there is none."""
+    return pad(batch["labels"][:, 1:], (0, 1), value=-100)
 
 
 def target_tokens(batch: Batch) -> Tensor:

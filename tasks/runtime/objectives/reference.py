@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from itertools import accumulate, chain
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,7 @@ def score_rows(
 def _save(path: Path, reference: Reference | None) -> None:
     assert reference is not None
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    # A name of its own: another run may be at the same work.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     save_file(reference._asdict(), temporary)
     temporary.replace(path)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from strata_kernels import linear_cross_entropy
-from tasks.runtime.objectives.objective import Batch, model_inputs
-
-
-def next_labels(batch: Batch) -> Tensor:
-    """For each position the label that it predicts: [B, T], -100 where there is none."""
-    return pad(batch["labels"][:, 1:], (0, 1), value=-100)
+from tasks.runtime.objectives.objective import Batch, model_inputs, next_labels
 
 
 def token_losses(model: nn.Module, batch: Batch, *, fused: bool) -> Tensor:

@@ -1,0 +1,131 @@
+"""`distill`: learn the distributions of a teacher, a larger model of the same vocabulary, beside the next token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Distill as Settings
+from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
+from tasks.runtime.data import PreparedData
+from tasks.runtime.model import build_empty_model, build_meta_model, build_model, has_fused_loss, patch, place
+from tasks.runtime.objectives.divergence import Head, distillation
+from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.processes import Processes
+from tasks.runtime.record import NATS
+
+
+class Distill:
+    """Cross entropy and the divergence from a teacher, averaged over the target tokens."""
+
+    unit = NATS
+
+    def __init__(self, spec: RunSpec, *, fused: bool) -> None:
+        assert isinstance(spec.objective, Settings)
+        self._settings, self._spec, self._fused = spec.objective, spec, fused
+        self._teacher: nn.Module | None = None
+        self._teacher_fused = False
+
+    def begin(self, start: Start) -> PreparedData:
+        """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere."""
+        spec, processes = self._teacher_spec(), start.processes
+        try:
+            teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
+            self._adopt(teacher)
+        except ValueError as error:
+            raise ValueError(f"objective.teacher: {error}") from error
+        adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
+        if spec.parallel.type == "fsdp" and processes.world_size > 1:
+            self._teacher = start.strategy.wrap(teacher, weights_follow=False)
+        else:
+            _replicate(teacher, processes)
+        return start.data
+
+    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """The rows bring all that is needed."""
+        return data
+
+    def example(self, tokens: Tensor) -> Batch:
+        """What rows are made of; the teacher comes without memory."""
+        self._adopt(build_meta_model(self._teacher_spec()))
+        return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Target tokens."""
+        return target_tokens(batch)
+
+    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
+        """Loss, cross entropy and divergence, divided by the targets of the whole step."""
+        labels = next_labels(batch).flatten()
+        teacher_x, teacher = self._ask(batch)
+
+        def loss(hidden: Tensor, *head: Any) -> Tensor:
+            x = hidden.flatten(0, 1)
+            return torch.stack(distillation(x, Head(*head), labels, teacher_x, teacher, self._settings, items))
+
+        inputs = model_inputs(batch)
+        sums: Tensor = model(**inputs, head_loss=loss).loss if self._fused else loss(model(**inputs).logits)
+        return Share(sums[0], {"next_token_loss": sums[1].detach(), self._settings.divergence: sums[2].detach()})
+
+    @torch.no_grad()
+    def _ask(self, batch: Batch) -> tuple[Tensor, Head]:
+        """Rows of the teacher, and what makes logits of them."""
+        assert self._teacher is not None
+        found: list[Head] = []
+
+        def keep(hidden: Tensor, *head: Any) -> Tensor:
+            found.append(Head(*head))
+            return hidden
+
+        inputs = model_inputs(batch)
+        if not self._teacher_fused:
+            return self._teacher(**inputs).logits.flatten(0, 1), Head()
+        hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss
+        return hidden.flatten(0, 1), found[0]
+
+    def _adopt(self, teacher: PreTrainedModel) -> None:
+        teacher.requires_grad_(False)
+        teacher.eval()
+        self._teacher_fused = has_fused_loss(patch(teacher, self._spec))
+        self._teacher = teacher
+
+    def _teacher_spec(self) -> RunSpec:
+        """The spec of a run of the teacher."""
+        named = {"name": self._settings.teacher, "revision": self._settings.teacher_revision}
+        return self._spec.model_copy(update={"model": self._spec.model.model_copy(update=named)})
+
+
+def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
+    """Raises ValueError when there is a teacher, and a token of the data is another one to it."""
+    if not isinstance(spec.objective, Settings):
+        return
+    name = spec.objective.teacher
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            name, revision=spec.objective.teacher_revision, trust_remote_code=False
+        ).get_vocab()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"objective.teacher {name!r}: cannot load its tokenizer: {' '.join(str(error).split())}"
+        ) from error
+    ours = data.tokenizer().get_vocab()
+    other = sorted(token for token in ours if theirs.get(token) != ours[token])
+    if other:
+        raise ValueError(
+            f"objective.teacher {name!r} has another vocabulary: {len(other)} of the data's {len(ours)} tokens are "
+            f"missing or have other numbers, such as {other[0]!r}; choose a teacher of the same family, or, for a "
+            "model from scratch, set model.tokenizer to the teacher's"
+        )
+
+
+def _replicate(teacher: PreTrainedModel, processes: Processes) -> None:
+    """Put the main process's teacher on the device of every process. A collective."""
+    place(teacher, processes.device)
+    if processes.world_size > 1:
+        for tensor in model_tensors(teacher).values():
+            dist.broadcast(tensor, src=0)
