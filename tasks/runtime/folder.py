@@ -105,19 +105,22 @@ class RunFolder:
         """The completion record; there only when the run has one."""
         return self.root / "record.json"
 
-    def claim(self, spec: RunSpec) -> None:
-        """Make the folder this spec's own.
-
-        Raises ValueError when it holds a run of another spec: continuing would train something nobody described; or
-        when it cannot be made.
-        """
+    def make(self) -> None:
+        """Make the folder, if it is not there. Raises ValueError when that fails."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"output {spec.output!r}: the run's folder {self.root} cannot be made: {error.strerror}; set output to "
-                "a folder that may be written to"
+                f"output: the run's folder {self.root} cannot be made: {error.strerror}; set output to a folder that may "
+                "be written to"
             ) from error
+
+    def claim(self, spec: RunSpec) -> None:
+        """Make the folder this spec's own.
+
+        Raises ValueError when it holds a run of another spec: continuing would train something nobody described.
+        """
+        self.make()
         if self.spec.exists():
             earlier = load_spec(self.spec)
             changed = _differences(_bound(earlier), _bound(spec))
@@ -137,7 +140,7 @@ class RunFolder:
         The kernel unlocks when the process ends, however it does; some file systems need a while to notice that a
         machine is gone. Raises ValueError when it is locked after `patience` seconds.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.make()
         with (self.root / ".lock").open("a+") as file:
             _lock(file, time.monotonic() + patience)
             file.truncate(0)
