@@ -111,8 +111,8 @@ class RunFolder:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"output: the run's folder {self.root} cannot be made: {error.strerror}; set output to a folder that may "
-                "be written to"
+                f"output: the run's folder {self.root} cannot be made: {error.strerror}; set output to a folder that "
+                "may be written to"
             ) from error
 
     def claim(self, spec: RunSpec) -> None:
