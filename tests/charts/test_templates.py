@@ -5,8 +5,11 @@ import json
 import pytest
 import yaml
 
-from tests.charts.conftest import CHART, PRESETS
+from tests.charts.conftest import CHART, HELM, PRESETS
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
+
+if HELM is None:
+    pytest.skip("there is no helm on the PATH; put it there, or its path into HELM", allow_module_level=True)
 
 NAMES = [path.stem.removesuffix("-values") for path in PRESETS]
 
@@ -61,6 +64,7 @@ def test_every_tenant_has_every_piece(rendered, name):
     values = yaml.safe_load((CHART / "ci" / f"{name}-values.yaml").read_text())
     kinds = {"ServiceAccount", "LimitRange", "PodTemplate", "LocalQueue"}
     kinds |= {"Namespace", "NetworkPolicy", "ConfigMap"} if name != "objects-elsewhere" else set()
+    kinds |= {"Job"} if name == "teams" else set()
     for tenant in values["tenants"]:
         for domain in tenant["domains"]:
             namespace = f"{tenant['project']}-{domain}"
@@ -181,6 +185,41 @@ def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     assert fast["template"]["metadata"]["annotations"] == {
         "kueue.x-k8s.io/podset-preferred-topology": "cloud.example/rack"
     }
+
+
+def test_kernels_are_baked_where_pods_look_for_them(helm, rendered):
+    jobs = of_kind(rendered["teams"], "Job")
+    assert len(jobs) == 3
+    for job in jobs:
+        assert_restricted(job["spec"]["template"]["spec"], may_add=False)
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        env = {item["name"]: item["value"] for item in container["env"]}
+        assert (env["MODELS"], env["ARCHS"]) == ("qwen3-4b,/models/ours/config.json", "sm_90,sm_100")
+        for template in of_kind(rendered["teams"], "PodTemplate"):
+            (pod,) = template["template"]["spec"]["containers"]
+            assert {"name": "STRATA_BAKED_KERNELS", "value": env["FOLDER"]} in pod["env"]
+            (mount,) = [mount for mount in pod["volumeMounts"] if mount["name"] == "baked-kernels"]
+            assert env["FOLDER"].startswith(f"{mount['mountPath']}/") and mount["readOnly"] is True
+    # A Job's pod cannot be changed: what makes another pod makes another Job.
+    other = helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", "kernels.bake.resources.cpu=4")
+    names = {job["metadata"]["name"] for job in jobs}
+    assert not names & {job["metadata"]["name"] for job in of_kind(other, "Job")}
+
+
+def test_kernels_of_the_image_are_used_where_none_are_baked(rendered):
+    for template in of_kind(rendered["single-gpu"], "PodTemplate"):
+        (pod,) = template["template"]["spec"]["containers"]
+        assert all(item["name"] != "STRATA_BAKED_KERNELS" for item in pod["env"])
+
+
+def test_nodes_that_train_hold_the_image(rendered):
+    (held,) = of_kind(rendered["teams"], "DaemonSet")
+    pod = held["spec"]["template"]["spec"]
+    assert_restricted(pod, may_add=False)
+    (job, *_) = of_kind(rendered["teams"], "Job")
+    assert pod["containers"][0]["image"] == job["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
 
 
 def test_policies_know_the_queues_of_each_tenant(rendered):

@@ -130,6 +130,8 @@ REFUSED_BY_THE_SCHEMA = {
         "queues: {priorities: [{name: p, value: 3000000000}]}",
         "/queues/priorities/0/value",
     ),
+    "a model with a comma": ("kernels: {bake: {models: ['a,b']}}", "/kernels/bake/models/0"),
+    "no architecture": ("kernels: {bake: {archs: []}}", "/kernels/bake/archs"),
     "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
     "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
 }
@@ -174,5 +176,7 @@ REFUSED_BY_THE_TEMPLATES = {
     "labels of addresses": (
         f"tenants: [{{{TENANT}, network: {{objectStore: [{{cidr: 10.0.0.0/8, podLabels: {{a: b}}}}]}}}}]",
         "tenants (p-d).network.objectStore[0].podLabels: addresses have no labels"),
+    "kernels that nothing keeps": ("kernels: {bake: {models: [qwen3-4b]}}",
+        "kernels.bake.claim: empty, and kernels.bake.models has models to bake"),
     "tests without an image": (f"tenants: [{{{TENANT}}}]\nimage: {{repository: ''}}", "image.repository is empty"),
 }  # fmt: skip

@@ -5,6 +5,11 @@ What the schema cannot say: values that are right one by one and wrong together.
 {{- include "strata.problems.tenants" . }}
 {{- include "strata.problems.queues" . }}
 {{- include "strata.problems.kueue" . }}
+{{- with .Values.kernels.bake }}
+{{- if and .models (not .claim) }}
+kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a claim of the tenants that keeps them, or leave models out
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "strata.problems.tenants" -}}

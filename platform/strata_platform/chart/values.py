@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from strata_platform.chart.kernels import Kernels
 from strata_platform.chart.queues import Queues
 from strata_platform.chart.section import Address, DnsName, Quantities, Values, VariableName
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
@@ -61,5 +62,6 @@ class ChartValues(Values):
         TenantSettings(), description="What a tenant gets unless it says otherwise."
     )
     queues: Queues = Field(Queues(), description="Machines and how runs share them.")
+    kernels: Kernels = Field(Kernels(), description="Pods that start warm.")
     tests: Tests = Field(Tests(), description="What `helm test` checks.")
     global_: dict[str, Any] = Field({}, alias="global", description="Helm gives this to every subchart; not read.")

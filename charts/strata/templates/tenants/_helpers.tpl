@@ -78,7 +78,7 @@ strata/domain: {{ .domain }}
 {{- end }}
 {{- end }}
 
-{{/* The pod that Flyte starts from; takes the tenant, and a variant or nothing. */}}
+{{/* The pod that Flyte starts from; takes the release's context, the tenant, and a variant or nothing. */}}
 {{- define "strata.podTemplate" -}}
 {{- $tenant := .tenant -}}
 {{- $template := $tenant.podTemplate -}}
@@ -129,6 +129,10 @@ spec:
           value: {{ $template.caches.triton.path }}
         - name: HF_HOME
           value: {{ $template.caches.huggingFace.path }}
+        {{- if .root.Values.kernels.bake.models }}
+        - name: STRATA_BAKED_KERNELS
+          value: {{ include "strata.bake.folder" .root }}
+        {{- end }}
         {{- range $name, $value := $template.env }}
         - name: {{ $name }}
           value: {{ $value | quote }}
@@ -152,6 +156,13 @@ spec:
           mountPath: {{ $template.caches.triton.path }}
         - name: huggingface-cache
           mountPath: {{ $template.caches.huggingFace.path }}
+        {{- with .root.Values.kernels.bake }}
+        {{- if .models }}
+        - name: baked-kernels
+          mountPath: {{ .path }}
+          readOnly: true
+        {{- end }}
+        {{- end }}
         {{- with $template.volumes }}
         {{- include "strata.volumeMounts" . | nindent 8 }}
         {{- end }}
@@ -162,6 +173,14 @@ spec:
     - name: huggingface-cache
       emptyDir:
         sizeLimit: {{ $template.caches.huggingFace.sizeLimit }}
+    {{- with .root.Values.kernels.bake }}
+    {{- if .models }}
+    - name: baked-kernels
+      persistentVolumeClaim:
+        claimName: {{ .claim }}
+        readOnly: true
+    {{- end }}
+    {{- end }}
     {{- with $template.volumes }}
     {{- include "strata.volumes" . | nindent 4 }}
     {{- end }}
