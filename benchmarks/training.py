@@ -75,7 +75,7 @@ class Run:
             "data": {"sequence_length": 4096},
             "training": {"steps": STEPS},
             "checkpoint": {"every": 1000},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": "torch"},
             # A process of its own for each run; the first steps compile as well.
             "kernels": {"warmup": False},

@@ -70,7 +70,9 @@ class Job:
 
     def loader(self) -> DataLoader[dict[str, Tensor]]:
         """This process's micro-batches of all steps that are left."""
-        return training_loader(self.spec, self.data, self.processes, start=self.start, stop=self.steps)
+        loader = training_loader(self.spec, self.data, self.processes, start=self.start, stop=self.steps)
+        loader.waited = self.recorder.add_data_wait
+        return loader
 
     def begin(self) -> None:
         """Call right before the first step: nothing may draw a random number in between."""

@@ -42,6 +42,10 @@ class Point:
     """Peak so far of the busiest process: allocated on the GPU, resident on the CPU."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the objective tells of the step beside its loss, each a mean over the same items."""
+    data_wait_seconds: float = 0.0
+    """Of `step_seconds`: what the process that waited longest for its data spent on that."""
+    mfu: float | None = None
+    """Model FLOPs utilization, 0 to 1; none where the peak of the device is not known."""
 
 
 _NAMES = frozenset(field.name for field in fields(Point))

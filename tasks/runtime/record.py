@@ -57,6 +57,10 @@ class CompletionRecord(BaseModel):
     """Wall time of training steps, over all attempts."""
     tokens_per_second: float
     """Median over the steps."""
+    mfu: float | None = None
+    """Model FLOPs utilization, median over the steps, 0 to 1; none where the peak of the device is not known."""
+    data_wait_seconds: float = 0.0
+    """Of `seconds`: what the process that waited longest for its data spent on that."""
     peak_memory_bytes: int
     parameters: int
     trainable_parameters: int

@@ -1,7 +1,7 @@
 """Metrics of every step, without a synchronisation at every step.
 
 Losses stay on the device until `log_every` steps are gathered, then travel to the host in one copy: after one reduction
-over the processes the main one writes them to the metrics file and TensorBoard and prints a line.
+over the processes the main one writes them to the metrics file, tells the trackers and prints a line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,13 @@ from torch import Tensor
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import MetricsFile, Point, read_points
+from tasks.runtime.mfu import Mfu
 from tasks.runtime.objectives import Share
 from tasks.runtime.processes import Processes
+from tasks.runtime.tracking import Trackers
+
+if TYPE_CHECKING:
+    from tasks.runtime.tracking.prometheus import Prometheus
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +48,17 @@ class _Step:
 class Recorder:
     """Collects a run's steps. Every process calls every method; only the main one writes."""
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, processes: Processes, attempt: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        processes: Processes,
+        attempt: int,
+        *,
+        mfu: Mfu | None = None,
+        prometheus: Prometheus | None = None,
+    ) -> None:
+        self._mfu, self._prometheus = mfu, prometheus
         self._spec, self._folder, self._processes, self.attempt = spec, folder, processes, attempt
         self._pending: list[_Step] = []
         self._values: dict[str, Tensor] = {}
@@ -51,24 +66,25 @@ class Recorder:
         self._tokens = 0
         self._steps = 0
         self._totals = (0, 0)
+        self._data_wait = 0.0
         self._flushed_at, self._flushed_step = 0.0, 0
         self._file: MetricsFile | None = None
-        self._board: Any = None
+        self._trackers: Trackers | None = None
 
     def begin(self, step: int, steps: int) -> None:
         """Training goes on after `step`, up to `steps`."""
         self._steps = steps
+        self._totals = self._processes.on_main(lambda: self._totals_after(step))
+        if self._processes.is_main:
+            self._file = MetricsFile(self._folder.metrics)
+            self._trackers = Trackers(self._spec, self._folder, done=step)
+        if self._prometheus is not None:
+            self._prometheus.begin(steps)
         self._flushed_at, self._flushed_step = time.monotonic(), step
-        if not self._processes.is_main:
-            return
-        done = [point for point in read_points(self._folder.metrics) if point.step <= step]
-        if done:
-            self._totals = (done[-1].tokens, done[-1].target_tokens)
-        self._file = MetricsFile(self._folder.metrics)
-        if self._spec.tracking.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self._folder.tensorboard), purge_step=step + 1)
+    def _totals_after(self, step: int) -> tuple[int, int]:
+        done = [point for point in read_points(self._folder.metrics) if point.step <= step]
+        return (done[-1].tokens, done[-1].target_tokens) if done else (0, 0)
 
     @property
     def step_is_open(self) -> bool:
@@ -84,6 +100,10 @@ class Recorder:
         for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.world_size
+
+    def add_data_wait(self, seconds: float) -> None:
+        """This process waited so long for data."""
+        self._data_wait += seconds
 
     def end_step(self, step: int, grad_norm: Tensor | float | None, learning_rate: float) -> None:
         """An optimizer step is done."""
@@ -104,69 +124,65 @@ class Recorder:
             return
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
-        peak = torch.tensor(float(_peak_memory(self._processes)), dtype=torch.float64, device=sums.device)
+        memory, data_wait = _peak_memory(self._processes), self._data_wait
+        most = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
             # Shares of one mean: each process has divided by what all have.
             dist.all_reduce(sums)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        values = [dict(zip(names, row, strict=True)) for row in sums.tolist()]
-        losses = [value.pop(_LOSS) for value in values]
-        norms = [None if step.grad_norm is None else float(step.grad_norm) for step in steps]
-        now = time.monotonic()
-        seconds = (now - self._flushed_at) / (steps[-1].step - self._flushed_step)
-        rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
-        self._flushed_at, self._flushed_step = now, steps[-1].step
-        if self._file is not None:
-            self._write(steps, losses, values, norms, seconds, rate, int(peak))
-        for step, loss, norm in zip(steps, losses, norms, strict=True):
-            if not math.isfinite(loss) or not math.isfinite(norm or 0.0):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], most.tolist())
+        self._data_wait = 0.0
+        if self._file is not None and self._trackers is not None:
+            self._file.write(points)
+            self._trackers.log(points)
+            self._show(points[-1])
+        if self._prometheus is not None:
+            self._prometheus.report(points[-1], memory_bytes=memory, data_wait_seconds=data_wait)
+        for point in points:
+            if not math.isfinite(point.loss) or not math.isfinite(point.grad_norm or 0.0):
                 raise ValueError(
-                    f"step {step.step}: the loss is {loss} and the gradient norm {norm}, so the weights are lost; "
-                    "start anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio"
+                    f"step {point.step}: the loss is {point.loss} and the gradient norm {point.grad_norm}, so the "
+                    "weights are lost; start anew under another name with a lower optimizer.lr or a higher "
+                    "schedule.warmup_ratio"
                 )
 
-    def _write(
-        self,
-        steps: list[_Step],
-        losses: list[float],
-        metrics: list[dict[str, float]],
-        norms: list[float | None],
-        seconds: float,
-        rate: float,
-        memory: int,
-    ) -> None:
-        assert self._file is not None
-        tokens, targets = self._totals
+    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[Point]:
+        """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
+        now, count = time.monotonic(), steps[-1].step - self._flushed_step
+        rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
+        of_all = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            "tokens_per_second": rate,
+            "step_seconds": (now - self._flushed_at) / count,
+            "memory_bytes": int(most[0]),
+            "data_wait_seconds": most[1] / count,
+            "mfu": self._mfu.of(rate) if self._mfu else None,
+        }
         points = []
-        for step, loss, told, norm in zip(steps, losses, metrics, norms, strict=True):
+        tokens, targets = self._totals
+        for step, told in zip(steps, values, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
-            points.append(
-                Point(
-                    step=step.step,
-                    attempt=self.attempt,
-                    time=time.time(),
-                    loss=loss,
-                    learning_rate=step.learning_rate,
-                    grad_norm=norm,
-                    tokens=tokens,
-                    target_tokens=targets,
-                    tokens_per_second=rate,
-                    step_seconds=seconds,
-                    memory_bytes=memory,
-                    metrics=told,
-                )
+            point = Point(
+                step=step.step,
+                loss=told.pop(_LOSS),
+                learning_rate=step.learning_rate,
+                grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+                tokens=tokens,
+                target_tokens=targets,
+                metrics=told,
+                **of_all,
             )
+            points.append(point)
         self._totals = (tokens, targets)
-        self._file.write(points)
-        self._plot(points)
-        self._show(points[-1])
+        self._flushed_at, self._flushed_step = now, steps[-1].step
+        return points
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
-        """Numbers of the run and of no step, for TensorBoard; what is not a number is left out."""
-        if self._board is not None:
-            for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{name}/{key}", value, self._steps)
+        """Numbers of the run and of no step, for the trackers; what is not a number is left out."""
+        if self._trackers is not None:
+            numbers = {f"{name}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
+            self._trackers.note(numbers, step=self._steps)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""
@@ -174,33 +190,26 @@ class Recorder:
             self._file.sync()
 
     def restart_clock(self) -> None:
-        """Leave out what was not training, such as a checkpoint, from the next rate."""
-        self._flushed_at = time.monotonic()
+        """Leave out of the next rate what was done since `flush`: a checkpoint, not training."""
+        now = time.monotonic()
+        if self._prometheus is not None:
+            self._prometheus.saved(now - self._flushed_at)
+        self._flushed_at = now
 
     def close(self) -> None:
         """Close the files. Pending steps of a broken attempt are dropped: they are after its last checkpoint."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _plot(self, points: list[Point]) -> None:
-        if self._board is None:
-            return
-        for point in points:
-            for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes"):
-                value = getattr(point, name)
-                if value is not None:
-                    self._board.add_scalar(f"train/{name}", value, point.step, walltime=point.time)
-            for name, value in point.metrics.items():
-                self._board.add_scalar(f"train/{name}", value, point.step, walltime=point.time)
-        self._board.flush()
+        if self._trackers is not None:
+            self._trackers.close(complete=self._flushed_step == self._steps)
+        if self._prometheus is not None:
+            self._prometheus.close()
 
     def _show(self, point: Point) -> None:
         left = (self._steps - point.step) * point.step_seconds
         width = len(str(self._steps))
         log.info(
-            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s  memory %.2f GiB  %s left",
+            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s%s  memory %.2f GiB  %s left",
             width,
             point.step,
             self._steps,
@@ -208,6 +217,7 @@ class Recorder:
             "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items()),
             point.learning_rate,
             f"{point.tokens_per_second:,.0f}",
+            "" if point.mfu is None else f"  mfu {100 * point.mfu:.1f} %",
             point.memory_bytes / 2**30,
             f"{int(left) // 60}:{int(left) % 60:02d}",
         )
@@ -222,3 +232,9 @@ def _peak_memory(processes: Processes) -> int:
 def throughput(points: list[Point]) -> float:
     """Median tokens per second over a run's steps; 0 when it has none."""
     return statistics.median(point.tokens_per_second for point in points) if points else 0.0
+
+
+def utilization(points: list[Point]) -> float | None:
+    """Median MFU over a run's steps; None when it was not measured."""
+    measured = [point.mfu for point in points if point.mfu is not None]
+    return statistics.median(measured) if measured else None

@@ -32,6 +32,7 @@ from tasks.runtime.frameworks import framework_of
 from tasks.runtime.job import Job
 from tasks.runtime.layers import compile_layers
 from tasks.runtime.metrics import read_points
+from tasks.runtime.mfu import mfu_of
 from tasks.runtime.model import (
     adopt_tokenizer,
     build_empty_model,
@@ -47,8 +48,9 @@ from tasks.runtime.parallel import strategy_of
 from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
-from tasks.runtime.recorder import Recorder, throughput
+from tasks.runtime.recorder import Recorder, throughput, utilization
 from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
+from tasks.runtime.tracking import require_trackers, serve_prometheus
 from tasks.runtime.warm import ensure_warm, later_misses
 from tasks.runtime.watchdog import Watchdog
 
@@ -73,6 +75,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     """
     processes, folder = Processes.from_environment(), RunFolder.of(spec)
     processes.require(spec)
+    require_trackers(spec)
     if not torch.cuda.is_available():
         # Unset, each library below makes a guess of its own, and accelerate warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -124,7 +127,14 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
-    recorder = Recorder(run.spec, run.folder, run.processes, attempt)
+    recorder = Recorder(
+        run.spec,
+        run.folder,
+        run.processes,
+        attempt,
+        mfu=mfu_of(model, run.spec, run.processes, device_name(run.processes)),
+        prometheus=serve_prometheus(run.spec, run.processes, run.warmup),
+    )
     objective = objective_of(run.spec, fused=has_fused_loss(patched))
     with later_misses(run.folder) as misses, closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
@@ -342,6 +352,8 @@ def _record(
         restarts=attempt,
         seconds=sum(point.step_seconds for point in points),
         tokens_per_second=throughput(points),
+        mfu=utilization(points),
+        data_wait_seconds=sum(point.data_wait_seconds for point in points),
         peak_memory_bytes=max(point.memory_bytes for point in points),
         parameters=model.num_parameters(),
         trainable_parameters=model.num_parameters(only_trainable=True),

@@ -113,7 +113,7 @@ def make_spec(output, name, cell):
             "data": {"sequence_length": 32, "max_samples": 60},
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 2 // cell.processes},
             "checkpoint": {"every": 2, "keep_last": 2},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": cell.framework},
             "parallel": {"type": cell.strategy},
             "faults": {"hang_timeout": HANG_TIMEOUT},

@@ -49,7 +49,7 @@ def make_spec(pretrained, adapter=None, **changes):
             "optimizer": {"lr": 1e-2},
             "checkpoint": {"every": SAVED},
             "evaluation": {"samples": 1, "max_new_tokens": 4, "max_batches": 2},
-            "tracking": {"tensorboard": False},
+            "tracking": {"report_to": []},
             **changes,
         }
     )

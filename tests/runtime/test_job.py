@@ -24,7 +24,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
             "training": {"steps": 1, "micro_batch_size": 1},
             "optimizer": {"max_grad_norm": 0},
             "runtime": {"framework": "torch"},
-            "tracking": {"tensorboard": False},
+            "tracking": {"report_to": []},
         }
     )
     with pytest.raises(ValueError, match=r"step 1: the weights are not finite.*max_grad_norm above 0"):

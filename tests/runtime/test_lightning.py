@@ -28,7 +28,7 @@ def make_spec(output, name, **changes):
             # Three micro-batches: a share divided by them, as Lightning would, is not the same number times three.
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 3},
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": "lightning"},
             **changes,
         }

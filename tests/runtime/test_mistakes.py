@@ -283,7 +283,7 @@ def values(folder, **changes):
         "output": str(folder / "out"),
         "data": {"source": str(folder / "rows.jsonl"), "sequence_length": 32, "packing": False},
         "training": {"steps": 1, "micro_batch_size": 2},
-        "tracking": {"tensorboard": False},
+        "tracking": {"report_to": []},
         **changes,
     }
 

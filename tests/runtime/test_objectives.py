@@ -50,7 +50,7 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
             "evaluation": {"samples": 1, "max_new_tokens": 4},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": {"type": strategy},
             "topology": {"nproc_per_node": processes},

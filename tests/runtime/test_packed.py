@@ -39,7 +39,7 @@ def make_spec(folder, packing, framework="torch", **changes):
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
             "schedule": {"warmup_ratio": 0.0},
             "runtime": {"framework": framework},
-            "tracking": {"tensorboard": False},
+            "tracking": {"report_to": []},
             **changes,
         }
     )

@@ -32,7 +32,7 @@ def make_spec(output, name, framework, parallel, optimizer, processes=4):
             "training": {"steps": STEPS, "micro_batch_size": 4 // processes},
             "optimizer": optimizer,
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": parallel,
             "topology": {"nproc_per_node": processes},

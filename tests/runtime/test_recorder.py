@@ -17,7 +17,7 @@ from tasks.runtime.recorder import Recorder
 
 @pytest.fixture
 def recorder(tmp_path):
-    spec = RunSpec.model_validate({"output": str(tmp_path), "tracking": {"tensorboard": False}})
+    spec = RunSpec.model_validate({"output": str(tmp_path), "tracking": {"report_to": []}})
     recorder = Recorder(spec, RunFolder.of(spec), Processes(), attempt=0)
     recorder.begin(0, 10)
     yield recorder

@@ -71,7 +71,7 @@ def test_a_process_that_hangs_in_training_ends_the_attempt_and_the_next_one_fini
             "data": {"sequence_length": 32, "max_samples": 60},
             "training": {"steps": 4, "micro_batch_size": 1},
             "checkpoint": {"every": 2},
-            "tracking": {"log_every": 1, "tensorboard": False},
+            "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": "torch"},
             "parallel": {"type": "ddp"},
             "topology": {"nproc_per_node": 2},

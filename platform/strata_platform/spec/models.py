@@ -334,8 +334,18 @@ class Resources(Section):
 class Tracking(Section):
     """Where metrics go, beside the JSON lines that are always written."""
 
-    tensorboard: Flag = Field(True, description="Write TensorBoard event files to the run's folder.")
-    log_every: Count = Field(10, description="Steps between progress lines on the console; metrics have every step.")
+    report_to: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = Field(
+        ("tensorboard",),
+        description="Trackers that are told of every step. TensorBoard writes to the run's folder; servers and keys of "
+        "the others are environment variables.",
+    )
+    project: Text = Field("strata", description="MLflow's experiment and the project of Weights & Biases.")
+    log_every: Count = Field(10, description="Steps between progress lines and reports; metrics have every step.")
+    prometheus_port: Annotated[int, Field(ge=1024, le=65472), BeforeValidator(number)] | None = Field(
+        None,
+        description="Port on which a pod's first process serves metrics for Prometheus, and the others on the ports "
+        "after it; by default none does.",
+    )
 
 
 Objective = Annotated[Pretrain | Sft | Dpo | Distill, Field(discriminator="type")]

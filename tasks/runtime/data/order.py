@@ -7,7 +7,8 @@ the processes' shares, so that the same rows make a step however they are spread
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -49,12 +50,27 @@ class MicroBatches(Sampler[list[int]]):
             yield [self._order[position] for position in range(begin, begin + self._size)]
 
 
-def training_loader(
-    spec: RunSpec, data: PreparedData, processes: Processes, *, start: int, stop: int
-) -> DataLoader[dict[str, torch.Tensor]]:
+class Loader(DataLoader[dict[str, torch.Tensor]]):
+    """Micro-batches in order; calls `waited` with the seconds that each took to come."""
+
+    waited: Callable[[float], None] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:  # type: ignore[override]
+        micro_batches = super().__iter__()
+        while True:
+            asked = time.monotonic()
+            batch = next(micro_batches, None)
+            if batch is None:
+                return
+            if self.waited is not None:
+                self.waited(time.monotonic() - asked)
+            yield batch
+
+
+def training_loader(spec: RunSpec, data: PreparedData, processes: Processes, *, start: int, stop: int) -> Loader:
     """This process's micro-batches in order, `training.gradient_accumulation_steps` for each step."""
     rows = data.train
-    return DataLoader(
+    return Loader(
         rows,
         batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop),
         collate_fn=collator(spec.model.attention),

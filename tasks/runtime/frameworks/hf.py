@@ -52,7 +52,7 @@ def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
         max_grad_norm=spec.optimizer.max_grad_norm,
         save_strategy="no",
-        # Metrics, progress and TensorBoard are the recorder's: the Trainer's logging waits for the GPU at every step.
+        # Metrics, progress and trackers are the recorder's: the Trainer's logging waits for the GPU at every step.
         logging_strategy="no",
         logging_nan_inf_filter=False,
         disable_tqdm=True,

@@ -70,8 +70,10 @@ def _tiles(record: CompletionRecord) -> list[Html | None]:
             f"{record.steps:,}",
             element("small", f"of {record.steps_asked:,} asked for; {number(record.tokens)}\u00a0tokens"),
         ),
-        _tile("Duration", duration(record.seconds), element("small", "training steps, all attempts")),
-        _tile("Throughput", number(record.tokens_per_second), element("small", "tokens/s, median of the steps")),
+        _tile("Duration", duration(record.seconds), element("small", f"training steps, all attempts; {_wait(record)}")),
+        _tile(
+            "Throughput", number(record.tokens_per_second), element("small", f"{_rate(record)}, median of the steps")
+        ),
         _tile("Peak memory", gib(record.peak_memory_bytes), element("small", "busiest process")),
     ]
 
@@ -83,6 +85,15 @@ def _perplexity(before: float | None, after: float | None) -> Html:
         element("small", "exp of the loss, before and after training"),
         class_="key-result",
     )
+
+
+def _wait(record: CompletionRecord) -> str:
+    share = record.data_wait_seconds / record.seconds if record.seconds else 0.0
+    return f"{100 * share:.1f}\u00a0% waiting for data"
+
+
+def _rate(record: CompletionRecord) -> str:
+    return "tokens/s" if record.mfu is None else f"tokens/s, {100 * record.mfu:.1f}\u00a0% MFU"
 
 
 def _tile(label: str, *value: object, class_: str | None = None) -> Html:

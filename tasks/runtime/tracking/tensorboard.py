@@ -1,0 +1,32 @@
+"""TensorBoard: event files in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.utils.tensorboard import SummaryWriter
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.tracking.tracker import Values
+
+
+class TensorBoard:
+    """A file of events; those of steps that are done once more are hidden."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=done + 1)
+
+    def log(self, values: Sequence[Values]) -> None:
+        """Write them."""
+        for step, time, told in values:
+            for name, value in told.items():
+                self._writer.add_scalar(name, value, step, walltime=time)
+        self._writer.flush()
+
+    def close(self, *, complete: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+begin = TensorBoard

@@ -1,0 +1,106 @@
+"""What a run serves while it trains, scraped as Prometheus does."""
+
+import socket
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from strata_kernels.warmup import Compiled, WarmupReport
+from strata_platform.spec import RunSpec
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.metrics import read_points
+from tasks.runtime.objectives.next_token import NextToken
+from tasks.runtime.processes import Processes
+from tasks.runtime.tracking import serve_prometheus
+from tests.runtime.free_port import free_port
+from tests.runtime.train_only import train_spec
+
+
+def make_spec(output, port):
+    return RunSpec.model_validate(
+        {
+            "output": str(output),
+            "data": {"sequence_length": 64, "max_samples": 20},
+            "training": {"steps": 4, "micro_batch_size": 1},
+            "checkpoint": {"every": 2},
+            "runtime": {"framework": "torch"},
+            "tracking": {"log_every": 1, "report_to": [], "prometheus_port": port},
+        }
+    )
+
+
+def scrape(port):
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, sample.labels.pop("state", None)): (sample.value, sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
+    port = free_port()
+    spec = make_spec(tmp_path, port)
+    scraped = []
+    share = NextToken.share
+
+    def while_it_trains(self, *args):
+        scraped.append(scrape(port))
+        return share(self, *args)
+
+    monkeypatch.setattr(NextToken, "share", while_it_trains)
+    assert train_spec(spec).status == "complete"
+    # Nothing is served that is not known yet.
+    assert {name for name, _ in scraped[0]} == {"strata_target_steps"}
+    third = read_points(RunFolder.of(spec).metrics)[2]
+    values = {name: value for (name, _), (value, _) in scraped[3].items()}
+    for field in ("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds"):
+        assert values[f"strata_{field}"] == getattr(third, field)
+    assert values["strata_target_steps"] == 4
+    assert values["strata_memory_peak_bytes"] == third.memory_bytes
+    assert values["strata_data_wait_seconds_total"] > 0
+    # Training stood still for the checkpoint of step 2, not for those of the steps around it.
+    waits = [samples.get(("strata_checkpoint_seconds_total", None), (0.0, {}))[0] for samples in scraped]
+    assert waits[0] == waits[1] == 0.0 < waits[2] == waits[3]
+    assert "strata_mfu_ratio" not in values
+    assert all(labels == {"run": "finetune", "rank": "0", "framework": "torch"} for _, labels in scraped[3].values())
+    with pytest.raises(OSError):
+        scrape(port)
+
+
+def test_processes_of_a_pod_serve_side_by_side_and_the_first_its_warm_up(tmp_path):
+    port = free_port()
+    report = WarmupReport(
+        device="NVIDIA H200",
+        planned=3,
+        compiled=(Compiled("a", "", seconds=1.0, hit=False), Compiled("b", "", seconds=0.0, hit=True)),
+        failed=(),
+        seconds=1.0,
+    ).to_dict()
+    spec = make_spec(tmp_path, port)
+    served = [serve_prometheus(spec, Processes(rank + 8, rank, 16), report if rank == 0 else {}) for rank in (0, 1)]
+    first, second = scrape(port), scrape(port + 1)
+    for one in served:
+        one.close()
+    assert {state: value for (_, state), (value, _) in first.items()} == {
+        "planned": 3, "compiled": 1, "hit": 1, "failed": 0,
+    }  # fmt: skip
+    assert first["strata_warmup_kernels", "hit"][1]["rank"] == "8"
+    assert second == {}
+
+
+def test_a_port_that_is_taken_costs_the_endpoint_alone(tmp_path, caplog):
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        spec = make_spec(tmp_path, other.getsockname()[1])
+        assert train_spec(spec).status == "complete"
+    [warning] = [message for message in caplog.messages if "prometheus" in message]
+    assert "cannot listen on port" in warning and "choose another port" in warning
+
+
+def test_none_is_served_unless_asked_for(tmp_path):
+    assert serve_prometheus(make_spec(tmp_path, None), Processes(), {}) is None
