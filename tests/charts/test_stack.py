@@ -55,8 +55,7 @@ def test_kueue_queues_training_jobs_and_pods_of_tenants(strata):
 
 
 def test_the_namespace_is_the_one_of_the_commands(strata):
-    defaults = strata.tenant_defaults
-    places = {strata.queues.kueue.namespace, strata.tests.flyte.namespace, defaults.network.monitoring_namespace}
-    places |= {destination.namespace for destination in defaults.network.flyte}
+    places = {strata.queues.kueue.namespace, strata.tests.flyte.namespace}
+    places |= {destination.namespace for destination in strata.tenant_defaults.network.flyte}
     readme = (STACK / "README.md").read_text()
     assert places == set(re.findall(r"--namespace (\S+)", readme)) == {"strata-system"}

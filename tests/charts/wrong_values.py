@@ -166,6 +166,8 @@ REFUSED_BY_THE_TEMPLATES = {
     "a capability that pod security refuses": (
         f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: rdma, ipcLock: true}}]}}}}]",
         'tenants (p-d).podTemplate.variants (rdma).ipcLock: podSecurity "restricted" refuses the capability'),
+    "a template that Flyte does not know": (f"tenants: [{{{TENANT}, podTemplate: {{name: ours}}}}]",
+        'tenants (p-d).podTemplate.name: Flyte starts the pods of all tenants from one name, "strata"'),
     "two templates of one name": (f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: strata}}]}}}}]",
         "tenants (p-d).podTemplate.variants (strata): the name is taken"),
     "a destination that is nowhere": (f"tenants: [{{{TENANT}, network: {{others: [{{ports: [{{port: 1}}]}}]}}}}]",

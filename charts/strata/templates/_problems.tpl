@@ -30,6 +30,9 @@ kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a cl
 {{ $where }}.queues ({{ $queue.name }}).clusterQueue: there is no queues.clusterQueues entry {{ quote $queue.clusterQueue }}; there are: {{ keys $clusterQueues | sortAlpha | join ", " | default "none" }}
 {{- end }}
 {{- end }}
+{{- if ne $tenant.podTemplate.name $.Values.tenantDefaults.podTemplate.name }}
+{{ $where }}.podTemplate.name: Flyte starts the pods of all tenants from one name, {{ quote $.Values.tenantDefaults.podTemplate.name }}; change tenantDefaults.podTemplate.name, or add a template to variants
+{{- end }}
 {{- $templates := dict $tenant.podTemplate.name true }}
 {{- range $variant := $tenant.podTemplate.variants }}
 {{- if hasKey $templates $variant.name }}

@@ -106,7 +106,7 @@ def readme() -> str:
     blocks = [_INTRODUCTION, "## Values", *_table(_rows(ChartValues, ChartValues(), ""))]
     blocks += ["", "## Entries of lists", ""]
     for section in _entries(ChartValues):
-        blocks += [f"### {section.__name__}", "", str(section.__doc__), "", *_table(_rows(section, None, "")), ""]
+        blocks += [f"### {section.__name__}", "", str(section.__doc__), *_table(_rows(section, None, "")), ""]
     return "\n".join(blocks).rstrip() + "\n"
 
 

@@ -85,9 +85,6 @@ class Network(Values):
     flyte: tuple[Destination, ...] = Field((_FLYTE,), description="Flyte's control plane.")
     object_store: tuple[Destination, ...] = Field((), description="The object store of inputs, outputs and code.")
     others: tuple[Destination, ...] = Field((), description="Whatever else runs need, such as a model hub's mirror.")
-    monitoring_namespace: OptionalDnsName = Field(
-        "monitoring", description="Namespace whose pods may read metrics; empty for none."
-    )
 
 
 class Toleration(Values):
@@ -181,7 +178,11 @@ class PodTemplate(Values):
 class TenantSettings(Values):
     """What a tenant gets."""
 
-    create_namespace: bool = Field(True, description="Create the namespace; turn it off where Flyte or GitOps does.")
+    create_namespace: bool = Field(
+        True,
+        description="Create the namespace. Whoever does it instead puts the labels of pod security on it, and "
+        "strata/tenant, which Kueue's configuration selects by.",
+    )
     pod_security: Literal["restricted", "baseline", "privileged"] = Field(
         "restricted", description="Pod security level that the namespace enforces."
     )
