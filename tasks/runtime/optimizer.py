@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +15,65 @@ from strata_platform.spec import RunSpec
 
 
 def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
-    """Fused AdamW over the parameters that learn; those of one dimension, biases and norms, do not decay."""
+    """What `optimizer.type` names, over the parameters that learn; biases and norms, of one dimension, do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = _muon(model, trained, spec) if spec.optimizer.type == "muon" else _adamw(trained, spec)
+    if spec.optimizer.in_backward:
+        step_in_backward(optimizer)
+    return optimizer
+
+
+def _adamw(trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": spec.optimizer.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=spec.peak_lr,
         betas=spec.optimizer.betas,
         eps=spec.optimizer.eps,
         fused=True,
     )
-    if spec.optimizer.in_backward:
-        step_in_backward(optimizer)
-    return optimizer
+
+
+def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+    """Muon over the matrices between embeddings and head, AdamW over the rest.
+
+    Steps of both are of one size, so they share the learning rate and the weight decay.
+    """
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    outer = {id(weight) for weight in (*tables, *([head.weight] if head is not None else []))}
+    hidden = {id(p) for p in trained if p.ndim == 2 and id(p) not in outer}
+    muon = torch.optim.Muon(
+        [p for p in trained if id(p) in hidden],
+        lr=spec.peak_lr,
+        weight_decay=spec.optimizer.weight_decay,
+        momentum=spec.optimizer.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Several([muon, _adamw([p for p in trained if id(p) not in hidden], spec)])
+
+
+class Several(torch.optim.Optimizer):
+    """Several optimizers, each for parameters of its own, as one: with one list of groups, and one state."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+        groups = [{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups]
+        super().__init__(groups, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of every one."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for number, part in enumerate(self._parts):
+            # Groups and state are replaced by whoever loads them, or has the step of one parameter taken.
+            part.param_groups = [group for group in self.param_groups if group["part"] == number]
+            part.state = self.state
+            part.step()
+        return loss
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> None:

@@ -56,6 +56,7 @@ def test_spec_and_error_survive_pickling():
 
 
 IN_BACKWARD = {"in_backward": True, "max_grad_norm": 0}
+TWO = {"topology": {"nproc_per_node": 2}}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,22 @@ def test_a_long_value_is_shortened():
             {"training": {"gradient_checkpointing_every": 4}},
             "training.gradient_checkpointing_every",
             "training.gradient_checkpointing",
+        ),
+        ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "optimizer.type"),
+        (
+            {"optimizer": {"type": "muon"}, "adapter": {"type": "lora"}, "model": {"name": "a/b"}},
+            "optimizer.type",
+            "adapter.type",
+        ),
+        (
+            {"optimizer": {"type": "muon"}, "parallel": {"type": "fsdp", "cpu_offload": True}, **TWO},
+            "optimizer.type",
+            "parallel.cpu_offload",
+        ),
+        (
+            {"optimizer": {"type": "muon", **IN_BACKWARD}, "parallel": {"type": "fsdp"}, **TWO},
+            "optimizer.in_backward",
+            "optimizer.type",
         ),
         ({"optimizer": {"in_backward": True}}, "optimizer.in_backward", "optimizer.max_grad_norm"),
         (

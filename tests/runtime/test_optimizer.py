@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.model import build_model
 from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
 
@@ -64,3 +65,29 @@ def test_a_step_in_the_backward_pass_is_the_same_step_and_leaves_no_gradient():
     in_backward, left = train(in_backward=True)
     assert (gradients, left) == (4, 0)
     assert all(torch.equal(a, b) for a, b in zip(usual, in_backward, strict=True))
+
+
+def test_muon_has_the_matrices_between_embeddings_and_head():
+    spec = RunSpec(optimizer={"type": "muon", "weight_decay": 0.1})
+    model = build_model(spec)
+    optimizer = build_optimizer(model, spec)
+    parts = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
+    by_muon = {name for name, p in model.named_parameters() if parts[id(p)] == 0}
+    assert len(by_muon) == 4 * 7
+    assert all(name.endswith("_proj.weight") for name in by_muon)
+
+
+def test_muon_steps_are_orthogonal_and_as_large_as_adamw_s():
+    spec = RunSpec(optimizer={"type": "muon", "weight_decay": 0, "lr": 0.01})
+    model = build_model(spec)
+    optimizer = build_optimizer(model, spec)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    before = weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    step = before - weight.detach()
+    # Muon's five iterations bring singular values near to each other, not to one number.
+    values = torch.linalg.svdvals(step)
+    assert values.max() < 2.5 * values.min()
+    assert step.square().mean().sqrt().item() == pytest.approx(0.2 * 0.01, rel=0.3)

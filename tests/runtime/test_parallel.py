@@ -19,6 +19,7 @@ IN_BACKWARD = {"max_grad_norm": 0, "in_backward": True}
 CELLS = {
     "copies": ("hf", {"type": "fsdp", "replicas": 2}, {}),
     "in-backward": ("hf", {"type": "fsdp"}, IN_BACKWARD),
+    "muon": ("hf", {"type": "fsdp"}, {"type": "muon"}),
     "in-backward-copies": ("lightning", {"type": "fsdp", "replicas": 2}, IN_BACKWARD),
 }
 
@@ -82,9 +83,16 @@ def trained(output, alone):
     return specs
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [name for name in CELLS if name != "muon"])
 def test_losses_are_those_of_one_process(trained, alone, name):
     assert points(trained[name], attempt=0) == approx(alone(CELLS[name][2]))
+
+
+def test_muon_of_split_matrices_has_the_losses_of_one_process(trained, alone):
+    """Its products are of bfloat16, and rounded in parts."""
+    losses = [loss for _, loss, *_ in points(trained["muon"], attempt=0)]
+    assert losses == pytest.approx([loss for _, loss, *_ in alone({"type": "muon"})], rel=1e-4)
+    assert losses != pytest.approx([loss for _, loss, *_ in alone({})], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CELLS)

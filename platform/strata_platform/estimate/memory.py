@@ -52,7 +52,9 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     weights, gradients = shape.parameters * size / split, trained * size / split
     if isinstance(spec.adapter, Lora):
         weights += trained * size / split
-    optimizer = 2 * trained * size / split
+    # Muon has one moment of the matrices between embeddings and head.
+    twice = shape.root_parameters if spec.optimizer.type == "muon" else trained
+    optimizer = (trained + twice) * size / split
     held = shape.layers * kept_by_layer(spec, shape, tokens)
     loss = _loss(spec, shape, tokens)
     gathered, root_gradients = _gathered(spec, shape)

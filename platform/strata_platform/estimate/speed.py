@@ -98,10 +98,19 @@ def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
 
 
 def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
-    """Reading weight, gradient and moments and writing all but the gradient; clipping reads and scales that once."""
+    """Reading weight, gradient and moments and writing all but the gradient; clipping reads and scales that once.
+
+    And what Muon multiplies.
+    """
     split = spec.model_parts
     moved = 7 + (3 if spec.optimizer.max_grad_norm else 0)
-    return trained_parameters(spec, shape) / split * weight_bytes(spec) * moved / gpu.update
+    seconds = trained_parameters(spec, shape) / split * weight_bytes(spec) * moved / gpu.update
+    if spec.optimizer.type == "muon":
+        # Five times X Xᵀ, its square, and that times X, of each matrix.
+        sizes = [(min(pair), max(pair)) for pair in shape.linear_layers]
+        flops = shape.layers * sum(5 * (4 * a * a * b + 2 * a**3) for a, b in sizes)
+        seconds += flops / split / gpu.products
+    return seconds
 
 
 def _waiting(spec: RunSpec, shape: ModelShape, gpu: Gpu, compute: float) -> float:

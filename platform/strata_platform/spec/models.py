@@ -88,9 +88,13 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW and how its gradients are treated."""
+    """What turns gradients into steps, and how they are treated before."""
 
-    type: Literal["adamw"] = Field("adamw", description="Optimizer; AdamW runs fused.")
+    type: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="`adamw`, fused; `muon`, which orthogonalizes the steps of weight matrices, and leaves embeddings, "
+        "head and norms to AdamW.",
+    )
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None,
         description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model, "
@@ -99,12 +103,18 @@ class Optimizer(Section):
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
+    momentum: Decay | None = Field(None, description="Decay rate of `muon`'s one moment; by default 0.95.")
     max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
     in_backward: Flag = Field(
         False,
         description="Take each weight's step in the backward pass, as soon as its gradient is there, and free that: "
         "less memory, and the update is hidden. Without clipping and accumulation only.",
     )
+
+    @property
+    def muon_momentum(self) -> float:
+        """`momentum`, or the default."""
+        return 0.95 if self.momentum is None else self.momentum
 
 
 class Schedule(Section):
@@ -438,6 +448,7 @@ class RunSpec(Section):
             "them, or set parallel.type to 'single'",
         )
         yield from self._contradictions_of_fsdp()
+        yield from self._contradictions_of_muon()
         yield from self._contradictions_of_in_backward()
         yield Contradiction(
             0 < self.resources.gpu < topology.nproc_per_node,
@@ -577,6 +588,41 @@ class RunSpec(Section):
             f"{replicas} copies leave each of the processes of topology.nproc_per_node x topology.nnodes a whole one; "
             "lower parallel.replicas, or set parallel.type to 'ddp'",
         )
+
+    def _contradictions_of_muon(self) -> Iterator[Contradiction]:
+        yield Contradiction(
+            self.optimizer.momentum is not None and self.optimizer.type != "muon",
+            ("optimizer.momentum", "optimizer.type"),
+            f"set, but optimizer.type '{self.optimizer.type}' has two moments, whose rates are optimizer.betas; set "
+            "optimizer.type to 'muon', or leave optimizer.momentum out",
+        )
+        if self.optimizer.type != "muon":
+            return
+        yield Contradiction(
+            self.adapter.type != "none",
+            ("optimizer.type", "adapter.type"),
+            f"'muon' orthogonalizes the steps of whole weight matrices, and under adapter.type '{self.adapter.type}' "
+            "only factors of changes to them learn; set optimizer.type to 'adamw'",
+        )
+        yield Contradiction(
+            self.parallel.type not in ("single", "ddp", "fsdp"),
+            ("optimizer.type", "parallel.type"),
+            f"'muon' needs whole matrices, which parallel.type '{self.parallel.type}' cuts into flat parts; set "
+            "parallel.type to 'fsdp', or optimizer.type to 'adamw'",
+        )
+        if self.parallel.type == "fsdp":
+            yield Contradiction(
+                self.parallel.cpu_offload,
+                ("optimizer.type", "parallel.cpu_offload"),
+                "'muon' multiplies matrices that are split over GPUs, and parallel.cpu_offload has them in host "
+                "memory; set parallel.cpu_offload to false, or optimizer.type to 'adamw'",
+            )
+            yield Contradiction(
+                self.optimizer.in_backward,
+                ("optimizer.in_backward", "optimizer.type"),
+                "takes steps between the backward pass's messages, and optimizer.type 'muon' sends its own under "
+                "parallel.type 'fsdp'; set optimizer.in_backward to false, or optimizer.type to 'adamw'",
+            )
 
     def _contradictions_of_in_backward(self) -> Iterator[Contradiction]:
         if not self.optimizer.in_backward:
