@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # What it takes to be told, of which one must be set. Addresses and keys are the environment's, never the spec's.
 _ENVIRONMENT = {
-    "mlflow": {"MLFLOW_TRACKING_URI": "the address of the server, or sqlite:////path/to/file.db"},
+    "mlflow": {"MLFLOW_TRACKING_URI": "the address of the server"},
     "wandb": {"WANDB_API_KEY": "your key", "WANDB_MODE": "'offline', or 'online' after `wandb login`"},
 }
 
