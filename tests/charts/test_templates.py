@@ -1,11 +1,13 @@
 """What the chart renders, from values as they are shipped. Needs Helm."""
 
 import json
+import re
 
 import pytest
 import yaml
 
 from tests.charts.conftest import CHART, HELM, PRESETS
+from tests.charts.promql import read
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
 
 if HELM is None:
@@ -255,3 +257,46 @@ def test_what_is_tested_is_what_is_installed(rendered):
 def test_names_of_another_release_do_not_clash(helm):
     other = helm("template", "other", CHART, "--values", PRESETS[-1])
     assert "other-queue-required-jobs" in other.stdout and "name: strata-queue-required" not in other.stdout
+
+
+def test_metrics_of_training_pods_alone_are_read_and_let_in(rendered):
+    (monitor,) = of_kind(rendered["rdma"], "PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "monitoring"
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["language-production"]}
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert [endpoint["relabelings"][-1]["replacement"] for endpoint in endpoints] == [
+        f"$1:{9400 + i}" for i in range(8)
+    ]
+    # Flyte writes a task's name into labels in lower case, with dashes in place of what a name may not have.
+    keep = endpoints[0]["relabelings"][0]
+    assert re.fullmatch(keep["regex"], re.sub("[^a-z0-9-]", "-", "tasks.topology.train_16x8"))
+    policies = of_kind(rendered["rdma"], "NetworkPolicy")
+    (default,) = [item["spec"] for item in policies if item["metadata"]["name"] == "strata-default"]
+    (rule,) = default["ingress"]
+    assert rule["ports"] == [{"port": 9400, "endPort": 9407, "protocol": "TCP"}]
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+
+def test_alerts_have_the_values_and_say_what_to_look_at(rendered):
+    (rules,) = of_kind(rendered["rdma"], "PrometheusRule")
+    (group,) = rules["spec"]["groups"]
+    alerts = {rule["alert"]: rule for rule in group["rules"]}
+    assert len(alerts) == 6
+    for rule in alerts.values():
+        read(rule["expr"])
+        assert rule["labels"]["severity"] in ("critical", "warning", "info") and rule["labels"]["team"] == "platform"
+        assert rule["annotations"]["summary"] and "\n" not in rule["annotations"]["description"]
+    assert "[10m]" in alerts["StrataRunStalled"]["expr"] and "{{ $labels.run }}" in str(alerts["StrataRunStalled"])
+    assert "< 0.7 * " in alerts["StrataLowUtilization"]["expr"]
+    assert alerts["StrataQueueWaiting"]["for"] == "1h"
+
+
+def test_dashboards_are_the_files(rendered):
+    maps = [item for item in of_kind(rendered["rdma"], "ConfigMap") if "dashboard" in item["metadata"]["name"]]
+    files = {path.name: path.read_text() for path in CHART.glob("dashboards/*.json")}
+    assert {name: text for item in maps for name, text in item["data"].items()} == files
+    assert all(item["metadata"]["labels"]["grafana_dashboard"] == "1" for item in maps)
+
+
+def test_nothing_is_watched_unless_asked(rendered):
+    assert not {item["kind"] for item in rendered["teams"]} & {"PodMonitor", "PrometheusRule"}

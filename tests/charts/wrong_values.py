@@ -132,6 +132,8 @@ REFUSED_BY_THE_SCHEMA = {
     ),
     "a model with a comma": ("kernels: {bake: {models: ['a,b']}}", "/kernels/bake/models/0"),
     "no architecture": ("kernels: {bake: {archs: []}}", "/kernels/bake/archs"),
+    "a duration without a unit": ("observability: {alerts: {stalledAfter: 15}}", "/observability/alerts/stalledAfter"),
+    "a share of more than all": ("observability: {alerts: {dataWait: 20}}", "/observability/alerts/dataWait"),
     "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
     "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
 }

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from strata_platform.chart.kernels import Kernels
+from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
 from strata_platform.chart.section import Address, DnsName, Quantities, Values, VariableName
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
@@ -63,5 +64,6 @@ class ChartValues(Values):
     )
     queues: Queues = Field(Queues(), description="Machines and how runs share them.")
     kernels: Kernels = Field(Kernels(), description="Pods that start warm.")
+    observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
     tests: Tests = Field(Tests(), description="What `helm test` checks.")
     global_: dict[str, Any] = Field({}, alias="global", description="Helm gives this to every subchart; not read.")
