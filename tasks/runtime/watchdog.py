@@ -76,6 +76,8 @@ class Watchdog:
                 self._give_up(what, time.monotonic() - since)
 
     def _give_up(self, what: str, seconds: float) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, GATHER_SECONDS + 5)
         frames = sys._current_frames()
         where = _place(frames[threading.main_thread().ident or 0])
         # First to where no file system can hold it up.
