@@ -82,12 +82,13 @@ def estimate_(
     asked = _read(file)
     try:
         shape = shape_of(asked.model.name, config)
+        found = estimate(asked, shape, GPUS[gpu])
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
+    best = cheapest(asked, shape, GPUS[gpu], gpus)
     if tokens is None and asked.training.steps is not None:
         tokens = asked.training.steps * asked.rows_per_step * asked.data.sequence_length
-    found, best = estimate(asked, shape, GPUS[gpu]), cheapest(asked, shape, GPUS[gpu], gpus)
     if format == "json":
         typer.echo(json.dumps(show.to_dict(found, best, tokens, price), indent=2))
     else:

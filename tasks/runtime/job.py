@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.fragment import values_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.order import training_loader
@@ -35,8 +35,8 @@ class Job:
 
     A framework goes through `loader`, whose micro-batches belong together by `training.gradient_accumulation_steps`;
     for each step it calls `count` once and `loss` for every micro-batch, runs forward and backward passes inside
-    `strategy.backward_pass`, clips, takes a step of `optimizer` at `learning_rate`, and calls `end_step`. The rate is
-    set before the backward pass, which takes the steps itself with `optimizer.in_backward`.
+    `strategy.backward_pass`, calls `clip_gradients`, takes a step of `optimizer` at `learning_rate`, and calls
+    `end_step`. The rate is set before the backward pass, which takes the steps itself with `optimizer.in_backward`.
     """
 
     spec: RunSpec
@@ -104,6 +104,11 @@ class Job:
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
         return share.loss * self.processes.world_size
 
+    def clip_gradients(self) -> Tensor | None:
+        """Call after a step's last backward pass. Returns their norm for `end_step`; None where clipping is off."""
+        max_norm = self.spec.optimizer.max_grad_norm
+        return self.strategy.clip(self.model, max_norm) if max_norm else None
+
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due.
 
@@ -129,9 +134,9 @@ class Job:
 
     def _require_finite(self, step: int) -> None:
         """Without clipping no norm tells that gradients ruined the weights; the next loss would, too late."""
-        learned = [parameter for parameter in self.bare.parameters() if parameter.requires_grad]
-        parts = [part.to_local() if isinstance(part, DTensor) else part for part in learned]
-        if not self.processes.all_true(bool(torch.stack([part.isfinite().all() for part in parts]).all())):
+        learned = [values_of(parameter) for parameter in self.bare.parameters() if parameter.requires_grad]
+        finite = [values.isfinite().all().to(self.processes.device) for values in learned]
+        if not self.processes.all_true(bool(torch.stack(finite).all())):
             raise ValueError(
                 f"step {step}: the weights are not finite any more, so they are not saved; start anew under another "
                 "name with a lower optimizer.lr, a higher schedule.warmup_ratio, or optimizer.max_grad_norm above 0"

@@ -126,12 +126,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(model: nn.Module, spec: RunSpec) -> Tensor | None:
-    """Scale gradients down to `optimizer.max_grad_norm` and return their global norm before; None when it is off.
-
-    A collective when the gradients are sharded.
-    """
-    if spec.optimizer.max_grad_norm == 0:
-        return None
-    norm = nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.max_grad_norm)
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale gradients down to a global norm of `max_norm`, and return that before. A collective when sharded."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

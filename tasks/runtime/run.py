@@ -44,7 +44,7 @@ from tasks.runtime.model import (
 )
 from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
 from tasks.runtime.optimizer import build_optimizer
-from tasks.runtime.parallel import strategy_of
+from tasks.runtime.parallel import require_installed, strategy_of
 from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
@@ -76,9 +76,11 @@ def session(spec: RunSpec) -> Iterator[Session]:
     processes, folder = Processes.from_environment(), RunFolder.of(spec)
     processes.require(spec)
     require_trackers(spec)
+    require_installed(spec)
     if not torch.cuda.is_available():
-        # Unset, each library below makes a guess of its own, and accelerate warns of it.
+        # Unset, each library below makes guesses of its own; accelerate warns of the first, DeepSpeed of the second.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     end_with_agent()
     with preemptible(), ExitStack() as held:
         # Before the process group exists: a long compilation must not look like a hanging collective.
@@ -127,6 +129,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
+    # Now: some strategies leave a model that has no weights between its passes.
+    parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
     recorder = Recorder(
         run.spec,
         run.folder,
@@ -146,7 +150,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
                 job.writer.wait()
             recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
     warmup = {**run.warmup, "later_compiles": len(misses), "later_misses": misses}
-    return run.processes.on_main(lambda: _record(run, data, model, objective, patched, steps, attempt, warmup))
+    return run.processes.on_main(lambda: _record(run, data, parameters, objective, patched, steps, attempt, warmup))
 
 
 def build_job(
@@ -168,9 +172,9 @@ def build_job(
     compile_layers(model, run.spec)
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
+    wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
     start = Start(run.spec, run.processes, data, strategy, wrapped, base, continues=resume_from is not None)
     data = objective.begin(start)
-    optimizer = build_optimizer(model, run.spec)
     writer = CheckpointWriter(
         run.folder.checkpoints,
         model,
@@ -327,7 +331,7 @@ def _announce(
 def _record(
     run: Session,
     data: PreparedData,
-    model: PreTrainedModel,
+    parameters: tuple[int, int],
     objective: Objective,
     patched: PatchReport | None,
     steps: int,
@@ -355,8 +359,8 @@ def _record(
         mfu=utilization(points),
         data_wait_seconds=sum(point.data_wait_seconds for point in points),
         peak_memory_bytes=max(point.memory_bytes for point in points),
-        parameters=model.num_parameters(),
-        trainable_parameters=model.num_parameters(only_trainable=True),
+        parameters=parameters[0],
+        trainable_parameters=parameters[1],
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),

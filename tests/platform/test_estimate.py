@@ -182,3 +182,8 @@ def test_mistakes_are_told(tmp_path):
     (tmp_path / "my.yaml").write_text("model: {name: org/unknown}")
     ended = strata(tmp_path / "my.yaml")
     assert (ended.returncode, ended.stdout) == (2, "") and "--config" in ended.stderr
+    (tmp_path / "my.yaml").write_text(
+        "model: {name: llama-3.1-8b}\nparallel: {type: deepspeed}\ntopology: {nproc_per_node: 2}"
+    )
+    ended = strata(tmp_path / "my.yaml")
+    assert (ended.returncode, ended.stdout) == (2, "") and "parallel.type: 'deepspeed' is not" in ended.stderr

@@ -6,17 +6,17 @@ import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.frameworks import torch as loop
+from tasks.runtime.job import Job
 from tests.runtime.train_only import train_spec
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     """The loss of the last step is finite, and no norm is computed: only the weights tell."""
 
-    def ruin(model, spec):
-        next(model.parameters()).grad.fill_(torch.nan)
+    def ruin(job):
+        next(job.model.parameters()).grad.fill_(torch.nan)
 
-    monkeypatch.setattr(loop, "clip_gradients", ruin)
+    monkeypatch.setattr(Job, "clip_gradients", ruin)
     spec = RunSpec.model_validate(
         {
             "output": str(tmp_path),

@@ -60,6 +60,11 @@ def make_spec(output, name, framework, strategy, processes, adapter="none", trai
     )
 
 
+def rounded(spec):
+    """The same with weights in bfloat16."""
+    return RunSpec.model_validate({**spec.model_dump(), "model": {**spec.model.model_dump(), "dtype": "bfloat16"}})
+
+
 def accepted(*cell):
     try:
         return make_spec("out", "x", *cell)
@@ -77,6 +82,13 @@ LAYERS = {
     "recomputed": ("torch", "fsdp", "none", {"gradient_checkpointing": "full"}),
     "compiled": ("torch", "ddp", "lora", {"compile": True}),
     "compiled-per-op": ("hf", "fsdp", "none", {"compile": True, "gradient_checkpointing": "per_op"}),
+}
+
+# Stages and places of ZeRO beside the default, which is in the cells: framework, adapter, settings of the strategy.
+ZERO = {
+    "stage-1": ("hf", "none", {"stage": 1, "offload_optimizer": "cpu"}),
+    "stage-3": ("torch", "none", {"stage": 3}),
+    "stage-3-offload": ("hf", "lora", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
 }
 
 
@@ -140,11 +152,16 @@ def trained(output, reference):
         key: make_spec(output, key, framework, strategy, 2, adapter, training)
         for key, (framework, strategy, adapter, training) in LAYERS.items()
     }
+    specs |= {
+        key: make_spec(output, key, framework, "deepspeed", 2, adapter, **settings)
+        for key, (framework, adapter, settings) in ZERO.items()
+    }
+    specs["rounded"] = rounded(make_spec(output, "rounded", "torch", "deepspeed", 2, stage=3))
     specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True)
     # The run that one process began, and two go on with.
     specs["widened"] = make_spec(output, "reference-none", "hf", "fsdp", 2)
     files = {key: file_of(output, spec) for key, spec in specs.items()}
-    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, "widened")]
+    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, *ZERO, "rounded", "widened")]
     launch([*(file for key, file in files.items() if key != "widened"), *again])
     return specs
 
@@ -232,3 +249,31 @@ def test_fsdp_computes_in_bfloat16_on_exact_weights(trained, reference):
     assert losses != pytest.approx(expected, rel=1e-5)
     index = Index(checkpoint.latest(RunFolder.of(trained["compute_dtype"]).checkpoints))
     assert index.dtype("model.model.embed_tokens.weight") == torch.float32
+
+
+@pytest.mark.parametrize("key", ZERO)
+def test_what_zero_splits_and_where_changes_no_loss(trained, output, references, key):
+    framework, adapter, _ = ZERO[key]
+    assert curve(trained[key], attempt=0) == approx(references[adapter])
+    assert curve(trained[key], attempt=1) == curve(trained[key], attempt=0)[SAVED:]
+    other = FRAMEWORKS[FRAMEWORKS.index(framework) - 1]
+    assert train_spec(make_spec(output, key, other, "single", 1, adapter), SAVED).status == "complete"
+    assert curve(trained[key]) == approx(references[adapter])
+
+
+def test_zero_keeps_exact_weights_beside_rounded_ones(trained, output, reference):
+    """They are saved beside the rounded ones, which are all that another strategy goes on with."""
+    spec, name = trained["rounded"], "model.embed_tokens.weight"
+    index = Index(checkpoint.latest(RunFolder.of(spec).checkpoints))
+    weights, exact = index.empty(f"model.{name}"), index.empty(f"optimizer.master.{name}")
+    index.read({f"model.{name}": weights, f"optimizer.master.{name}": exact})
+    assert (weights.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(exact.bfloat16(), weights) and not torch.equal(exact, weights.float())
+    assert curve(spec, attempt=1) == curve(spec, attempt=0)[SAVED:]
+
+    alone = rounded(make_spec(output, spec.name, "torch", "single", 1))
+    assert train_spec(alone, SAVED).status == "complete"
+    assert [loss for _, loss, *_ in curve(alone)] == pytest.approx([loss for _, loss, *_ in reference], rel=1e-2)
+    index = Index(checkpoint.latest(RunFolder.of(alone).checkpoints))
+    assert f"optimizer.master.{name}" not in index
+    assert index.dtype(f"optimizer.exp_avg.{name}") == torch.bfloat16

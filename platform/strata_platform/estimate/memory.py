@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Fsdp, Lora
@@ -44,7 +45,10 @@ class Memory:
 
 
 def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
-    """The peak of one process of `spec`."""
+    """The peak of one process of `spec`. Raises SpecError for a strategy of which none was measured."""
+    if spec.parallel.type == "deepspeed":
+        said = "'deepspeed' is not estimated; set it to 'fsdp', which splits as much as stage 3 does"
+        raise SpecError([Problem("parallel.type", said)], "estimate")
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     size = weight_bytes(spec)
     trained = trained_parameters(spec, shape)

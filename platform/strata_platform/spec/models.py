@@ -228,6 +228,24 @@ class Fsdp(Section):
     )
 
 
+class Deepspeed(Section):
+    """ZeRO by DeepSpeed, whose names the fields have. Under model.dtype `bfloat16` the optimizer has fp32 weights."""
+
+    type: Literal["deepspeed"] = Field("deepspeed", description="ZeRO, by DeepSpeed; needs the extra `deepspeed`.")
+    stage: Whole = Field(
+        2,
+        ge=1,
+        le=3,
+        description="What is split over processes: optimizer state (1), gradients as well (2), weights as well (3).",
+    )
+    offload_optimizer: Literal["none", "cpu"] = Field(
+        "none", description="Where optimizer state is kept and steps are taken: on the device, or in host memory."
+    )
+    offload_param: Literal["none", "cpu"] = Field(
+        "none", description="Where the weights that stage 3 has split are kept: on the device, or in host memory."
+    )
+
+
 class Runtime(Section):
     """What drives the training loop."""
 
@@ -360,7 +378,7 @@ class Tracking(Section):
 
 Objective = Annotated[Pretrain | Sft | Dpo | Distill, Field(discriminator="type")]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
-Parallel = Annotated[Single | Ddp | Fsdp, Field(discriminator="type")]
+Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
 
 
 class RunSpec(Section):
@@ -438,14 +456,26 @@ class RunSpec(Section):
         yield Contradiction(
             self.parallel.type == "single" and topology.world_size > 1,
             ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
-            f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp' or "
-            "'fsdp', or topology.nnodes and topology.nproc_per_node to 1",
+            f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp', "
+            "'fsdp' or 'deepspeed', or topology.nnodes and topology.nproc_per_node to 1",
         )
         yield Contradiction(
-            self.parallel.type == "fsdp" and topology.world_size == 1,
+            self.parallel.type in ("fsdp", "deepspeed") and topology.world_size == 1,
             ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
-            "'fsdp' splits the model over processes, and topology.nproc_per_node x topology.nnodes is 1; raise one of "
-            "them, or set parallel.type to 'single'",
+            f"'{self.parallel.type}' splits the model over processes, and topology.nproc_per_node x topology.nnodes is "
+            "1; raise one of them, or set parallel.type to 'single'",
+        )
+        yield Contradiction(
+            self.parallel.type == "deepspeed" and self.parallel.offload_param != "none" and self.parallel.stage < 3,
+            ("parallel.offload_param", "parallel.stage"),
+            "set, but only parallel.stage 3 splits the weights; set parallel.stage to 3, or leave "
+            "parallel.offload_param out",
+        )
+        yield Contradiction(
+            self.parallel.type == "deepspeed" and self.parallel.stage == 3 and training.compile,
+            ("training.compile", "parallel.stage"),
+            "makes a graph of each layer, and parallel.stage 3 gathers and frees weights inside of them; set "
+            "training.compile to false, parallel.stage to 2, or parallel.type to 'fsdp'",
         )
         yield from self._contradictions_of_fsdp()
         yield from self._contradictions_of_muon()

@@ -5,14 +5,36 @@ Learning rate and data position are functions of the step, so the step is all th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor, nn
 
 from tasks.runtime.adapter import has_adapter
+from tasks.runtime.checkpoint.fragment import part_of
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.random_states import random_states, restore_random_states
 
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+
+MASTER = "master"
+"""The slot of an optimizer that keeps exact weights beside the rounded ones that layers compute with."""
+
+
+@runtime_checkable
+class KeepsOwnMemory(Protocol):
+    """An optimizer whose state is in memory that it has laid out itself, and not by the model's parameters."""
+
+    def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What this process has of a parameter's state."""
+
+    def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Where a slot of a parameter is to be read into; None where this process needs nothing of it."""
+
+    def adopt_weights(self) -> None:
+        """Start from the weights that the model has now."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -22,7 +44,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[_MODEL + name] = tensor.detach()
+            tensors[_MODEL + name] = part_of(tensor)
     return tensors
 
 
@@ -40,7 +62,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: i
     """All tensors that this process has of a checkpoint: whole ones, and its parts of the distributed ones."""
     tensors = saved_tensors(model)
     for name, parameter in model.named_parameters():
-        for slot, tensor in optimizer.state.get(parameter, {}).items():
+        for slot, tensor in _slots(optimizer, parameter).items():
             tensors[f"{_OPTIMIZER}{slot}.{name}"] = tensor
     return tensors | {f"{_RANDOM}{rank}.{name}": state for name, state in random_states().items()}
 
@@ -70,16 +92,25 @@ def read_model_tensors(index: Index) -> dict[str, Tensor]:
 
 
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the state it had, split like the parameters are now."""
+    """Give the optimizer the state it had, split like the parameters are now. Call when the model is loaded."""
     parameters = dict(model.named_parameters())
+    new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
+    if isinstance(optimizer, KeepsOwnMemory):
+        optimizer.adopt_weights()
+        new_slot = optimizer.new_slot
     tensors = {}
     for key in index:
         if key.startswith(_OPTIMIZER):
             slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
             if name not in parameters:
                 raise ValueError(f"the checkpoint has {slot} of {name!r}, which this model does not have")
-            state = _empty_slot(parameters[name], index.shape(key), index.dtype(key))
-            tensors[key] = optimizer.state[parameters[name]][slot] = state
+            shape, dtype = index.shape(key), index.dtype(key)
+            if f"{_OPTIMIZER}{MASTER}.{name}" in index and shape == parameters[name].shape:
+                # Moments of exact weights; those of rounded ones are rounded like them.
+                dtype = parameters[name].dtype
+            tensor = new_slot(parameters[name], slot, shape, dtype)
+            if tensor is not None:
+                tensors[key] = tensor
     index.read(tensors)
 
 
@@ -94,8 +125,22 @@ def load_random_states(index: Index, rank: int) -> None:
     restore_random_states(states)
 
 
-def _empty_slot(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    if isinstance(optimizer, KeepsOwnMemory):
+        return optimizer.slots(parameter)
+    slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
+    return slots
+
+
+def _new_slot(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
+) -> Tensor | None:
     """Moments are split like their parameter; what has another shape, such as a count of steps, is whole."""
+    if name == MASTER:
+        return None
     if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
+        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+    optimizer.state[parameter][name] = tensor
+    return tensor

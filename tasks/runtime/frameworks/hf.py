@@ -24,7 +24,6 @@ from transformers import (
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.job import Job
-from tasks.runtime.optimizer import clip_gradients
 
 
 def train(job: Job) -> None:
@@ -108,7 +107,7 @@ class _Trainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | None:
-        return clip_gradients(model, self._job.spec)
+        return self._job.clip_gradients()
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | None:
         # Where clipping is off, the Trainer would compute the norm for its log alone.

@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tasks.runtime.job import Job
 from tasks.runtime.objectives import Batch
-from tasks.runtime.optimizer import clip_gradients
 
 # What it finds on the machine and recommends, told at every start.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -97,7 +96,7 @@ class _Module(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        self._grad_norm = clip_gradients(self.model, self._job.spec)
+        self._grad_norm = self._job.clip_gradients()
 
     def on_train_batch_end(self, outputs: Any, batch: MicroBatch, batch_idx: int) -> None:
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:

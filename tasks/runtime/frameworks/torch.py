@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.runtime.job import Job
-from tasks.runtime.optimizer import clip_gradients, set_learning_rate
+from tasks.runtime.optimizer import set_learning_rate
 
 
 def train(job: Job) -> None:
@@ -21,7 +21,7 @@ def train(job: Job) -> None:
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with job.strategy.backward_pass(job.model, last=number == len(batches)):
                 job.loss(job.model, batch, items).backward()
-        grad_norm = clip_gradients(job.model, job.spec)
+        grad_norm = job.clip_gradients()
         job.optimizer.step()
         job.optimizer.zero_grad()
         job.end_step(done + 1, grad_norm, rate)

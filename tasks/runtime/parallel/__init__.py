@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.parallel.ddp import Ddp
+from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.processes import Processes
@@ -25,12 +29,32 @@ class Strategy(Protocol):
         `weights_follow` all are, and are filled later.
         """
 
+    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """What training calls and steps, given a wrapped model and an optimizer of its parameters. A collective."""
+
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; only after the step's `last` need gradients be averaged."""
+
+    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
+        """Have the step's gradients scaled down to a global norm of `max_norm`; returns the norm before. A collective.
+
+        The norm's value may be filled in by the optimizer's step, which comes next.
+        """
 
 
 def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
     """The strategy that `parallel.type` names; a single process has nothing to split."""
     if processes.world_size == 1:
         return Single(processes)
-    return {"ddp": Ddp, "fsdp": Fsdp}[spec.parallel.type](spec, processes)
+    strategies: dict[str, Callable[[RunSpec, Processes], Strategy]]
+    strategies = {"ddp": Ddp, "fsdp": Fsdp, "deepspeed": Deepspeed}
+    return strategies[spec.parallel.type](spec, processes)
+
+
+def require_installed(spec: RunSpec) -> None:
+    """Raises ValueError when the strategy needs a package that is not there."""
+    if spec.parallel.type == "deepspeed" and find_spec("deepspeed") is None:
+        raise ValueError(
+            "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install strata[deepspeed], "
+            "or set parallel.type to 'fsdp', which splits as much"
+        )

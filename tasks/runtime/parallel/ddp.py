@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Ddp as Settings
 from tasks.runtime.model import place
+from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.processes import Processes
 
 
-class Ddp:
+class Ddp(InPlace):
     """A replica of the model in each process."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:

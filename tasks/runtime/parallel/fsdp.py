@@ -17,12 +17,13 @@ from strata_platform.spec.models import Fsdp as Settings
 from tasks.runtime.checkpoint.state import model_tensors
 from tasks.runtime.layers import layers_of
 from tasks.runtime.model import compute_dtype, is_empty, materialize
+from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.processes import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Fsdp:
+class Fsdp(InPlace):
     """The model split over all processes, or each of several copies over its share of them."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tasks.runtime.model import place
+from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.processes import Processes
 
 
-class Single:
+class Single(InPlace):
     """The whole model in one process."""
 
     def __init__(self, processes: Processes) -> None:
