@@ -5,7 +5,8 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.models import Data, Ddp, Optimizer, Single
+from strata_platform.spec.models import Data, Optimizer
+from strata_platform.spec.parallel import Ddp, Single
 from strata_platform.spec.section import Section
 
 SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer"}

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 
 from strata_platform.spec.check import Contradiction, check
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
+from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
 from strata_platform.spec.section import (
     Count,
     Decay,
@@ -186,64 +187,6 @@ class Training(Section):
         if self.gradient_checkpointing == "selective":
             return self.gradient_checkpointing_every or 2
         return 0 if self.gradient_checkpointing == "none" else 1
-
-
-class Single(Section):
-    """One process."""
-
-    type: Literal["single"] = Field("single", description="One process.")
-
-
-class Ddp(Section):
-    """DistributedDataParallel: a full replica per process, gradients averaged."""
-
-    type: Literal["ddp"] = Field("ddp", description="One replica per process.")
-    bucket_cap_mb: Count = Field(25, description="Size of a gradient bucket, MiB.")
-
-
-class Fsdp(Section):
-    """FSDP2: weights, gradients and optimizer state split over the processes, and gathered layer by layer."""
-
-    type: Literal["fsdp"] = Field("fsdp", description="A part of the model per process.")
-    reshard_after_forward: Flag = Field(
-        True,
-        description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
-        "pass: less memory, half as much traffic again.",
-    )
-    compute_dtype: Literal["model", "bfloat16"] = Field(
-        "model",
-        description="Type that layers are gathered in and compute in. `bfloat16` under model.dtype `float32` keeps "
-        "exact weights for the optimizer.",
-    )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type that gradients are summed over processes in."
-    )
-    cpu_offload: Flag = Field(
-        False, description="Keep weights, gradients and optimizer state in host memory, and take steps there."
-    )
-    replicas: Count = Field(
-        1,
-        description="Copies of the model (HSDP), each split over processes of its own, which are next to each other by "
-        "rank. With a copy per pod, weights are gathered within a pod and only gradients travel between pods.",
-    )
-
-
-class Deepspeed(Section):
-    """ZeRO by DeepSpeed, whose names the fields have. Under model.dtype `bfloat16` the optimizer has fp32 weights."""
-
-    type: Literal["deepspeed"] = Field("deepspeed", description="ZeRO, by DeepSpeed; needs the extra `deepspeed`.")
-    stage: Whole = Field(
-        2,
-        ge=1,
-        le=3,
-        description="What is split over processes: optimizer state (1), gradients as well (2), weights as well (3).",
-    )
-    offload_optimizer: Literal["none", "cpu"] = Field(
-        "none", description="Where optimizer state is kept and steps are taken: on the device, or in host memory."
-    )
-    offload_param: Literal["none", "cpu"] = Field(
-        "none", description="Where the weights that stage 3 has split are kept: on the device, or in host memory."
-    )
 
 
 class Runtime(Section):

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Ddp as Settings
+from strata_platform.spec.parallel import Ddp as Settings
 from tasks.runtime.model import place
 from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.processes import Processes

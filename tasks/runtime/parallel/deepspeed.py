@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Deepspeed as Settings
+from strata_platform.spec.parallel import Deepspeed as Settings
 from tasks.runtime.checkpoint.fragment import Fragment, keep_elsewhere, part_of
 from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.model import is_empty, materialize, place

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Fsdp as Settings
+from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import model_tensors
 from tasks.runtime.layers import layers_of
 from tasks.runtime.model import compute_dtype, is_empty, materialize
