@@ -53,7 +53,8 @@ def work(local_rank, folder, port):
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank
             assert not run.processes.all_true(run.processes.is_main)
-        assert sorted(path.name for path in RunFolder.of(make_spec(folder / "shared")).root.iterdir()) == ["spec.yaml"]
+        root = RunFolder.of(make_spec(folder / "shared")).root
+        assert sorted(path.name for path in root.iterdir()) == [".lock", "spec.yaml"]
         # Found by the main process alone.
         assert "seed was 0, is 1" in refusal(make_spec(folder / "shared", seed=1))
         # Each pod has a folder of its own, of the same name.
