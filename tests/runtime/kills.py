@@ -348,14 +348,14 @@ def import_everything():
     import_module("datasets")
 
 
-def main(runs, seed, torchruns, output):
+def main(first, runs, seed, torchruns, output):
     """Runs one after the other, the last ones by torchrun; the number of those that failed."""
     if not PRIVATE:
         print("shared memory is not looked at, because that of others cannot be told apart without privileges")
     import_everything()
     prepare_model_and_data(output)
     undisturbed, failed, kinds, attempts = {}, 0, Counter(), Counter()
-    for number in range(runs):
+    for number in range(first, runs):
         source = random.Random(f"{seed} {number}")
         cell = source.choice(FORKED)
         if number >= runs - torchruns:
@@ -377,7 +377,7 @@ def main(runs, seed, torchruns, output):
         kinds.update(map(kind_of, run.struck))
         print(f"{number:3} {cell.name:20} {run.attempts} attempts {time.monotonic() - begun:5.1f} s  {verdict}")
         print(*(f"      {kill}" for kill in run.struck), sep="\n", flush=True)
-    print(f"{runs} runs, {failed} failed; attempts: {dict(attempts)}; {kinds.total()} kills:")
+    print(f"{runs - first} runs, {failed} failed; attempts: {dict(attempts)}; {kinds.total()} kills:")
     print(*(f"{count:5} {kind}" for kind, count in sorted(kinds.items())), sep="\n")
     return failed
 
@@ -391,13 +391,14 @@ def kind_of(kill):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="leave out the runs before this one")
     parser.add_argument("--torchruns", type=int, default=0, help="so many of the runs are started by torchrun")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     configure_logging()
     PRIVATE = isolate()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    ended = main(arguments.runs, arguments.seed, arguments.torchruns, folder)
+    ended = main(arguments.first, arguments.runs, arguments.seed, arguments.torchruns, folder)
     if not ended:
         shutil.rmtree(folder)
     sys.exit(ended > 0)
