@@ -11,3 +11,6 @@ import logging
 # msgpack, never as a pickle. A pickle of any other type is still warned of.
 _FIELD_TYPES = ("cannot be converted to a literal type", "Unsupported Type typing.Any found")
 logging.getLogger("flytekit").addFilter(lambda record: not any(text in record.getMessage() for text in _FIELD_TYPES))
+
+# accelerate imports DeepSpeed wherever it is installed, which then tells what it found on a machine without a GPU.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
