@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Lora
+from strata_platform.spec.model import Lora
 
 # Of every tensor so many values are looked at: any further training of a model moves some of them.
 _SAMPLED = 256

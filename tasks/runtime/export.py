@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.models import Lora
+from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points

@@ -5,9 +5,10 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.models import Data, Optimizer
+from strata_platform.spec.data import Data
 from strata_platform.spec.parallel import Ddp, Single
 from strata_platform.spec.section import Section
+from strata_platform.spec.training import Optimizer
 
 SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer"}
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.models import NoAdapter
+from strata_platform.spec.model import NoAdapter
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint
 from tasks.runtime.checkpoint.state import load_model

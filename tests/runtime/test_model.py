@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import PRESETS as NAMES
-from strata_platform.spec.models import Kernels
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import PRESETS as NAMES
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter

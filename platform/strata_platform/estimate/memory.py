@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Lora
+from strata_platform.spec.model import Lora
 from strata_platform.spec.parallel import Fsdp
 
 # Of logits that linear_cross_entropy holds at a time.

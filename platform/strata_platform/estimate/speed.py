@@ -8,7 +8,7 @@ from strata_platform.estimate.gpus import Gpu
 from strata_platform.estimate.memory import compute_bytes, trained_parameters, weight_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Lora
+from strata_platform.spec.model import Lora
 from strata_platform.spec.parallel import Ddp, Fsdp
 
 # Of an unfused layer's elementwise traffic to that of the fused operators.

@@ -1,8 +1,9 @@
 """The one description of a training run: `RunSpec`, how it is read, and the part of it that decides its data."""
 
 from strata_platform.errors import Problem, SpecError
+from strata_platform.spec.kernels import KernelStore
 from strata_platform.spec.load import dump_spec, load_spec
-from strata_platform.spec.models import KernelStore, RunSpec
+from strata_platform.spec.models import RunSpec
 from strata_platform.spec.recipe import DataRecipe
 
 __all__ = ["DataRecipe", "KernelStore", "Problem", "RunSpec", "SpecError", "dump_spec", "load_spec"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strata_platform.spec.models import Data, RunSpec
+from strata_platform.spec.data import Data
+from strata_platform.spec.models import RunSpec
 from strata_platform.spec.section import Section
 
 

@@ -6,7 +6,7 @@ chats that differ in the last message alone, or that message by itself after a p
 
 from __future__ import annotations
 
-from strata_platform.spec.models import Data
+from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import Messages, messages_of
 from tasks.runtime.data.rows import Row, RowError, closest
 

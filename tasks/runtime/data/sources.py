@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.models import BUILTIN_SOURCES, Data
+from strata_platform.spec.data import BUILTIN_SOURCES, Data
 from tasks.runtime.data import python_docs
 from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
 from tasks.runtime.data.rows import Row, closest

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.models import PRESETS
+from strata_platform.spec.model import PRESETS
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
 
 VOCABULARY_SIZE = 4096

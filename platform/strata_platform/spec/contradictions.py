@@ -1,0 +1,300 @@
+"""What cannot be together in a spec: for each pair of fields that contradict, both of them and the way out.
+
+A group of rules for each subject. Rules read a whole `RunSpec` whose fields are valid one by one; `check` leaves out
+the rules of fields that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from strata_platform.spec.check import Contradiction
+from strata_platform.spec.data import BUILTIN_SOURCES
+from strata_platform.spec.model import PRESETS
+
+if TYPE_CHECKING:
+    from strata_platform.spec.models import RunSpec
+
+
+def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
+    """Every rule, broken or not."""
+    for rules in (
+        _training,
+        _processes,
+        _fsdp,
+        _muon,
+        _in_backward,
+        _objective,
+        _dpo,
+        _store,
+        _model,
+        _checkpoint,
+        _schedule,
+        _data,
+    ):
+        yield from rules(spec)
+
+
+def _training(spec: RunSpec) -> Iterator[Contradiction]:
+    training = spec.training
+    yield Contradiction(
+        training.steps is not None and training.epochs is not None,
+        ("training.steps", "training.epochs"),
+        "contradicts training.epochs; give one of them",
+    )
+    yield Contradiction(
+        training.gradient_checkpointing_every is not None and training.gradient_checkpointing != "selective",
+        ("training.gradient_checkpointing_every", "training.gradient_checkpointing"),
+        f"set, but training.gradient_checkpointing is '{training.gradient_checkpointing}'; set that to "
+        "'selective', or leave training.gradient_checkpointing_every out",
+    )
+
+
+def _processes(spec: RunSpec) -> Iterator[Contradiction]:
+    training, topology = spec.training, spec.topology
+    yield Contradiction(
+        spec.parallel.type == "single" and topology.world_size > 1,
+        ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
+        f"'single' contradicts a topology of {topology.world_size} processes; set parallel.type to 'ddp', "
+        "'fsdp' or 'deepspeed', or topology.nnodes and topology.nproc_per_node to 1",
+    )
+    yield Contradiction(
+        spec.parallel.type in ("fsdp", "deepspeed") and topology.world_size == 1,
+        ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
+        f"'{spec.parallel.type}' splits the model over processes, and topology.nproc_per_node x topology.nnodes is "
+        "1; raise one of them, or set parallel.type to 'single'",
+    )
+    yield Contradiction(
+        spec.parallel.type == "deepspeed" and spec.parallel.offload_param != "none" and spec.parallel.stage < 3,
+        ("parallel.offload_param", "parallel.stage"),
+        "set, but only parallel.stage 3 splits the weights; set parallel.stage to 3, or leave "
+        "parallel.offload_param out",
+    )
+    yield Contradiction(
+        spec.parallel.type == "deepspeed" and spec.parallel.stage == 3 and training.compile,
+        ("training.compile", "parallel.stage"),
+        "makes a graph of each layer, and parallel.stage 3 gathers and frees weights inside of them; set "
+        "training.compile to false, parallel.stage to 2, or parallel.type to 'fsdp'",
+    )
+    yield Contradiction(
+        0 < spec.resources.gpu < topology.nproc_per_node,
+        ("resources.gpu", "topology.nproc_per_node"),
+        f"{spec.resources.gpu} is less than topology.nproc_per_node {topology.nproc_per_node}; "
+        "each process needs a GPU of its own",
+    )
+    yield Contradiction(
+        spec.resources.gpu_type is not None and spec.resources.gpu == 0,
+        ("resources.gpu_type", "resources.gpu"),
+        "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_type out",
+    )
+
+
+def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
+    if spec.parallel.type != "fsdp":
+        return
+    replicas, processes = spec.parallel.replicas, spec.topology.world_size
+    fields = ("parallel.replicas", "topology.nproc_per_node", "topology.nnodes")
+    yield Contradiction(
+        processes % replicas != 0,
+        fields,
+        f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
+        "parallel.replicas to a divisor, such as topology.nnodes",
+    )
+    yield Contradiction(
+        replicas == processes > 1,
+        fields,
+        f"{replicas} copies leave each of the processes of topology.nproc_per_node x topology.nnodes a whole one; "
+        "lower parallel.replicas, or set parallel.type to 'ddp'",
+    )
+
+
+def _muon(spec: RunSpec) -> Iterator[Contradiction]:
+    yield Contradiction(
+        spec.optimizer.momentum is not None and spec.optimizer.type != "muon",
+        ("optimizer.momentum", "optimizer.type"),
+        f"set, but optimizer.type '{spec.optimizer.type}' has two moments, whose rates are optimizer.betas; set "
+        "optimizer.type to 'muon', or leave optimizer.momentum out",
+    )
+    if spec.optimizer.type != "muon":
+        return
+    yield Contradiction(
+        spec.adapter.type != "none",
+        ("optimizer.type", "adapter.type"),
+        f"'muon' orthogonalizes the steps of whole weight matrices, and under adapter.type '{spec.adapter.type}' "
+        "only factors of changes to them learn; set optimizer.type to 'adamw'",
+    )
+    yield Contradiction(
+        spec.parallel.type not in ("single", "ddp", "fsdp"),
+        ("optimizer.type", "parallel.type"),
+        f"'muon' needs whole matrices, which parallel.type '{spec.parallel.type}' cuts into flat parts; set "
+        "parallel.type to 'fsdp', or optimizer.type to 'adamw'",
+    )
+    if spec.parallel.type == "fsdp":
+        yield Contradiction(
+            spec.parallel.cpu_offload,
+            ("optimizer.type", "parallel.cpu_offload"),
+            "'muon' multiplies matrices that are split over GPUs, and parallel.cpu_offload has them in host "
+            "memory; set parallel.cpu_offload to false, or optimizer.type to 'adamw'",
+        )
+        yield Contradiction(
+            spec.optimizer.in_backward,
+            ("optimizer.in_backward", "optimizer.type"),
+            "takes steps between the backward pass's messages, and optimizer.type 'muon' sends its own under "
+            "parallel.type 'fsdp'; set optimizer.in_backward to false, or optimizer.type to 'adamw'",
+        )
+
+
+def _in_backward(spec: RunSpec) -> Iterator[Contradiction]:
+    if not spec.optimizer.in_backward:
+        return
+    yield Contradiction(
+        spec.optimizer.max_grad_norm > 0,
+        ("optimizer.in_backward", "optimizer.max_grad_norm"),
+        f"takes steps before all gradients are known, and optimizer.max_grad_norm {spec.optimizer.max_grad_norm} "
+        "clips by the norm of all; set optimizer.max_grad_norm to 0, or optimizer.in_backward to false",
+    )
+    yield Contradiction(
+        spec.training.gradient_accumulation_steps > 1,
+        ("optimizer.in_backward", "training.gradient_accumulation_steps"),
+        "takes a step in every backward pass, and training.gradient_accumulation_steps "
+        f"{spec.training.gradient_accumulation_steps} makes several of them one step; set "
+        "training.gradient_accumulation_steps to 1, or optimizer.in_backward to false",
+    )
+    yield Contradiction(
+        spec.parallel.type not in ("single", "fsdp"),
+        ("optimizer.in_backward", "parallel.type"),
+        f"takes steps when a process has its gradients, and parallel.type '{spec.parallel.type}' averages them "
+        "over the processes after that; set parallel.type to 'fsdp', or optimizer.in_backward to false",
+    )
+    yield Contradiction(
+        spec.parallel.type == "fsdp" and spec.parallel.cpu_offload,
+        ("optimizer.in_backward", "parallel.cpu_offload"),
+        "takes steps while gradients travel to the host memory that parallel.cpu_offload wants them in; set one of "
+        "the two to false",
+    )
+
+
+def _objective(spec: RunSpec) -> Iterator[Contradiction]:
+    objective, source, format = spec.objective, spec.data.source, spec.data.format
+    yield Contradiction(
+        objective.type == "sft" and format == "text",
+        ("data.format", "objective.type"),
+        "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
+        "or data.format to 'prompt_completion' or 'chat'",
+    )
+    yield Contradiction(
+        (format == "preference") != (objective.type == "dpo") and format != "auto",
+        ("data.format", "objective.type"),
+        f"'{format}' does not go with objective.type '{objective.type}': format 'preference', pairs of answers, is "
+        "what 'dpo' needs and no other can use; set data.format to 'auto', or objective.type to suit the data",
+    )
+    yield Contradiction(
+        objective.type == "dpo" and source in BUILTIN_SOURCES,
+        ("data.source", "objective.type"),
+        f"'{source}' has no pairs of answers, which objective.type 'dpo' needs; set data.source to a Hub data set "
+        "or to files with the columns prompt, chosen and rejected",
+    )
+    yield Contradiction(
+        objective.type == "distill" and objective.teacher in PRESETS,
+        ("objective.teacher",),
+        "a preset is trained from scratch and has nothing to teach; give a Hub id or the folder of a trained model",
+    )
+
+
+def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
+    objective = spec.objective
+    if objective.type != "dpo":
+        return
+    yield Contradiction(
+        objective.reference == "adapter" and spec.adapter.type == "none",
+        ("objective.reference", "adapter.type"),
+        "'adapter' is switched off for the reference, and adapter.type is 'none'; set adapter.type to 'lora', or "
+        "objective.reference to 'precomputed'",
+    )
+    yield Contradiction(
+        objective.loss == "ipo" and objective.label_smoothing > 0,
+        ("objective.label_smoothing", "objective.loss"),
+        "set, but objective.loss 'ipo' has none; leave objective.label_smoothing out, or set objective.loss to "
+        "'sigmoid'",
+    )
+
+
+def _store(spec: RunSpec) -> Iterator[Contradiction]:
+    store = spec.kernels.store
+    yield Contradiction(
+        store.url is not None and (store.signing_key is not None) == store.allow_unsigned,
+        ("kernels.store.signing_key", "kernels.store.allow_unsigned", "kernels.store.url"),
+        "contradicts kernels.store.allow_unsigned; archives are signed or they are not: leave one of them out"
+        if store.allow_unsigned
+        else "missing, and kernels.store.url has archives that are run; give a key, or set "
+        "kernels.store.allow_unsigned if nobody else can write there",
+    )
+    yield Contradiction(
+        store.url is None and (store.signing_key is not None or store.allow_unsigned),
+        ("kernels.store.url", "kernels.store.signing_key", "kernels.store.allow_unsigned"),
+        "missing, and there is no store without it; set it, or leave kernels.store.signing_key and "
+        "kernels.store.allow_unsigned out",
+    )
+    yield Contradiction(
+        store.url is not None and not (spec.kernels.enabled and spec.kernels.warmup),
+        ("kernels.store.url", "kernels.warmup", "kernels.enabled"),
+        "set, but only the warm-up asks the store, and kernels.warmup or kernels.enabled is false; set them to "
+        "true, or leave kernels.store.url out",
+    )
+
+
+def _model(spec: RunSpec) -> Iterator[Contradiction]:
+    yield Contradiction(
+        spec.model.name in PRESETS and spec.model.revision is not None,
+        ("model.revision", "model.name"),
+        f"set, but model.name '{spec.model.name}' is a preset and has none; leave model.revision out",
+    )
+    yield Contradiction(
+        spec.adapter.type != "none" and spec.model.name in PRESETS,
+        ("adapter.type", "model.name"),
+        f"'{spec.adapter.type}' adapts a pretrained model, and model.name '{spec.model.name}' is a preset, "
+        "trained from scratch; set model.name to a Hub id or a folder, or adapter.type to 'none'",
+    )
+    yield Contradiction(
+        spec.model.attention.startswith("flash") and spec.model.dtype == "float32",
+        ("model.dtype", "model.attention"),
+        f"'float32' contradicts model.attention '{spec.model.attention}', which has no float32; "
+        "set model.dtype to 'bfloat16', or model.attention to 'sdpa'",
+    )
+
+
+def _checkpoint(spec: RunSpec) -> Iterator[Contradiction]:
+    keep_every, every = spec.checkpoint.keep_every, spec.checkpoint.every
+    yield Contradiction(
+        keep_every is not None and keep_every % every != 0,
+        ("checkpoint.keep_every", "checkpoint.every"),
+        f"{keep_every} is not a multiple of checkpoint.every {every}, and no other step is saved; "
+        f"set it to one, for example {every * 10}",
+    )
+
+
+def _schedule(spec: RunSpec) -> Iterator[Contradiction]:
+    yield Contradiction(
+        spec.schedule.decay_ratio is not None and spec.schedule.type != "wsd",
+        ("schedule.decay_ratio", "schedule.type"),
+        f"set, but schedule.type '{spec.schedule.type}' decays in a way of its own; set schedule.type to 'wsd', or "
+        "leave schedule.decay_ratio out",
+    )
+    yield Contradiction(
+        spec.schedule.warmup_ratio + spec.schedule.falling > 1,
+        ("schedule.warmup_ratio", "schedule.decay_ratio", "schedule.type"),
+        f"{spec.schedule.warmup_ratio} and schedule.decay_ratio {spec.schedule.falling} are more than all steps; "
+        "lower one of them",
+    )
+
+
+def _data(spec: RunSpec) -> Iterator[Contradiction]:
+    yield from (
+        Contradiction(
+            spec.data.source in BUILTIN_SOURCES and value is not None,
+            (f"data.{field}", "data.source"),
+            f"set, but data.source '{spec.data.source}' is built in and has none; leave data.{field} out",
+        )
+        for field, value in (("subset", spec.data.subset), ("revision", spec.data.revision))
+    )

@@ -1,0 +1,48 @@
+"""What to train on, and how rows become tokens: the section `data`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strata_platform.spec.section import Count, Flag, Number, Section, Sources, Text, Whole
+
+BUILTIN_SOURCES = ("python-docs",)
+
+
+class Data(Section):
+    """What to train on, and how rows become tokens."""
+
+    source: Sources = Field(
+        "python-docs",
+        description="`python-docs` (built in), a Hub data set id, or files: path, glob or URL of "
+        ".jsonl, .json, .parquet, .csv or .txt; several as a list.",
+    )
+    subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
+    split: Text = Field("train", description="Split of a Hub data set to train on.")
+    revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
+    format: Literal["auto", "text", "prompt_completion", "chat", "preference"] = Field(
+        "auto", description="Shape of a row. `auto` decides by the columns that are there."
+    )
+    text_column: Text = Field("text", description="Column of format `text`.")
+    prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
+    completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
+    messages_column: Text = Field("messages", description="Column of format `chat`: a list of {role, content}.")
+    chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
+    rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
+    chat_template: Text | None = Field(
+        None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
+    )
+    sequence_length: Whole = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
+    packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
+    overlong: Literal["skip", "truncate", "error"] = Field(
+        "skip",
+        description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and reported; "
+        "plain text is split instead, under `pretrain` all of it.",
+    )
+    invalid: Literal["error", "skip"] = Field(
+        "error", description="What to do with a row of the wrong type. Skips are counted and reported."
+    )
+    validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
+    max_samples: Count | None = Field(None, description="Use only the first N samples of the source.")
