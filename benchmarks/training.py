@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import hashlib
 import json
 import os
 import statistics
@@ -30,7 +31,8 @@ from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.folder import data_folder
 from tasks.runtime.frameworks import framework_of
-from tasks.runtime.model import adopt_tokenizer, build_empty_model, materialize, prepare_for_training
+from tasks.runtime.model import adopt_tokenizer, build_empty_model, has_fused_loss, materialize, prepare_for_training
+from tasks.runtime.objectives import objective_of
 from tasks.runtime.recorder import Recorder
 from tasks.runtime.run import Session, build_job, session
 
@@ -69,7 +71,7 @@ class Run:
         """Of a few steps on packed rows."""
         base: dict[str, Any] = {
             # A folder of its own: the runtime refuses another spec under the same name.
-            "name": f"measured-{RUNS.index(self)}",
+            "name": "measured-" + hashlib.sha256(self.label().encode()).hexdigest()[:8],
             "output": str(output),
             "model": {"name": str(model), "dtype": "bfloat16"},
             "data": {"sequence_length": 4096},
@@ -92,29 +94,34 @@ class Run:
         return ", ".join([self.shape, f"{self.processes} GPU", *told])
 
 
-def _run(shape: str, rows: int, recompute: bool = False, processes: int = 1, **more: Any) -> Run:
+def _run(shape: str, rows: int, recompute: str = "none", processes: int = 1, **more: Any) -> Run:
     fields = {"training.micro_batch_size": rows, "training.gradient_checkpointing": recompute}
     return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
 
 
 RUNS = (
     _run("1b", 4),
-    _run("1b", 8, recompute=True),
+    _run("1b", 8, recompute="full"),
     _run("1b", 4, training__gradient_accumulation_steps=2),
     _run("1b", 4, adapter__type="lora"),
-    _run("1b", 8, recompute=True, adapter__type="lora"),
-    _run("1b", 4, recompute=True, kernels__enabled=False),
+    _run("1b", 8, recompute="full", adapter__type="lora"),
+    _run("1b", 4, recompute="full", kernels__enabled=False),
     _run("8b-quarter", 2),
-    _run("8b-quarter", 4, recompute=True),
+    _run("8b-quarter", 4, recompute="full"),
     _run("8b-quarter", 2, adapter__type="lora"),
-    _run("8b-quarter", 4, recompute=True, adapter__type="lora"),
-    _run("8b", 2, recompute=True),
-    _run("8b", 2, recompute=True, adapter__type="lora"),
+    _run("8b-quarter", 4, recompute="full", adapter__type="lora"),
+    _run("8b", 2, recompute="full"),
+    _run("8b", 2, recompute="full", adapter__type="lora"),
     _run("1b", 4, processes=2, parallel__type="ddp"),
     _run("1b", 4, processes=2, parallel__type="fsdp"),
     _run("8b-quarter", 2, processes=2, parallel__type="fsdp"),
-    _run("8b-quarter", 4, recompute=True, processes=2, parallel__type="fsdp"),
+    _run("8b-quarter", 4, recompute="full", processes=2, parallel__type="fsdp"),
     _run("8b-quarter", 2, processes=2, parallel__type="ddp", adapter__type="lora"),
+    _run("1b", 4, processes=4, parallel__type="ddp"),
+    _run("1b", 4, processes=4, parallel__type="fsdp"),
+    _run("8b-quarter", 4, recompute="full", processes=4, parallel__type="fsdp"),
+    _run("8b", 4, recompute="full", processes=4, parallel__type="fsdp"),
+    _run("8b", 2, recompute="full", processes=4, parallel__type="fsdp", adapter__type="lora"),
 )
 
 
@@ -131,6 +138,8 @@ class _Nowhere:
 def measure(run: Session, data: PreparedData) -> dict[str, float]:
     """Tokens per second and process, and peak GiB, of one process."""
     device = run.processes.device
+    # Without one the program can be tried; of a CPU's memory nothing is known.
+    gpu = device.type == "cuda"
     model = build_empty_model(run.spec)
     if run.processes.is_main or run.spec.parallel.type == "ddp":
         materialize(model, device)
@@ -140,33 +149,37 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     if add_adapter(model, run.spec) is not None:
         model.to(device)
     adopt_tokenizer(model, data.tokenizer())
-    prepare_for_training(model, run.spec)
+    fused = has_fused_loss(prepare_for_training(model, run.spec))
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):
-        job = build_job(run, data, model, None, recorder, steps=STEPS, resume_from=None)
+        objective = objective_of(run.spec, fused=fused)
+        job = build_job(run, data, model, "random", objective, recorder, steps=STEPS, resume_from=None)
         job.writer.close()
         job.writer = _Nowhere()  # type: ignore[assignment]
         end_step = job.end_step
 
         def end_and_note(*arguments: Any) -> None:
             end_step(*arguments)
-            torch.cuda.synchronize(device)
+            if gpu:
+                torch.cuda.synchronize(device)
             ends.append(time.perf_counter())
 
         job.end_step = end_and_note  # type: ignore[method-assign]
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        framework_of(run.spec)(job)
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        with closing(job.watchdog):
+            framework_of(run.spec)(job)
     seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
-    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device)), device=device)
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)
     if run.processes.world_size > 1:
         torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
     return {
         "tokens/s/GPU": tokens / seconds,
         "GiB": float(peak) / 2**30,
-        "reserved GiB": torch.cuda.max_memory_reserved(device) / 2**30,
+        "reserved GiB": (torch.cuda.max_memory_reserved(device) if gpu else 0) / 2**30,
     }
 
 
@@ -206,7 +219,6 @@ def main() -> None:
             continue
         rows.append(train_and_compare(run, told.out))
         gc.collect()
-        torch.cuda.empty_cache()
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(f"{k}: {v:.1f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
             with (told.out / f"training-{processes}.csv").open("w", newline="") as file:

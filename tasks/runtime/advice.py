@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from strata_platform.errors import SpecError
+from strata_platform.estimate.gpus import USABLE
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape, from_config
 from strata_platform.spec import RunSpec
 from tasks.runtime.model import load_config
 
 GIB = float(1 << 30)
-# Share of a GPU that an allocator can use.
-USABLE = 0.97
 
 
 @dataclass(frozen=True)

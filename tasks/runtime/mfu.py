@@ -16,23 +16,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from strata_platform.estimate.gpus import PEAKS
 from strata_platform.spec import RunSpec
 from tasks.runtime.model import compute_dtype
 from tasks.runtime.processes import Processes
 
 log = logging.getLogger(__name__)
-
-# Dense bfloat16, FLOP/s, by the makers' data sheets. The longest beginning of a device's name that is here counts.
-PEAKS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H100 NVL": 835.5e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835.5e12,
-    "AMD Instinct MI300X": 1307.4e12,
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,10 @@ def mfu_of(model: PreTrainedModel, spec: RunSpec, processes: Processes, device: 
         return None
     peak, flops = peak_of(device), flops_per_token(model, spec.data.sequence_length)
     if peak is None:
-        log.info("mfu: not measured, because the peak of %s is not known; tasks/runtime/mfu.py has a table", device)
+        log.info(
+            "mfu: not measured, because the peak of %s is not in strata_platform/estimate/gpus.py",
+            device,
+        )
     elif compute_dtype(spec) != torch.bfloat16:
         log.info("mfu: not measured, because the peak of %s is known for bfloat16 alone", device)
         return None

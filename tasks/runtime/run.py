@@ -78,9 +78,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
     require_trackers(spec)
     require_installed(spec)
     if not torch.cuda.is_available():
-        # Unset, each library below makes guesses of its own; accelerate warns of the first, DeepSpeed of the second.
+        # Unset, accelerate makes a guess of its own and warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     end_with_agent()
     with preemptible(), ExitStack() as held:
         # Before the process group exists: a long compilation must not look like a hanging collective.

@@ -168,6 +168,23 @@ def test_what_a_person_reads_is_what_the_docs_show():
     assert ended.stdout in (ROOT / "docs/estimate.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"objective": {"type": "distill", "teacher": "org/teacher"}}, "teacher"),
+        ({"objective": {"type": "dpo"}, "data": {"source": "pairs.jsonl"}}, "reference"),
+        (
+            {"parallel": {"type": "fsdp", "cpu_offload": True}, "topology": {"nproc_per_node": 2}},
+            "parallel.cpu_offload",
+        ),
+    ],
+)
+def test_what_is_not_counted_is_said(sections, part, tmp_path):
+    (tmp_path / "my.yaml").write_text(json.dumps({"model": {"name": "meta-llama/Llama-3.2-1B"}, **sections}))
+    assert f"not counted: the {part}" in (said := strata(tmp_path / "my.yaml").stdout) or f"not counted: {part}" in said
+    assert part in json.loads(strata(tmp_path / "my.yaml", "--format", "json").stdout)["not_counted"][0]
+
+
 def test_what_a_program_reads():
     ended = strata(EXAMPLE, "--format", "json", "--gpu", "l40s")
     data = json.loads(ended.stdout)

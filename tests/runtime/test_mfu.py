@@ -11,7 +11,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from strata_platform.estimate import GPUS, shape_of
+from strata_platform.estimate import shape_of
 from strata_platform.estimate.speed import model_flops
 from tasks.runtime.mfu import Mfu, flops_per_token, peak_of
 
@@ -80,13 +80,6 @@ def test_the_peak_is_that_of_the_longest_name_that_fits(device, peak):
 
 def test_utilization_is_a_share_of_all_devices():
     assert Mfu(flops_per_token=2e9, peak=2 * 1e12).of(400.0) == 0.4
-
-
-@pytest.mark.parametrize(
-    ("device", "gpu"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA B200", "b200")]
-)
-def test_the_estimate_measures_by_the_same_peak(device, gpu):
-    assert peak_of(device) == GPUS[gpu].peak
 
 
 def test_the_estimate_counts_the_same_flops(tmp_path):

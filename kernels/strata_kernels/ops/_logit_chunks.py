@@ -173,7 +173,8 @@ class _Run:
         """dx: in one product, but in fp32, which cuBLAS adds up one by one, in parts, which are closer to the truth."""
         vocabulary = self.weight.shape[0]
         step = _FP32_TERMS if z.dtype == torch.float32 else max(vocabulary, 1)
-        for start in range(0, vocabulary, step):
+        # Also where this process has no column: then dx is 0.
+        for start in range(0, max(vocabulary, 1), step):
             part = slice(start, min(start + step, vocabulary))
             add_product(self.dx[rows], z[:, part], self.weight[part], first=start == 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata_platform.estimate.gpus import Gpu
+from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
@@ -23,8 +23,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the GPU's memory, with 3 % to spare for what an allocator cannot use."""
-        return self.memory.peak <= 0.97 * self.gpu.memory
+        """Whether the peak is within the GPU's memory, with some to spare for what an allocator cannot use."""
+        return self.memory.peak <= USABLE * self.gpu.memory
 
     @property
     def tokens_per_second(self) -> float:
@@ -36,6 +36,29 @@ class Estimate:
     def mfu(self) -> float:
         """Share of the GPU's peak that the model's own FLOPs are."""
         return self.tokens_per_second * model_flops(self.shape, self.spec.data.sequence_length) / self.gpu.peak
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
+        objective, parallel = self.spec.objective, self.spec.parallel
+        return tuple(
+            said
+            for asked, said in (
+                (
+                    objective.type == "distill",
+                    "the teacher of objective.type 'distill': its weights, and its forward pass in every step",
+                ),
+                (
+                    objective.type == "dpo",
+                    "the reference of objective.type 'dpo': a forward pass, in every step or once before the first",
+                ),
+                (
+                    parallel.type == "fsdp" and parallel.cpu_offload,
+                    "parallel.cpu_offload: weights, gradients and optimizer are in host memory, and steps are slower",
+                ),
+            )
+            if asked
+        )
 
 
 def estimate(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Estimate:

@@ -1,8 +1,23 @@
-"""What a GPU does, as far as training a language model asks for it."""
+"""What a GPU does, as far as training a language model asks for it: by data sheet, and as measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+# Dense bfloat16, FLOP/s, by the makers' data sheets. The longest beginning of a device's name that is here counts.
+PEAKS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA L40S": 362e12,
+    "AMD Instinct MI300X": 1307.4e12,
+}
+# Share of a GPU's memory that an allocator can use.
+USABLE = 0.97
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ _GIB = 2**30
 _H200 = Gpu(
     name="H200",
     memory=138.5 * _GIB,
-    peak=989e12,
+    peak=PEAKS["NVIDIA H200"],
     products=680e12,
     causal=400e12,
     masked=240e12,
@@ -71,9 +86,9 @@ def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float
 
 GPUS: dict[str, Gpu] = {
     "h200": _H200,
-    "h100": _scaled("H100 SXM", 78.5, 989e12, 3.35e12, 300e9),
-    "a100-80gb": _scaled("A100 80 GB", 78.5, 312e12, 2.0e12, 200e9),
-    "a100-40gb": _scaled("A100 40 GB", 38.8, 312e12, 1.55e12, 200e9),
-    "l40s": _scaled("L40S", 43.9, 362e12, 0.864e12, 20e9),
-    "b200": _scaled("B200", 177.0, 2250e12, 8.0e12, 600e9),
+    "h100": _scaled("H100 SXM", 78.5, PEAKS["NVIDIA H100"], 3.35e12, 300e9),
+    "a100-80gb": _scaled("A100 80 GB", 78.5, PEAKS["NVIDIA A100"], 2.0e12, 200e9),
+    "a100-40gb": _scaled("A100 40 GB", 38.8, PEAKS["NVIDIA A100"], 1.55e12, 200e9),
+    "l40s": _scaled("L40S", 43.9, PEAKS["NVIDIA L40S"], 0.864e12, 20e9),
+    "b200": _scaled("B200", 177.0, PEAKS["NVIDIA B200"], 8.0e12, 600e9),
 }

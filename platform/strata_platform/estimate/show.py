@@ -23,6 +23,7 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
         "tokens_per_second_per_gpu": found.tokens_per_second,
         "mfu": found.mfu,
         "layout": layout(found.spec),
+        "not_counted": list(found.uncounted),
     }
     if tokens is not None:
         data |= {"tokens": tokens, "hours": hours(found, tokens)}
@@ -41,6 +42,8 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: f
     yield f"layout: {said(found.spec)}"
     if not found.gpu.measured:
         yield f"rates of {found.gpu.name} are scaled from measurements on an H200 by data sheets"
+    for what in found.uncounted:
+        yield f"not counted: {what}"
     yield ""
     yield "memory of each GPU at its fullest, GiB"
     for name, part in found.memory.parts().items():

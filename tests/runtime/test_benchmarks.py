@@ -1,0 +1,26 @@
+"""The program that measures training: its specs are valid, and what it times is the runtime's own loop."""
+
+import pytest
+
+from benchmarks import training
+
+
+@pytest.mark.parametrize("run", training.RUNS, ids=training.Run.label)
+def test_every_run_is_one_that_can_be_trained_and_estimated(run, tmp_path):
+    spec = run.spec(tmp_path, tmp_path / "model")
+    assert spec.topology.world_size == run.processes
+    assert (spec.parallel.type == "single") == (run.processes == 1)
+
+
+def test_names_are_told_apart(tmp_path):
+    assert len({run.spec(tmp_path, tmp_path).name for run in training.RUNS}) == len(training.RUNS)
+
+
+def test_a_run_is_trained_and_timed(tmp_path, monkeypatch):
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    monkeypatch.setitem(training.SHAPES, "small", {**training.SHAPES["1b"], **small, "num_hidden_layers": 1})
+    fields = {"data.sequence_length": 64, "data.max_samples": 200, "adapter.type": "lora"}
+    row = training.train_and_compare(training.Run("small", 1, fields), tmp_path)
+    assert row["tokens/s/GPU"] > 0 and row["GiB"] == 0
+    assert row["estimated tokens/s/GPU"] > 0 and row["estimated GiB"] > 0
+    assert not list((tmp_path / training.Run("small", 1, fields).spec(tmp_path, tmp_path).name).glob("checkpoints/*"))
