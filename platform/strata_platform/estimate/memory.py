@@ -1,8 +1,9 @@
 """Bytes that each process of a run holds at its fullest moment.
 
-Weights, moments and kept gradients are there all the time. What comes and goes is fullest either when the loss is
-computed, with the activations of all layers in memory, or at the end of the backward pass, with the gradients of all
-layers: the larger of the two is the peak.
+Weights, moments and kept gradients are there all the time. What comes and goes is fullest when the loss is computed, with
+the activations of all layers in memory; in the backward pass of the last layer, which is the first, with what that
+computes again; in that of the first layer, with the gradients of all layers; or after it, with those of the embeddings.
+The largest of the four is the peak.
 """
 
 from __future__ import annotations
@@ -61,15 +62,22 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     twice = shape.root_parameters if spec.optimizer.type == "muon" else trained
     optimizer = (trained + twice) * size / split
     held = shape.layers * kept_by_layer(spec, shape, tokens)
-    loss = _loss(spec, shape, tokens)
-    gathered, root_gradients = _gathered(spec, shape)
+    working = working_set(spec, shape, tokens)
+    gathered = _gathered(spec, shape)
     # Gradients that are there before the backward pass: of micro-batches before, or where DDP's buckets keep them.
     before = gradients if spec.training.gradient_accumulation_steps > 1 or spec.parallel.type == "ddp" else 0.0
-    at_loss = (before, held, loss, gathered)
     if spec.optimizer.in_backward:
         gradients /= shape.layers
-    at_end = (gradients, working_set(spec, shape, tokens), root_gradients, gathered)
-    now = max(at_loss, at_end, key=sum)
+    # The table of the embeddings gets its gradient last, when no layer is left.
+    table = 0.0 if isinstance(spec.adapter, Lora) else shape.head_parameters * size / split
+    head, root = _whole_gradients(spec, shape)
+    moments = (
+        (before, held, _loss(spec, shape, tokens), gathered),
+        (before, held + working, _kept_by_loss(spec, shape, tokens), gathered),
+        (gradients - (0.0 if shape.tied else min(table, gradients)), working, head, gathered),
+        (gradients + (table if shape.tied else 0.0), 0.0, root, _root(spec, shape)),
+    )
+    now = max(moments, key=sum)
     return Memory(
         weights=weights,
         gradients=now[0],
@@ -147,13 +155,33 @@ def _loss(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     return float(states + head + min(logits * size, _LOSS_BUDGET) + head * chunked)
 
 
-def _gathered(spec: RunSpec, shape: ModelShape) -> tuple[float, float]:
-    """Bytes of weights that FSDP holds whole, and of the whole gradients that it is about to split, at the end."""
-    if not isinstance(spec.parallel, Fsdp) or spec.topology.world_size == 1:
+def _kept_by_loss(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
+    """Bytes of what the loss leaves for the backward pass: the gradients of the last hidden states and of the head."""
+    head = 0 if isinstance(spec.adapter, Lora) else shape.head_parameters
+    return float((tokens * shape.hidden + head) * compute_bytes(spec))
+
+
+def _splits(spec: RunSpec) -> bool:
+    return isinstance(spec.parallel, Fsdp) and spec.topology.world_size > 1
+
+
+def _root(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of the weights beside the layers that FSDP holds whole."""
+    return float(shape.root_parameters * compute_bytes(spec)) if _splits(spec) else 0.0
+
+
+def _gathered(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of all weights that FSDP holds whole."""
+    if not isinstance(spec.parallel, Fsdp) or not _splits(spec):
+        return 0.0
+    layers = 2 if spec.parallel.reshard_after_forward else shape.layers
+    return layers * shape.layer_parameters * compute_bytes(spec) + _root(spec, shape)
+
+
+def _whole_gradients(spec: RunSpec, shape: ModelShape) -> tuple[float, float]:
+    """Bytes of whole gradients that FSDP is about to split: of the head and a layer, then of all beside the layers."""
+    if not isinstance(spec.parallel, Fsdp) or not _splits(spec) or isinstance(spec.adapter, Lora):
         return 0.0, 0.0
     size, reduced = compute_bytes(spec), 4 if spec.parallel.reduce_dtype == "float32" else 2
-    layers = 2 if spec.parallel.reshard_after_forward else shape.layers
-    whole = (layers * shape.layer_parameters + shape.root_parameters) * size
-    if isinstance(spec.adapter, Lora):
-        return float(whole), 0.0
-    return float(whole), float(shape.root_parameters * (size + reduced) + shape.layer_parameters * reduced)
+    layer = shape.layer_parameters * (size + reduced)
+    return float(shape.head_parameters * size + layer), float(shape.root_parameters * (size + reduced))
