@@ -1,7 +1,7 @@
 """Bytes that each process of a run holds at its fullest moment.
 
-Weights, moments and kept gradients are there all the time. What comes and goes is fullest when the loss is computed, with
-the activations of all layers in memory; in the backward pass of the last layer, which is the first, with what that
+Weights, moments and kept gradients are there all the time. What comes and goes is fullest when the loss is computed,
+with the activations of all layers in memory; in the backward pass of the last layer, which is the first, with what that
 computes again; in that of the first layer, with the gradients of all layers; or after it, with those of the embeddings.
 The largest of the four is the peak.
 """
