@@ -22,12 +22,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.exits import MemoryKills, describe_exit
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import Preempted, preemptible
+from tasks.runtime.tell import tell
 from tasks.runtime.warm import ensure_warm
 from tasks.runtime.watchdog import EXIT_HUNG
 
@@ -51,6 +53,7 @@ class TrainingTask(PytorchElasticFunctionTask):
     def _execute(self, **kwargs: Any) -> Any:
         spec: RunSpec = kwargs["spec"]
         configure_logging()
+        tell(stage=Stage.WARM_UP)
         ensure_warm(spec, RunFolder.of(spec))
         # Once for the pod, not once for each of its processes.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())

@@ -19,6 +19,7 @@ from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
 from torch import OutOfMemoryError
 
+from strata_platform import told
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Topology
 from tasks.elastic import Training
@@ -40,6 +41,8 @@ ENVIRONMENT = {
     # A dead peer ends the attempt after minutes, not after NCCL's two hours.
     "TORCH_NCCL_ENABLE_MONITORING": "1",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
+    # Stages and metrics reach the client by the pod's log.
+    told.VARIABLE: "1",
 }
 
 

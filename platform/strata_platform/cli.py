@@ -14,12 +14,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from strata_platform import commands
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, shape_of, show
 from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.schema import json_schema
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(commands.app)
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def _strata(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Describe and check training runs."""
+    """Describe and check training runs, submit them and follow them."""
 
 
 @app.command()

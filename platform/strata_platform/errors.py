@@ -1,10 +1,18 @@
-"""What this package raises on purpose.
+"""What this package raises on purpose: one tree.
 
-    ValueError
-    └── SpecError       a spec, or a part of one, has problems; holds all of them
-                        (also a click.ClickException: see there)
+    StrataError             has `status`, `reason`
+    ├── SpecError           a spec, or a part of one, has problems; holds all of them
+    │                       (also a ValueError and a click.ClickException: see there)
+    ├── DoesNotFit          by the estimate, the run needs more memory than its GPUs have
+    ├── RunNotFound         404: no run has this name
+    ├── RunExists           409: a run of this name goes on
+    ├── NotReady            what was asked for is not there yet, or never will be
+    ├── WaitTimeout         the run goes on after the time to wait was over
+    └── BackendError        what a backend answered, and could not do
+        ├── Refused         401, 403: not logged in, or without the right
+        └── Unreachable     503: nobody answers; asking again may help
 
-Problems of the machine (a full disk, a lost network) keep their own exceptions.
+Problems of the machine (a full disk) keep their own exceptions.
 """
 
 from __future__ import annotations
@@ -43,7 +51,71 @@ class Problem:
         return "; ".join(parts).replace("?; ", "? ")
 
 
-class SpecError(ClickException, ValueError):
+class StrataError(Exception):
+    """What this package raises on purpose.
+
+    `status` is an HTTP status where the meaning is that of one, `reason` the short word that programs tell errors apart
+    by: Kubernetes' own where Kubernetes refused, the name of the gRPC code where Flyte did.
+    """
+
+    status: int | None = None
+    reason: str = "Error"
+
+    def __init__(self, message: str, *, status: int | None = None, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.status = self.status if status is None else status
+        self.reason = type(self).reason if reason is None else reason
+
+
+class DoesNotFit(StrataError):
+    """By the estimate, the run needs more memory than its GPUs have."""
+
+    status, reason = 422, "DoesNotFit"
+
+
+class RunNotFound(StrataError):
+    """No run has this name."""
+
+    status, reason = 404, "NotFound"
+
+
+class RunExists(StrataError):
+    """A run of this name goes on."""
+
+    status, reason = 409, "AlreadyExists"
+
+
+class NotReady(StrataError):
+    """What was asked for is not there yet, or never will be."""
+
+    status, reason = 425, "NotReady"
+
+
+class WaitTimeout(StrataError):
+    """The run goes on after the time to wait was over."""
+
+    status, reason = 408, "Timeout"
+
+
+class BackendError(StrataError):
+    """What a backend answered, and could not do."""
+
+    status, reason = 500, "BackendError"
+
+
+class Refused(BackendError):
+    """Not logged in, or without the right."""
+
+    status, reason = 403, "Forbidden"
+
+
+class Unreachable(BackendError):
+    """Nobody answers; asking again may help."""
+
+    status, reason = 503, "Unavailable"
+
+
+class SpecError(StrataError, ClickException, ValueError):
     """A spec has problems; `problems` has every one of them, `str()` a line for each.
 
     It is a `ClickException` because `pyflyte run --spec my.yaml` builds the spec inside click: click then prints the
@@ -51,13 +123,15 @@ class SpecError(ClickException, ValueError):
     """
 
     exit_code = 2
+    status, reason = 422, "Invalid"
 
     def __init__(self, problems: Iterable[Problem], source: str = "spec") -> None:
         self.problems = tuple(problems)
         self.source = source
         assert self.problems, "a SpecError without problems"
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{source} has {count}:", *(f"  {problem}" for problem in self.problems)]))
+        text = "\n".join([f"{source} has {count}:", *(f"  {problem}" for problem in self.problems)])
+        ClickException.__init__(self, text)
 
     def __reduce__(self) -> tuple[Callable[..., SpecError], tuple[tuple[Problem, ...], str]]:
         return type(self), (self.problems, self.source)

@@ -8,8 +8,10 @@ import signal
 import sys
 
 from strata_platform.errors import SpecError
+from strata_platform.runs import Stage
 from strata_platform.spec import DataRecipe, load_spec
 from tasks.runtime.log import configure_logging
+from tasks.runtime.signals import end_with_agent
 
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 128 + signal.SIGTERM
@@ -23,6 +25,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
     arguments = parser.parse_args()
+    # Now: an agent that is killed while torch is imported would leave processes behind that wait for it.
+    end_with_agent()
     try:
         spec = load_spec(arguments.spec)
     except SpecError as error:
@@ -39,6 +43,7 @@ def main() -> int:
     from tasks.runtime.folder import data_folder
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted, preemptible
+    from tasks.runtime.tell import tell
     from tasks.runtime.weights import collect_weights
 
     log = logging.getLogger("tasks.runtime")
@@ -46,14 +51,18 @@ def main() -> int:
         with session(spec) as run:
             recipe = DataRecipe.from_spec(spec, fingerprint(spec))
             folder = data_folder(spec.output, recipe)
+            tell(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.
             run.processes.on_main(lambda: prepare(recipe, folder, report=log.info).folder)
             data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
             with preemptible():
+                tell(stage=Stage.EVALUATING)
                 weights = collect_weights(spec, record)
-                export(spec, evaluate(spec, record, data, weights), data, weights)
+                record = evaluate(spec, record, data, weights)
+                tell(stage=Stage.EXPORTING)
+                export(spec, record, data, weights)
     except (ValueError, OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

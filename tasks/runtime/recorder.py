@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from tasks.runtime.metrics import MetricsFile, Point, read_points
 from tasks.runtime.mfu import Mfu
 from tasks.runtime.objectives import Share
 from tasks.runtime.processes import Processes
+from tasks.runtime.tell import tell
 from tasks.runtime.tracking import Trackers
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class Recorder:
         if self._file is not None and self._trackers is not None:
             self._file.write(points)
             self._trackers.log(points)
+            for point in points:
+                tell(point=asdict(point))
             self._show(points[-1])
         if self._prometheus is not None:
             self._prometheus.report(points[-1], memory_bytes=memory, data_wait_seconds=data_wait)

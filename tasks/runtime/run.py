@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
+from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
@@ -50,6 +51,7 @@ from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder, throughput, utilization
 from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
+from tasks.runtime.tell import tell
 from tasks.runtime.tracking import require_trackers, serve_prometheus
 from tasks.runtime.warm import ensure_warm, later_misses
 from tasks.runtime.watchdog import Watchdog
@@ -82,6 +84,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     end_with_agent()
     with preemptible(), ExitStack() as held:
+        tell(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
         warmup = ensure_warm(spec, folder)
         held.callback(processes.disconnect)
@@ -128,6 +131,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
+    tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Now: some strategies leave a model that has no weights between its passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
     recorder = Recorder(

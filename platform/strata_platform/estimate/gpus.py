@@ -92,3 +92,16 @@ GPUS: dict[str, Gpu] = {
     "l40s": _scaled("L40S", 43.9, PEAKS["NVIDIA L40S"], 0.864e12, 20e9),
     "b200": _scaled("B200", 177.0, PEAKS["NVIDIA B200"], 8.0e12, 600e9),
 }
+
+
+def gpu_called(name: str) -> Gpu | None:
+    """The kind that a driver or a node's label calls `name`; None of one that is not in GPUS, or a part of one.
+
+    >>> gpu_called("NVIDIA-H100-80GB-HBM3").name
+    'H100 SXM'
+    """
+    plain = name.lower().replace(" ", "-")
+    if "mig" in plain:
+        return None
+    words = plain.split("-")
+    return next((gpu for key, gpu in GPUS.items() if all(part in words for part in key.split("-"))), None)

@@ -1,0 +1,1 @@
+"""Where runs go: processes of this machine, or Flyte on Kubernetes."""

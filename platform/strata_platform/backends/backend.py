@@ -1,0 +1,68 @@
+"""What the client asks of a place that runs can go to, and what all such places share."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from strata_platform.estimate import Gpu
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
+from strata_platform.spec import RunSpec
+
+Pause = Callable[[], None]
+"""Called when there is nothing new, until there may be."""
+
+
+class Backend(Protocol):
+    """Local processes, or Flyte. Every method but `submit` raises RunNotFound for a name that no run has."""
+
+    name: str
+
+    def gpu(self, spec: RunSpec) -> Gpu | None:
+        """The kind of GPU that the run would get; None when it gets none, or one that nothing is known of."""
+
+    def submit(self, spec: RunSpec) -> Run:
+        """Start the run, or continue the one whose folder it is. Raises RunExists when it goes on already."""
+
+    def get(self, name: str) -> Run:
+        """The run as it is now."""
+
+    def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
+        """All lines so far; with `pause` also those to come, until the run ends."""
+
+    def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
+        """The points so far in the order that they were written; with `pause` also those to come."""
+
+    def events(self, name: str) -> list[Event]:
+        """What happened so far, the oldest first."""
+
+    def cancel(self, name: str) -> None:
+        """Ask the run to end; does not wait for it. Nothing happens to a run that has ended."""
+
+    def outputs(self, name: str, to: Path | None) -> Outputs:
+        """Where the outputs of a run that succeeded are; with `to`, in that folder, copied there."""
+
+    def list(self) -> list[Run]:
+        """All runs, the newest first."""
+
+
+def points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
+    """As points; what is not one is left out."""
+    for item in values:
+        with contextlib.suppress(TypeError):
+            yield MetricPoint.of(item)
+
+
+def with_progress(run: Run, last: Sequence[MetricPoint]) -> Run:
+    """`run` with what its last points tell of where it is, and when its steps will be done."""
+    if not last:
+        return run
+    eta = None
+    if run.stage is Stage.TRAINING and run.steps is not None:
+        eta = (run.steps - last[-1].step) * statistics.median(point.step_seconds for point in last[-20:])
+    newest = last[-1]
+    return replace(run, step=newest.step, loss=newest.loss, tokens_per_second=newest.tokens_per_second, eta=eta)

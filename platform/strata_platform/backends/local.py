@@ -1,0 +1,224 @@
+"""Runs as processes of this machine, detached from whoever submits them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from strata_platform.backends.backend import Pause, points, with_progress
+from strata_platform.backends.journal import Journal, State, recent, tail
+from strata_platform.backends.supervisor import CANCEL
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.estimate import Gpu
+from strata_platform.estimate.gpus import gpu_called
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
+from strata_platform.spec import RunSpec, dump_spec
+
+_GONE = "its processes are gone: killed, or the machine was restarted"
+_CONTINUE = "submit it again to continue from its last checkpoint"
+
+
+def default_registry() -> Path:
+    """Where names of runs are kept, as links to their folders."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "strata" / "runs"
+
+
+class LocalBackend:
+    """Runs as processes of this machine.
+
+    A run is found by its name in `registry`, or by the path of its folder. It is started again up to `retries` times
+    when it was killed or hung, and has `grace` seconds to end when it is canceled.
+    """
+
+    name = "local"
+
+    def __init__(self, registry: Path | None = None, *, retries: int = 5, grace: int = 60) -> None:
+        self._registry = registry or default_registry()
+        self._retries, self._grace = retries, grace
+
+    def gpu(self, spec: RunSpec) -> Gpu | None:
+        """The kind of this machine's first GPU, as its driver names it."""
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+            answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+            return gpu_called(answer.stdout.partition("\n")[0])
+        return None
+
+    def submit(self, spec: RunSpec) -> Run:
+        """Start the run; it goes on when this process ends."""
+        if spec.topology.nnodes > 1:
+            raise BackendError(
+                f"topology.nnodes is {spec.topology.nnodes}, and this is one machine; set it to 1",
+                status=422,
+                reason="Invalid",
+            )
+        if importlib.util.find_spec("tasks") is None:
+            raise BackendError("the training runtime is not installed beside this command; install strata, whole")
+        journal = Journal(Path(spec.output).resolve() / spec.name)
+        self._require_free_name(spec.name, journal)
+        try:
+            lock = journal.lock()
+            while lock is None and journal.exists and not journal.goes_on:
+                # Its supervisor has had its last word, and is about to end.
+                time.sleep(0.02)
+                lock = journal.lock()
+        except OSError as error:
+            raise BackendError(
+                f"output: {journal.folder} cannot be written: {error.strerror}; set output to a folder that may be"
+            ) from error
+        if lock is None:
+            raise _exists(spec.name, journal)
+        try:
+            journal.spec.write_text(dump_spec(spec), encoding="utf-8")
+            journal.set_state(State(submitted=time.time()))
+            journal.add_event(Event(time.time(), "Submitted", f"from {Path.cwd()}"))
+            self._register(spec.name, journal)
+            self._start(journal, lock)
+        finally:
+            # The supervisor has it now.
+            os.close(lock)
+        return self._run(journal)
+
+    def _require_free_name(self, name: str, journal: Journal) -> None:
+        """Raises RunExists when a run of another folder has this name and goes on."""
+        known = Journal((self._registry / name).resolve())
+        if known.run != journal.run and known.goes_on:
+            raise _exists(name, known)
+
+    def _register(self, name: str, journal: Journal) -> None:
+        self._registry.mkdir(parents=True, exist_ok=True)
+        temporary = self._registry / f".{name}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(journal.run)
+        temporary.replace(self._registry / name)
+
+    def _start(self, journal: Journal, lock: int) -> None:
+        module = "strata_platform.backends.supervisor"
+        arguments = [str(journal.run), str(lock), str(self._retries), str(self._grace)]
+        with journal.output.open("wb") as output:
+            # What is started here detaches itself and ends at once.
+            ended = subprocess.run(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[lock],
+                start_new_session=True,
+            )
+        if ended.returncode:
+            raise BackendError(f"the run could not be started: {_last_line(journal.output)}; see {journal.output}")
+
+    def get(self, name: str) -> Run:
+        """The run as it is now."""
+        return self._run(self._journal(name))
+
+    def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
+        """What the run's processes printed, over all submissions, as the supervisor read it."""
+        journal = self._journal(name)
+        return (LogLine(**values) for values in _follow(journal, journal.log, pause))
+
+    def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
+        """The points of the run's metrics file."""
+        journal = self._journal(name)
+        return points(_follow(journal, journal.metrics, pause))
+
+    def events(self, name: str) -> list[Event]:
+        """What the supervisor did, and what the run told of its stages."""
+        journal = self._journal(name)
+        return [Event(**values) for values in _follow(journal, journal.events, None)]
+
+    def cancel(self, name: str) -> None:
+        """Tell the supervisor to end the run."""
+        journal = self._journal(name)
+        # A supervisor that is just starting has not written yet who it is.
+        while journal.is_held:
+            pid = journal.state().pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, CANCEL)
+                return
+            time.sleep(0.05)
+
+    def outputs(self, name: str, to: Path | None) -> Outputs:
+        """The files in the run's folder."""
+        run = self.get(name)
+        folder = Path(run.where)
+        if run.phase is not Phase.SUCCEEDED:
+            raise NotReady(f"{name} is {run.phase}: outputs are there when a run has succeeded; it writes to {folder}")
+        places = {"model": folder / "model", "report": folder / "report.html", "record": folder / "record.json"}
+        missing = [str(place) for place in places.values() if not place.exists()]
+        if missing:
+            raise NotReady(
+                f"{name} has succeeded, and is without {', '.join(missing)}: somebody removed it", status=410
+            )
+        if to is not None:
+            to.mkdir(parents=True, exist_ok=True)
+            places = {kind: _copy(place, to) for kind, place in places.items()}
+        return Outputs(**{kind: str(place) for kind, place in places.items()})
+
+    def list(self) -> list[Run]:
+        """The runs of the registry whose folders are still there, the newest first."""
+        links = self._registry.glob("[!.]*")
+        runs = [self._run(journal) for link in links if (journal := Journal(link.resolve())).exists]
+        return sorted(runs, key=lambda run: run.submitted or 0.0, reverse=True)
+
+    def _journal(self, name: str) -> Journal:
+        journal = Journal((Path(name) if os.sep in name else self._registry / name).resolve())
+        if not journal.exists:
+            known = ", ".join(run.name for run in self.list()[:20]) or "none"
+            raise RunNotFound(f"no run was submitted here as {name!r}; runs: {known}")
+        return journal
+
+    def _run(self, journal: Journal) -> Run:
+        # In this order: what a supervisor has to say at its end is written before it is gone.
+        held, state = journal.is_held, journal.state()
+        if not held and not state.phase.is_end:
+            failed = _last_line(journal.output)
+            why = f"its supervisor failed: {failed}, see {journal.output}" if failed else _GONE
+            state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {_CONTINUE}")
+        run = Run(
+            name=journal.run.name,
+            backend=self.name,
+            phase=state.phase,
+            stage=state.stage,
+            message=state.message,
+            submitted=state.submitted,
+            started=state.started,
+            ended=state.ended,
+            restarts=state.restarts,
+            steps=state.steps,
+            where=str(journal.run),
+        )
+        return with_progress(run, list(points(recent(journal.metrics))))
+
+
+def _follow(journal: Journal, file: Path, pause: Pause | None) -> Iterator[dict[str, Any]]:
+    return tail(file, lambda: pause is None or not journal.is_held, pause or (lambda: None))
+
+
+def _exists(name: str, journal: Journal) -> RunExists:
+    return RunExists(
+        f"run {name!r} goes on already, in {journal.run}; follow it with 'strata logs -f {name}', end it with 'strata "
+        f"cancel {name}', or choose another name"
+    )
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").split("\n") if file.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _copy(place: Path, to: Path) -> Path:
+    if place.is_dir():
+        return Path(shutil.copytree(place, to / place.name, dirs_exist_ok=True))
+    return Path(shutil.copy2(place, to / place.name))

@@ -1,0 +1,128 @@
+"""The client: ten verbs for runs, the same over local processes and over Flyte.
+
+    client = Client()                          # this machine; Client(FlyteBackend(...)) is a cluster
+    run = client.submit(load_spec("my.yaml"))
+    for line in client.logs(run.name, follow=True):
+        print(line.prefix, line.text)
+    client.outputs(run.name).model
+
+What it returns is in `strata_platform.runs`, what it raises in `strata_platform.errors`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from strata_platform.backends.backend import Backend, Pause
+from strata_platform.backends.local import LocalBackend
+from strata_platform.errors import DoesNotFit, SpecError, WaitTimeout
+from strata_platform.estimate import Estimate, Gpu, cheapest, estimate, shape_of
+from strata_platform.estimate.show import said
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
+from strata_platform.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+class Client:
+    """Submits runs and follows them. `poll` is how many seconds pass between two looks at a run that goes on."""
+
+    def __init__(self, backend: Backend | None = None, *, poll: float = 1.0) -> None:
+        self.backend = backend or LocalBackend()
+        self._poll = poll
+
+    def submit(self, spec: RunSpec, *, force: bool = False) -> Run:
+        """Start a run, or continue the one whose folder it is; returns at once.
+
+        Raises:
+            DoesNotFit: by the estimate, its GPUs have too little memory; `force` submits all the same.
+            RunExists: a run of this name goes on.
+        """
+        if not force:
+            self._require_fit(spec)
+        return self.backend.submit(spec)
+
+    def get(self, name: str) -> Run:
+        """The run as it is now. Raises RunNotFound."""
+        return self.backend.get(name)
+
+    def wait(self, name: str, *, timeout: float | None = None, show: Callable[[Run], None] | None = None) -> Run:
+        """The run when it has ended, well or not; `show` is called with it at every look before.
+
+        Raises:
+            RunNotFound: no run has this name.
+            WaitTimeout: it goes on after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not (run := self.get(name)).is_done:
+            if show is not None:
+                show(run)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeout(f"{name} is {run.phase}, {run.stage}, after {timeout:g} s; it goes on")
+            time.sleep(self._poll)
+        return run
+
+    def logs(self, name: str, *, follow: bool = False) -> Iterator[LogLine]:
+        """What the run's processes printed, all ranks in the order of time.
+
+        With `follow` also what they will print: over restarts and preemptions, until the run ends.
+        """
+        return self.backend.logs(name, self._pause(follow))
+
+    def metrics(self, name: str, *, follow: bool = False) -> Iterator[MetricPoint]:
+        """The run's steps. One that was done again after a restart comes again, with a higher `attempt`.
+
+        With `follow` also the steps to come, until the run ends.
+        """
+        return self.backend.metrics(name, self._pause(follow))
+
+    def events(self, name: str) -> list[Event]:
+        """What happened to the run so far, the oldest first."""
+        return self.backend.events(name)
+
+    def cancel(self, name: str) -> Run:
+        """End the run, and return it when it has ended. It keeps its checkpoints: submitted again, it continues."""
+        self.backend.cancel(name)
+        return self.wait(name)
+
+    def outputs(self, name: str, *, to: Path | None = None) -> Outputs:
+        """Where the model, the report and the record are; with `to`, copied into that folder.
+
+        Raises NotReady when the run has not succeeded.
+        """
+        return self.backend.outputs(name, to)
+
+    def estimate(self, spec: RunSpec, gpu: Gpu | None = None) -> Estimate | None:
+        """What the run takes on `gpu`, by default the kind that it would get; None when nothing is known of that.
+
+        Raises SpecError when nothing is known of the model's shape.
+        """
+        gpu = gpu or self.backend.gpu(spec)
+        return None if gpu is None else estimate(spec, shape_of(spec.model.name), gpu)
+
+    def list(self) -> list[Run]:
+        """All runs, the newest first."""
+        return self.backend.list()
+
+    def _require_fit(self, spec: RunSpec) -> None:
+        try:
+            found = self.estimate(spec)
+        except SpecError as error:
+            log.warning("whether the run fits is not known: %s", error.problems[0])
+            return
+        if found is None or found.fits:
+            return
+        best = cheapest(spec, found.shape, found.gpu, 64)
+        way_out = f"this does: {said(best.spec)}" if best else "no layout of it does"
+        raise DoesNotFit(
+            f"the run needs {found.memory.peak / _GIB:.1f} GiB on each GPU, and a {found.gpu.name} has "
+            f"{found.gpu.memory / _GIB:.1f}; {way_out}. 'strata estimate' says more, --force submits it all the same"
+        )
+
+    def _pause(self, follow: bool) -> Pause | None:
+        return (lambda: time.sleep(self._poll)) if follow else None

@@ -1,0 +1,250 @@
+"""The commands of `strata` that submit and follow runs: the client's verbs, for a console."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from strata_platform.client import Client
+from strata_platform.errors import RunNotFound, SpecError, StrataError
+from strata_platform.runs import MetricPoint, Phase, Run
+from strata_platform.spec import load_spec
+
+app = typer.Typer()
+
+_Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local one's folder.")]
+_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")]
+_Poll = Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at a run.")]
+_Format = Annotated[Literal["text", "json"], typer.Option(help="How it is printed.")]
+
+_INTERRUPTED = 130
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show its log until it ends, as logs -f does.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also what by the estimate does not fit.")] = False,
+    poll: _Poll = 1.0,
+) -> None:
+    """Start a run, or continue one that was stopped. It goes on when this command ends."""
+    with _errors():
+        client = Client(poll=poll)
+        run = client.submit(load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file), force=force)
+        typer.echo(f"{run.name} is submitted; it writes to {run.where}")
+        if follow:
+            _follow(client, run.name, times=False, rank=None)
+        else:
+            typer.echo(f"strata logs -f {run.name}, strata wait {run.name}, strata cancel {run.name}")
+
+
+@app.command()
+def get(name: _Name, format: _Format = "text") -> None:
+    """Show a run as it is now."""
+    with _errors():
+        run = Client().get(name)
+    if format == "json":
+        typer.echo(json.dumps(asdict(run), indent=2))
+        return
+    times = {"submitted": run.submitted, "started": run.started, "ended": run.ended}
+    shown = {
+        "phase": run.phase,
+        "stage": run.stage,
+        "progress": _progress(run),
+        "message": run.message,
+        **{kind: value and _clock(value) for kind, value in times.items()},
+        "restarts": run.restarts,
+        "queue": run.queue,
+        "folder" if run.backend == "local" else "execution": run.where,
+    }
+    typer.echo(run.name)
+    for field, value in shown.items():
+        if value:
+            typer.echo(f"  {field:<10}{str(value).replace(chr(10), chr(10) + ' ' * 12)}")
+
+
+@app.command("list")
+def list_(format: _Format = "text") -> None:
+    """List all runs, the newest first."""
+    with _errors():
+        runs = Client().list()
+    if format == "json":
+        typer.echo(json.dumps([asdict(run) for run in runs], indent=2))
+        return
+    rows = [(run.name, str(run.phase), _progress(run) or str(run.stage or ""), _clock(run.submitted)) for run in runs]
+    table = [("NAME", "PHASE", "PROGRESS", "SUBMITTED"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for row in table:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+
+
+@app.command()
+def wait(
+    name: _Name,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up; the run goes on.")] = None,
+    poll: _Poll = 1.0,
+) -> None:
+    """Show what a run is doing until it ends. Exit code 1 when it did not succeed."""
+    with _errors(), _interruptible(name):
+        _end(Client(poll=poll).wait(name, timeout=timeout, show=_Line().show))
+
+
+@app.command()
+def logs(
+    name: _Name,
+    follow: _Follow = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of this process alone.")] = None,
+    times: Annotated[bool, typer.Option("--times", help="Begin each line with its time.")] = False,
+    poll: _Poll = 0.5,
+) -> None:
+    """Print what the processes of a run printed. Exit code 1 when a run that was followed did not succeed."""
+    with _errors():
+        client = Client(poll=poll)
+        if follow:
+            _follow(client, name, times=times, rank=rank)
+        else:
+            _print_log(client, name, follow=False, times=times, rank=rank)
+
+
+@app.command()
+def metrics(name: _Name, follow: _Follow = False, format: _Format = "text", poll: _Poll = 0.5) -> None:
+    """Print the steps of a run; as JSON, one object a line."""
+    with _errors(), _interruptible(name):
+        for point in Client(poll=poll).metrics(name, follow=follow):
+            typer.echo(json.dumps(asdict(point)) if format == "json" else _told(point))
+
+
+@app.command()
+def events(name: _Name, format: _Format = "text") -> None:
+    """Print what happened to a run."""
+    with _errors():
+        for event in Client().events(name):
+            said = f"{_clock(event.time)}  {event.reason:<12} {event.message}{event.about and f' ({event.about})'}"
+            typer.echo(json.dumps(asdict(event)) if format == "json" else said)
+
+
+@app.command()
+def cancel(name: _Name) -> None:
+    """End a run and wait for its end. Its checkpoints stay: submitted again, it continues."""
+    with _errors():
+        before = Client().get(name)
+        after = Client(poll=0.2).cancel(name)
+        typer.echo(f"{name} had ended before: {after.phase}" if before.is_done else f"{name} is {after.phase}")
+
+
+@app.command()
+def outputs(
+    name: _Name,
+    to: Annotated[Path | None, typer.Option(help="Copy them into this folder.")] = None,
+    format: _Format = "text",
+) -> None:
+    """Say where the model, the report and the record of a run are."""
+    with _errors():
+        found = Client().outputs(name, to=to)
+    if format == "json":
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        for kind, place in found.items():
+            typer.echo(f"{kind:<8}{place}")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Warnings and errors in words, on standard error."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        yield
+    except SpecError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(error.exit_code) from None
+    except StrataError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, RunNotFound) else 1) from None
+
+
+@contextmanager
+def _interruptible(name: str) -> Iterator[None]:
+    """Ctrl-C ends the looking, not the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\n{name} goes on: strata logs -f {name}, strata wait {name}, strata cancel {name}", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _follow(client: Client, name: str, *, times: bool, rank: int | None) -> None:
+    with _interruptible(name):
+        _print_log(client, name, follow=True, times=times, rank=rank)
+        _end(client.wait(name))
+
+
+def _print_log(client: Client, name: str, *, follow: bool, times: bool, rank: int | None) -> None:
+    for line in client.logs(name, follow=follow):
+        if rank is None or line.rank == rank:
+            typer.echo(f"{_clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
+
+
+def _end(run: Run) -> None:
+    """Say how it ended, and end likewise."""
+    good = run.phase is Phase.SUCCEEDED
+    message = f": {run.message}" if run.message else f", outputs: strata outputs {run.name}" * good
+    typer.echo(f"{run.name} {run.phase}{message}", err=not good)
+    raise typer.Exit(0 if good else 1)
+
+
+class _Line:
+    """A run that is waited for: one line that is rewritten on a terminal, elsewhere a line for each change."""
+
+    def __init__(self) -> None:
+        self._before = ""
+        self._live = sys.stdout.isatty()
+
+    def show(self, run: Run) -> None:
+        """Print what is new."""
+        doing = f"{run.name} {run.phase}" + (f", {run.stage}" if run.stage else "")
+        waiting = f", {run.position} before it" if run.position is not None else ""
+        said = f"{doing}{waiting}" + (f" ({run.message})" if run.message else "")
+        if self._live:
+            progress = _progress(run)
+            typer.echo(f"\r\x1b[K{doing}{waiting}{progress and '  ' + progress}", nl=False)
+            if run.message and self._before != said:
+                typer.echo(f"\r\x1b[K{said}")
+        elif said != self._before:
+            typer.echo(said)
+        self._before = said
+
+
+def _progress(run: Run) -> str:
+    if not run.step:
+        return ""
+    parts = [f"step {run.step}" + (f"/{run.steps}" if run.steps else "")]
+    if run.loss is not None:
+        parts.append(f"loss {run.loss:.4f}")
+    if not run.is_done and run.tokens_per_second is not None:
+        parts.append(f"{run.tokens_per_second:,.0f} tok/s")
+    if run.eta is not None:
+        minutes, seconds = divmod(int(run.eta), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+    return "  ".join(parts)
+
+
+def _told(point: MetricPoint) -> str:
+    norm = "" if point.grad_norm is None else f"  norm {point.grad_norm:.3f}"
+    more = "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items())
+    rate = f"{point.tokens_per_second:,.0f} tok/s"
+    return f"step {point.step}  loss {point.loss:.4f}{more}  lr {point.learning_rate:.2e}{norm}  {rate}"
+
+
+def _clock(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
