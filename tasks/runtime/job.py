@@ -90,6 +90,8 @@ class Job:
         total = torch.stack(counts).sum(dim=0).to(self.processes.device, non_blocking=True)
         if self.processes.world_size > 1:
             dist.all_reduce(total)
+            # Those that share rows have all counted them.
+            total //= self.processes.sharers
         items, targets = total.unbind()
         self.recorder.begin_step(targets)
         return items
@@ -97,12 +99,12 @@ class Job:
     def loss(self, model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
         """What a micro-batch's backward pass starts from, in a step of so many `items`. `model` wraps that of the job.
 
-        The micro-batch's share of the step's loss, times the number of processes, because every strategy averages
-        gradients over them: the average over processes of the sum over micro-batches is the mean over the step.
+        The micro-batch's share of the step's loss, times the number of those that read rows, because every strategy
+        averages gradients over them: the average over readers of the sum over micro-batches is the mean over the step.
         """
         share = self.objective.share(model, batch, items)
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
-        return share.loss * self.processes.world_size
+        return share.loss * self.processes.readers
 
     def clip_gradients(self) -> Tensor | None:
         """Call after a step's last backward pass. Returns their norm for `end_step`; None where clipping is off."""

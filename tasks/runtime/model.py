@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +23,7 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.state import adopt_dtypes
+from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.layers import recompute
 
@@ -157,6 +158,18 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
 def is_empty(model: PreTrainedModel) -> bool:
     """Whether the model has no memory for its weights yet."""
     return next(model.parameters()).is_meta
+
+
+def take_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of `model_tensors`, of a model that is then empty; {} of one that is so already."""
+    if is_empty(model):
+        return {}
+    taken = model_tensors(model)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
+    model.tie_weights()
+    return taken
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: torch.device | None = None) -> None:

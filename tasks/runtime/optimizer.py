@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
@@ -24,9 +25,11 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
 
 
 def _adamw(trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+    # Fused operators take tensors of one mesh.
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": spec.optimizer.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in alike if (p.ndim > 1) == decays], "weight_decay": spec.optimizer.weight_decay * decays}
+        for decays in (True, False)
+        for alike in by_mesh(trained)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -128,5 +131,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients down to a global norm of `max_norm`, and return that before. A collective when sharded."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
+    norms = [nn.utils.get_total_norm([parameter.grad for parameter in alike]) for alike in learned]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for alike in learned:
+        nn.utils.clip_grads_with_norm_(alike, max_norm, total)
+    return total
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """`parameters` in lists of those that the same processes hold, or that are no DTensors."""
+    lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(lists.values())

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
 
 from strata_kernels.warmup import Plan, record
 from strata_platform.spec import RunSpec
@@ -11,6 +18,7 @@ from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
 from tasks.runtime.model import build_meta_model, has_fused_loss, prepare_for_training
 from tasks.runtime.objectives import objective_of
+from tasks.runtime.parallel.tensor import cut
 
 
 def plan_of(spec: RunSpec) -> Plan:
@@ -24,7 +32,23 @@ def plan_of(spec: RunSpec) -> Plan:
     rows, length = batch["input_ids"].shape
     # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
     batch["attention_mask"] = _meta(rows, 1, length, length, dtype=torch.bool)
-    return record(lambda: objective.share(model, batch, objective.count(batch)).loss.backward())
+    with _cut_as_in_training(model, spec):
+        return record(lambda: objective.share(model, batch, objective.count(batch)).loss.backward())
+
+
+@contextmanager
+def _cut_as_in_training(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
+    """Inside of the block `model` is what one process has of it; its peers are made up, and told nothing."""
+    ways = spec.tensor_parallel
+    if ways == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ways, store=FakeStore())
+    try:
+        cut(model, init_device_mesh("cpu", (ways,)), whole_logits=not spec.fused_loss)
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -30,15 +30,27 @@ class Processes:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    sharers: int = 1
+    """Processes, next to each other by rank, that compute the same rows together."""
     group: dist.ProcessGroup | None = None
     """Whom the collectives below are with; None is the group that training uses."""
 
     @classmethod
-    def from_environment(cls) -> Processes:
+    def from_environment(cls, sharers: int = 1) -> Processes:
         """This process as torch elastic started it."""
         if "RANK" not in os.environ:
             return cls()
-        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
+        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), sharers)
+
+    @property
+    def readers(self) -> int:
+        """How many read rows of their own: processes, or groups of those that compute the same rows."""
+        return self.world_size // self.sharers
+
+    @property
+    def reader(self) -> int:
+        """Which of them this process is, or is in."""
+        return self.rank // self.sharers
 
     @property
     def is_main(self) -> bool:

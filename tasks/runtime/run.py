@@ -46,6 +46,7 @@ from tasks.runtime.model import (
 from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed, strategy_of
+from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
@@ -75,7 +76,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
     SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
     """
-    processes, folder = Processes.from_environment(), RunFolder.of(spec)
+    processes, folder = Processes.from_environment(spec.sharers), RunFolder.of(spec)
     processes.require(spec)
     require_trackers(spec)
     require_installed(spec)
@@ -126,6 +127,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
+    run.processes.on_main(lambda: require_divisible(run.spec))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
@@ -235,14 +237,14 @@ def _load(
     """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
     rank = run.processes.rank
     if resume_from is None:
-        return lambda: seed_generators(run.spec.seed, rank, 0)
+        return lambda: seed_generators(run.spec.seed, run.processes.reader, 0)
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
     continued = checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size
 
     def set_random_states() -> None:
-        seed_generators(run.spec.seed, rank, checkpoint.step_of(resume_from))
+        seed_generators(run.spec.seed, run.processes.reader, checkpoint.step_of(resume_from))
         if continued:
             load_random_states(index, rank)
 
@@ -251,10 +253,10 @@ def _load(
 
 def total_steps(spec: RunSpec, rows: int) -> int:
     """Optimizer steps of the run: those that read as many rows as its passes have."""
-    if rows < spec.training.micro_batch_size * spec.topology.world_size:
+    if rows < spec.training.micro_batch_size * spec.readers:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
-            f"{spec.training.micro_batch_size} x {spec.topology.world_size} processes; "
+            f"{spec.training.micro_batch_size} x {spec.readers} processes that read rows; "
             "lower training.micro_batch_size or give more data"
         )
     if spec.passes is None:

@@ -91,6 +91,9 @@ ZERO = {
     "stage-3-offload": ("hf", "lora", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
 }
 
+# Both processes compute the same rows, and their matrices are cut.
+SHARED = {f"tensor-{framework}": (framework, {"tensor_parallel": 2}) for framework in FRAMEWORKS}
+
 
 def name_of(cell):
     return "-".join(map(str, cell))
@@ -156,12 +159,17 @@ def trained(output, reference):
         key: make_spec(output, key, framework, "deepspeed", 2, adapter, **settings)
         for key, (framework, adapter, settings) in ZERO.items()
     }
+    rows = {"gradient_accumulation_steps": 4}
+    specs |= {
+        key: make_spec(output, key, framework, "fsdp", 2, training=rows, **settings)
+        for key, (framework, settings) in SHARED.items()
+    }
     specs["rounded"] = rounded(make_spec(output, "rounded", "torch", "deepspeed", 2, stage=3))
     specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True)
     # The run that one process began, and two go on with.
     specs["widened"] = make_spec(output, "reference-none", "hf", "fsdp", 2)
     files = {key: file_of(output, spec) for key, spec in specs.items()}
-    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, *ZERO, "rounded", "widened")]
+    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, *ZERO, *SHARED, "rounded", "widened")]
     launch([*(file for key, file in files.items() if key != "widened"), *again])
     return specs
 
@@ -249,6 +257,16 @@ def test_fsdp_computes_in_bfloat16_on_exact_weights(trained, reference):
     assert losses != pytest.approx(expected, rel=1e-5)
     index = Index(checkpoint.latest(RunFolder.of(trained["compute_dtype"]).checkpoints))
     assert index.dtype("model.model.embed_tokens.weight") == torch.float32
+
+
+@pytest.mark.parametrize("key", SHARED)
+def test_processes_that_share_rows_have_the_losses_of_one(trained, output, references, key):
+    framework, _ = SHARED[key]
+    assert curve(trained[key], attempt=0) == approx(references["none"])
+    assert curve(trained[key], attempt=1) == curve(trained[key], attempt=0)[SAVED:]
+    other = FRAMEWORKS[FRAMEWORKS.index(framework) - 1]
+    assert train_spec(make_spec(output, key, other, "single", 1), SAVED).status == "complete"
+    assert curve(trained[key]) == approx(references["none"])
 
 
 @pytest.mark.parametrize("key", ZERO)

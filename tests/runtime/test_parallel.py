@@ -21,6 +21,7 @@ CELLS = {
     "in-backward": ("hf", {"type": "fsdp"}, IN_BACKWARD),
     "muon": ("hf", {"type": "fsdp"}, {"type": "muon"}),
     "in-backward-copies": ("lightning", {"type": "fsdp", "replicas": 2}, IN_BACKWARD),
+    "tensor-parallel": ("torch", {"type": "fsdp", "tensor_parallel": 2, "cpu_offload": True}, {}),
 }
 
 
@@ -30,7 +31,10 @@ def make_spec(output, name, framework, parallel, optimizer, processes=4):
             "name": name,
             "output": str(output),
             "data": {"sequence_length": 64, "max_samples": 60},
-            "training": {"steps": STEPS, "micro_batch_size": 4 // processes},
+            "training": {
+                "steps": STEPS,
+                "micro_batch_size": 4 * parallel.get("tensor_parallel", 1) // processes,
+            },
             "optimizer": optimizer,
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
             "tracking": {"log_every": 1, "report_to": []},
@@ -110,7 +114,21 @@ def test_a_checkpoint_has_one_of_the_copies(trained):
         }
 
 
-def test_one_process_continues_what_copies_began(trained, output, alone):
-    spec = make_spec(output, "copies", "torch", {"type": "single"}, {}, 1)
+def test_a_matrix_is_cut_in_four_parts(trained):
+    """By rows and columns, or twice by rows: once over the processes that share rows, and then over the others."""
+    folder = RunFolder.of(trained["tensor-parallel"]).checkpoints / f"checkpoint-{SAVED}"
+    index = json.loads((folder / "index.json").read_text())
+    by_rows, by_both = "0,0 64,0 128,0 192,0", "0,0 0,128 128,0 128,128"
+    for name, parts in {"q_proj": by_rows, "o_proj": by_both}.items():
+        assert " ".join(sorted(index[f"model.model.layers.0.self_attn.{name}.weight"]["parts"], key=numbers)) == parts
+
+
+def numbers(key):
+    return [int(number) for number in key.split(",")]
+
+
+@pytest.mark.parametrize("name", ["copies", "tensor-parallel"])
+def test_one_process_continues_what_four_began(trained, output, alone, name):
+    spec = make_spec(output, name, "torch", {"type": "single"}, {}, 1)
     assert train_spec(spec, SAVED).status == "complete"
     assert points(spec) == approx(alone({}))

@@ -73,3 +73,11 @@ def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
 def test_the_dtype_is_that_of_the_run(folder):
     plan = kernels(plan_of(spec(folder, model={"dtype": "float32"})))
     assert plan == from_config(folder, dtype=torch.float32) != from_config(folder)
+
+
+def test_processes_that_share_rows_compile_for_their_parts():
+    """Of four heads for queries and two for keys, and of 4,096 words: what they see of them in kernels' arguments."""
+    cut = {"parallel": {"type": "fsdp", "tensor_parallel": 2}, "topology": {"nproc_per_node": 2}}
+    plan = plan_of(RunSpec.model_validate({"data": {"sequence_length": 64}, **cut}))
+    seen = {(item.name, *value) for item in plan.specializations for value in item.arguments if value[0] in "HKV"}
+    assert seen == {("rope_kernel", "H", 2), ("rope_kernel", "K", 1), ("cross_entropy_kernel", "V", 2048)}

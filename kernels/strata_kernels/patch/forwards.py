@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops._vocabulary_parallel import is_dtensor
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.relu_squared import relu_squared
@@ -148,12 +149,17 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
         if row.multiplier:
             hidden = hidden * getattr(self.config, row.multiplier)
         head, softcap = linear_head(self.lm_head), getattr(self.config, row.softcap) if row.softcap else None
+        cut = is_dtensor(head.weight) and not is_dtensor(hidden)
+        if cut:
+            hidden = _on_mesh_of(head.weight, hidden)
+        loss: Any
         if head_loss is None:
             loss = _causal_lm_loss(hidden, head, labels, softcap=softcap, **kwargs)
         else:
             loss = head_loss(hidden, head.weight, head.bias, softcap)
         return output(
-            loss=loss,
+            # A copy: FSDP hooks on to what a model returns, and warns of views.
+            loss=loss.to_local().clone() if cut else loss,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -161,6 +167,14 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
 
     patched: Forward = wraps(original)(can_return_tuple(forward))
     return patched
+
+
+def _on_mesh_of(weight: Any, hidden: Tensor) -> Tensor:
+    """Hidden states that all processes which hold a head in parts have whole, as its DTensor needs them."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    return DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _causal_lm_loss(

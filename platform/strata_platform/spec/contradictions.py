@@ -23,6 +23,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
         _training,
         _processes,
         _fsdp,
+        _tensor_parallel,
         _muon,
         _in_backward,
         _objective,
@@ -93,19 +94,64 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
 def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
     if spec.parallel.type != "fsdp":
         return
-    replicas, processes = spec.parallel.replicas, spec.topology.world_size
-    fields = ("parallel.replicas", "topology.nproc_per_node", "topology.nnodes")
+    replicas, processes, ways = spec.parallel.replicas, spec.topology.world_size, spec.tensor_parallel
+    topology = ("topology.nproc_per_node", "topology.nnodes")
     yield Contradiction(
-        processes % replicas != 0,
-        fields,
+        processes % ways != 0,
+        ("parallel.tensor_parallel", *topology),
+        f"{ways} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
+        "parallel.tensor_parallel to a divisor, such as topology.nproc_per_node",
+    )
+    yield Contradiction(
+        processes % ways == 0 and spec.readers % replicas != 0,
+        ("parallel.replicas", "parallel.tensor_parallel", *topology),
         f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
-        "parallel.replicas to a divisor, such as topology.nnodes",
+        "parallel.replicas to a divisor, such as topology.nnodes"
+        if ways == 1
+        else f"{replicas} does not divide the {spec.readers} groups of parallel.tensor_parallel {ways} processes; set "
+        "parallel.replicas to a divisor",
     )
     yield Contradiction(
         replicas == processes > 1,
-        fields,
+        ("parallel.replicas", *topology),
         f"{replicas} copies leave each of the processes of topology.nproc_per_node x topology.nnodes a whole one; "
         "lower parallel.replicas, or set parallel.type to 'ddp'",
+    )
+
+
+def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
+    if spec.tensor_parallel == 1:
+        return
+    field, ways = "parallel.tensor_parallel", spec.tensor_parallel
+    yield Contradiction(
+        spec.adapter.type != "none",
+        (field, "adapter.type"),
+        f"{ways} cuts a model's own matrices, and adapter.type '{spec.adapter.type}' puts others beside them; set "
+        "parallel.tensor_parallel to 1, which splits frozen weights as well, or adapter.type to 'none'",
+    )
+    yield Contradiction(
+        spec.optimizer.type == "muon",
+        (field, "optimizer.type"),
+        f"{ways} cuts matrices in both directions, and optimizer.type 'muon' needs them whole; set "
+        "parallel.tensor_parallel to 1, or optimizer.type to 'adamw'",
+    )
+    yield Contradiction(
+        spec.objective.type not in ("pretrain", "sft"),
+        (field, "objective.type"),
+        f"{ways} leaves no process a whole head, and objective.type '{spec.objective.type}' reads it; set "
+        "parallel.tensor_parallel to 1, or objective.type to 'pretrain' or 'sft'",
+    )
+    yield Contradiction(
+        spec.training.compile,
+        (field, "training.compile"),
+        f"{ways} puts messages inside of layers, which training.compile does not see; set one of them back, to 1 or "
+        "to false",
+    )
+    yield Contradiction(
+        spec.training.gradient_checkpointing == "per_op",
+        (field, "training.gradient_checkpointing"),
+        f"{ways} puts messages between a layer's operators, and training.gradient_checkpointing 'per_op' chooses among "
+        "them; set training.gradient_checkpointing to 'selective' or 'full', or parallel.tensor_parallel to 1",
     )
 
 

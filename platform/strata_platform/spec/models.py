@@ -169,6 +169,26 @@ class RunSpec(Section):
         return (2e-3 if self.model.name in PRESETS else 2e-5) * share
 
     @property
+    def fused_loss(self) -> bool:
+        """Whether the kernel layer computes the loss, without logits."""
+        return self.kernels.enabled and "linear_cross_entropy" not in self.kernels.exclude
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes that each matrix is cut over, beside FSDP."""
+        return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1
+
+    @property
+    def sharers(self) -> int:
+        """Processes that compute the same rows together."""
+        return self.tensor_parallel
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of those that share rows, that read rows of their own."""
+        return self.topology.world_size // self.sharers
+
+    @property
     def model_parts(self) -> int:
         """Processes that one copy of weights, gradients and optimizer state is split over."""
         return self.topology.world_size // self.parallel.replicas if self.parallel.type == "fsdp" else 1
@@ -177,7 +197,7 @@ class RunSpec(Section):
     def rows_per_step(self) -> int:
         """Rows that all processes read for one optimizer step."""
         training = self.training
-        return training.micro_batch_size * training.gradient_accumulation_steps * self.topology.world_size
+        return training.micro_batch_size * training.gradient_accumulation_steps * self.readers
 
     @property
     def passes(self) -> float | None:

@@ -47,6 +47,11 @@ class Fsdp(Section):
         description="Copies of the model (HSDP), each split over processes of its own, which are next to each other by "
         "rank. With a copy per pod, weights are gathered within a pod and only gradients travel between pods.",
     )
+    tensor_parallel: Count = Field(
+        1,
+        description="Processes, next to each other by rank, that each matrix is cut over (tensor parallelism): they "
+        "compute the same rows together. Those of a group belong in one pod.",
+    )
 
 
 class Deepspeed(Section):

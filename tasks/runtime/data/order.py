@@ -46,7 +46,7 @@ class MicroBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in range(self._start * self._per_step, self._stop * self._per_step):
-            begin = (number * self._processes.world_size + self._processes.rank) * self._size
+            begin = (number * self._processes.readers + self._processes.reader) * self._size
             yield [self._order[position] for position in range(begin, begin + self._size)]
 
 

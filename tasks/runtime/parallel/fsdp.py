@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import model_tensors
 from tasks.runtime.layers import layers_of
-from tasks.runtime.model import compute_dtype, is_empty, materialize
+from tasks.runtime.model import compute_dtype, materialize, take_weights
 from tasks.runtime.parallel.in_place import InPlace
+from tasks.runtime.parallel.tensor import cut
 from tasks.runtime.processes import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,10 +30,14 @@ class Fsdp(InPlace):
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
-        replicas, device = self._settings.replicas, processes.device.type
-        # One dimension where there is one copy: PyTorch then leaves out what copies say to each other.
-        split = (processes.world_size,) if replicas == 1 else (replicas, processes.world_size // replicas)
-        self._mesh = init_device_mesh(device, split, mesh_dim_names=("replicate", "shard")[-len(split) :])
+        replicas, ways = self._settings.replicas, self._settings.tensor_parallel
+        sizes = {"replicate": replicas, "shard": processes.readers // replicas, "tensor": ways}
+        # No dimension where there is one copy: PyTorch then leaves out what copies say to each other.
+        names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+        mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        self._tensor_mesh = mesh["tensor"] if ways > 1 else None
+        self._mesh = mesh[tuple(name for name in names if name != "tensor")] if ways > 1 else mesh
+        self._fused_loss = spec.fused_loss
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
@@ -41,15 +46,16 @@ class Fsdp(InPlace):
         """The model itself, its parameters now parts of the whole ones."""
         layers = layers_of(model, "parallel.type", "'ddp'")
         # Before they are split: the main process hands out what only it has.
-        whole = {} if is_empty(model) else model_tensors(model)
+        whole = take_weights(model)
+        if self._tensor_mesh is not None:
+            cut(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:
             self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
         # What no layer has: embeddings, the last norm and the head. In one group with the model, because the fused loss
         # reads the head's weight without calling it; kept whole until the backward pass, which follows at once.
         self._split(model, reshard_after_forward=False)
-        if is_empty(model):
-            device = self._processes.device
-            materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
+        device = self._processes.device
+        materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
         if not weights_follow:
             self._hand_out(model, whole)
         return model
@@ -75,7 +81,8 @@ class Fsdp(InPlace):
             sent = sent.to(self._processes.device)
             dist.broadcast(sent, src=0)
             if isinstance(tensor, DTensor):
-                part = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None)
-                tensor.to_local().copy_(part.to_local())
+                for chunk in tensor.__create_chunk_list__():
+                    begins = zip(chunk.offsets, chunk.sizes, strict=True)
+                    tensor.to_local().copy_(sent[tuple(slice(begin, begin + size) for begin, size in begins)])
             else:
                 tensor.copy_(sent)
