@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,10 +15,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.fragment import values_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.order import training_loader
+from tasks.runtime.guard import Guard, RollBack
+from tasks.runtime.metrics import Point
 from tasks.runtime.objectives import Batch, Objective, target_tokens
 from tasks.runtime.optimizer import learning_rate_factor
 from tasks.runtime.parallel import Strategy
@@ -54,15 +58,31 @@ class Job:
     recorder: Recorder
     writer: CheckpointWriter
     watchdog: Watchdog
+    guard: Guard
+    load: Callable[[Path | None], Callable[[], None]]
+    """Loads a checkpoint, if there is one, and returns what sets the random states of its next step. A collective."""
     set_random_states: Callable[[], None]
     """Sets those that the next step starts from."""
     notice: Notice = field(default_factory=Notice)
     """Given when the job is to stop after the step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
     """Share of the peak rate for the step after so many are done."""
+    newest: int = field(init=False)
+    """Step of the newest checkpoint, 0 for none."""
+    withheld: Tensor | None = field(init=False, default=None)
+    """1 where the step that is open is not to be taken; None while that is not known."""
 
     def __post_init__(self) -> None:
         self.learning_rate_factor = learning_rate_factor(self.spec, self.steps)
+        self.newest = self.start
+
+    def run(self, framework: Framework) -> None:
+        """Let a framework train to the last step, and once more after each return to a checkpoint. A collective."""
+        while True:
+            try:
+                return framework(self)
+            except RollBack as fault:
+                self._go_back(fault)
 
     def learning_rate(self, done: int) -> float:
         """For the step after `done` steps."""
@@ -70,7 +90,14 @@ class Job:
 
     def loader(self) -> DataLoader[dict[str, Tensor]]:
         """This process's micro-batches of all steps that are left."""
-        loader = training_loader(self.spec, self.data, self.processes, start=self.start, stop=self.steps)
+        loader = training_loader(
+            self.spec,
+            self.data,
+            self.processes,
+            start=self.start,
+            stop=self.steps,
+            passed_over=self.guard.passed_over,
+        )
         loader.waited = self.recorder.add_data_wait
         return loader
 
@@ -107,25 +134,35 @@ class Job:
         return share.loss * self.processes.readers
 
     def clip_gradients(self) -> Tensor | None:
-        """Call after a step's last backward pass. Returns their norm for `end_step`; None where clipping is off."""
-        max_norm = self.spec.optimizer.max_grad_norm
-        return self.strategy.clip(self.model, max_norm) if max_norm else None
+        """Call after a step's last backward pass, right before the optimizer's step, which it may forbid.
+
+        Returns the gradients' norm for `end_step`; None with `optimizer.in_backward`, which has taken the step.
+        """
+        if self.spec.optimizer.in_backward:
+            return None
+        norm = self.strategy.clip(self.model, self.spec.optimizer.max_grad_norm)
+        self.withheld = self.guard.judge(self.recorder.share, norm)
+        self.strategy.withhold(self.optimizer, self.withheld)
+        return norm
 
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
         """Call when step number `step` is done: puts it on record, and saves a checkpoint where one is due.
 
-        Raises `Preempted`, on every process, when one of them was told to stop and the spec wants that saved first;
-        ValueError, on every process, when the weights to be saved are not finite.
+        Raises, on every process: `Preempted` when one of them was told to stop and the spec wants that saved first;
+        `RollBack` when the run is to go back, which `run` does; ValueError when a step, or weights that are not finite,
+        end it.
         """
-        self.recorder.end_step(step, grad_norm, learning_rate)
+        self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.withheld))
+        self.withheld = None
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW)
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
-            self.recorder.flush()
+            self._follow(self.recorder.flush())
             self.recorder.sync()
             self._require_finite(step)
-            self.writer.save(step)
+            self.writer.save(step, self.guard.facts())
+            self.newest = step
             self.recorder.restart_clock()
         if stop and step < self.steps:
             self.writer.wait()
@@ -134,11 +171,33 @@ class Job:
         if step < self.steps:
             self.watchdog.expect(f"step {step + 1}")
 
+    def _follow(self, points: list[Point]) -> None:
+        self.guard.follow(points, newest=self.newest, steps=self.steps)
+
+    def _go_back(self, fault: RollBack) -> None:
+        """To the newest whole checkpoint, which from now on says what data is passed over after it."""
+        self.watchdog.expect("the return to a checkpoint", SLOW)
+        self.withheld = None
+        self.writer.wait()
+        folder = self.processes.on_main(lambda: checkpoint.latest(self.writer.root))
+        if folder is None:
+            raise ValueError(f"{fault}; and there is no whole checkpoint in {self.writer.root} to go back to")
+        self.start = self.newest = checkpoint.step_of(folder)
+        self.guard.recall(checkpoint.facts_of(folder))
+        self.guard.pass_over(self.start, fault)
+        self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
+        self.processes.on_main(lambda: checkpoint.amend(folder, self.guard.facts()))
+        if self.processes.is_main:
+            log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
+        self.set_random_states = self.load(folder)
+
     def _require_finite(self, step: int) -> None:
-        """Without clipping no norm tells that gradients ruined the weights; the next loss would, too late."""
+        """Where steps are taken in the backward pass no norm tells that they ruined the weights."""
         learned = [values_of(parameter) for parameter in self.bare.parameters() if parameter.requires_grad]
         finite = [values.isfinite().all().to(self.processes.device) for values in learned]
         if not self.processes.all_true(bool(torch.stack(finite).all())):
+            if self.spec.nonfinite == "rollback" and self.newest:
+                raise RollBack(step, "the weights are not finite")
             raise ValueError(
                 f"step {step}: the weights are not finite any more, so they are not saved; start anew under another "
                 "name with a lower optimizer.lr, a higher schedule.warmup_ratio, or optimizer.max_grad_norm above 0"

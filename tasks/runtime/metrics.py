@@ -30,7 +30,7 @@ class Point:
     """Mean over the step: over its target tokens, nats, or over what else the objective counts."""
     learning_rate: float
     grad_norm: float | None
-    """Global gradient norm before clipping; none when clipping is off."""
+    """Global gradient norm before clipping; none with `optimizer.in_backward`."""
     tokens: int
     """Tokens processed since the run's first step, padding included."""
     target_tokens: int
@@ -46,6 +46,8 @@ class Point:
     """Of `step_seconds`: what the process that waited longest for its data spent on that."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1; none where the peak of the device is not known."""
+    skipped: int = 0
+    """1 where the step was not taken, because of its loss or its gradients."""
 
 
 _NAMES = frozenset(field.name for field in fields(Point))

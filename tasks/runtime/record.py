@@ -42,7 +42,7 @@ class CompletionRecord(BaseModel):
     """Tokens processed, padding included."""
     target_tokens: int
     train_loss: float
-    """Loss of the last step."""
+    """Loss of the last step that was taken."""
     loss_unit: str = NATS
     """Of all losses here."""
     eval_loss_before: float | None = None
@@ -53,6 +53,10 @@ class CompletionRecord(BaseModel):
     """The last complete checkpoint."""
     restarts: int
     """Starts of the training processes after the first."""
+    skipped_steps: int = 0
+    """Of `steps`: those that were not taken, because of their loss or their gradients."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint, to pass over data."""
     seconds: float
     """Wall time of training steps, over all attempts."""
     tokens_per_second: float

@@ -44,6 +44,7 @@ class _Step:
     learning_rate: float
     targets: Tensor
     tokens: int
+    withheld: Tensor | None
 
 
 class Recorder:
@@ -73,10 +74,10 @@ class Recorder:
         self._trackers: Trackers | None = None
 
     def begin(self, step: int, steps: int) -> None:
-        """Training goes on after `step`, up to `steps`."""
+        """Training goes on after `step`, up to `steps`; once more where a run goes back."""
         self._steps = steps
         self._totals = self._processes.on_main(lambda: self._totals_after(step))
-        if self._processes.is_main:
+        if self._processes.is_main and self._file is None:
             self._file = MetricsFile(self._folder.metrics)
             self._trackers = Trackers(self._spec, self._folder, done=step)
         if self._prometheus is not None:
@@ -102,27 +103,30 @@ class Recorder:
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.readers
 
+    @property
+    def share(self) -> Tensor:
+        """This process's share of the loss of the step that is open."""
+        return self._values[_LOSS]
+
     def add_data_wait(self, seconds: float) -> None:
         """This process waited so long for data."""
         self._data_wait += seconds
 
-    def end_step(self, step: int, grad_norm: Tensor | float | None, learning_rate: float) -> None:
-        """An optimizer step is done."""
+    def end_step(
+        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, withheld: Tensor | None
+    ) -> list[Point]:
+        """An optimizer step is done, or was not taken where `withheld` is 1. Returns what is written by that."""
         assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
-        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens))
+        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, withheld))
         self._targets = None
-        if step % self._spec.tracking.log_every == 0 or step == self._steps:
-            self.flush()
+        return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
 
-    def flush(self) -> None:
-        """Write what is pending. A collective: every process calls it at the same step.
-
-        Raises ValueError, on every process, when a loss or a gradient norm is not finite: no later step can mend that.
-        """
+    def flush(self) -> list[Point]:
+        """Write what is pending, and return it. A collective: every process calls it at the same step."""
         steps, self._pending = self._pending, []
         if not steps:
-            return
+            return []
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
         memory, data_wait = _peak_memory(self._processes), self._data_wait
@@ -142,13 +146,7 @@ class Recorder:
             self._show(points[-1])
         if self._prometheus is not None:
             self._prometheus.report(points[-1], memory_bytes=memory, data_wait_seconds=data_wait)
-        for point in points:
-            if not math.isfinite(point.loss) or not math.isfinite(point.grad_norm or 0.0):
-                raise ValueError(
-                    f"step {point.step}: the loss is {point.loss} and the gradient norm {point.grad_norm}, so the "
-                    "weights are lost; start anew under another name with a lower optimizer.lr or a higher "
-                    "schedule.warmup_ratio"
-                )
+        return points
 
     def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[Point]:
         """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
@@ -167,14 +165,18 @@ class Recorder:
         tokens, targets = self._totals
         for step, told in zip(steps, values, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
+            norm = None if step.grad_norm is None else float(step.grad_norm)
+            # One strategy looks at the gradients itself, when it is to take the step.
+            ruined = norm is not None and not math.isfinite(norm)
             point = Point(
                 step=step.step,
                 loss=told.pop(_LOSS),
                 learning_rate=step.learning_rate,
-                grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+                grad_norm=norm,
                 tokens=tokens,
                 target_tokens=targets,
                 metrics=told,
+                skipped=int(ruined or (step.withheld is not None and bool(step.withheld))),
                 **of_all,
             )
             points.append(point)

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
+from tasks.runtime.guard import Guard
 from tasks.runtime.job import Job
 from tasks.runtime.layers import compile_layers
 from tasks.runtime.metrics import read_points
@@ -151,7 +153,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.watchdog), closing(job.writer), stopping as job.notice:
-                framework_of(run.spec)(job)
+                job.run(framework_of(run.spec))
                 job.writer.wait()
             recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
     warmup = {**run.warmup, "later_compiles": len(misses), "later_misses": misses}
@@ -195,6 +197,7 @@ def build_job(
         run.processes.world_size,
         run.spec.faults.hang_timeout,
     )
+    load = partial(_load, run, model, optimizer)
     return Job(
         spec=run.spec,
         processes=run.processes,
@@ -209,7 +212,9 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        set_random_states=_load(run, model, optimizer, resume_from),
+        guard=Guard(run.spec, run.processes, checkpoint.facts_of(resume_from) if resume_from else {}),
+        load=load,
+        set_random_states=load(resume_from),
     )
 
 
@@ -355,10 +360,12 @@ def _record(
         steps_asked=steps,
         tokens=points[-1].tokens,
         target_tokens=points[-1].target_tokens,
-        train_loss=points[-1].loss,
+        train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
         loss_unit=objective.unit,
         checkpoint=str(latest),
         restarts=attempt,
+        skipped_steps=sum(point.skipped for point in points),
+        rollbacks=len(checkpoint.facts_of(latest).get("guard", {}).get("passed_over", ())),
         seconds=sum(point.step_seconds for point in points),
         tokens_per_second=throughput(points),
         mfu=utilization(points),

@@ -45,8 +45,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; nothing is expected yet."""
-        if self._limit:
+        """Begin to watch, if it does not yet; nothing is expected."""
+        if self._limit and not self._thread.is_alive():
             self._thread.start()
 
     def expect(self, what: str, patience: float = 1.0) -> None:

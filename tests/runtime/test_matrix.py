@@ -174,10 +174,10 @@ def trained(output, reference):
     return specs
 
 
-def launch(arguments):
+def launch(arguments, module="tests.runtime.train_only"):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*launcher, "-m", "tests.runtime.train_only", *arguments],
+        [*launcher, "-m", module, *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         text=True, capture_output=True, timeout=900,
     )  # fmt: skip

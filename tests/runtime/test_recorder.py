@@ -1,4 +1,4 @@
-"""A run whose numbers are lost ends there, before another checkpoint is taken."""
+"""What is measured of a step is on record, once it is flushed."""
 
 import math
 from contextlib import closing
@@ -27,7 +27,7 @@ def recorder(tmp_path):
 def step(recorder, number, loss, norm=1.0):
     recorder.begin_step(torch.tensor(4))
     recorder.add_micro_batch(share(loss), tokens=8)
-    recorder.end_step(number, torch.tensor(norm), 0.1)
+    recorder.end_step(number, torch.tensor(norm), 0.1, None)
 
 
 def share(loss, **metrics):
@@ -51,21 +51,22 @@ def test_micro_batches_of_a_step_are_one_loss(recorder, tmp_path):
     assert recorder.step_is_open
     recorder.add_micro_batch(share(0.5, accuracy=0.25), tokens=8)
     recorder.add_micro_batch(share(0.25, accuracy=0.5), tokens=8)
-    recorder.end_step(1, None, 0.1)
+    recorder.end_step(1, None, 0.1, None)
     assert not recorder.step_is_open
     recorder.flush()
     [point] = read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics)
     assert (point.loss, point.tokens, point.target_tokens, point.metrics) == (0.75, 16, 4, {"accuracy": 0.75})
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])
-def test_numbers_that_are_lost_end_the_run_and_stay_on_record(recorder, tmp_path, loss, norm):
-    step(recorder, 1, 2.0)
-    step(recorder, 2, loss, norm)
-    with pytest.raises(ValueError, match=r"step 2: the loss is .* lower optimizer\.lr"):
-        recorder.flush()
-    points = read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics)
-    assert [point.step for point in points] == [1, 2]
+@pytest.mark.parametrize(
+    ("norm", "withheld", "skipped"), [(1.0, None, 0), (1.0, 0.0, 0), (1.0, 1.0, 1), (math.inf, 0.0, 1), (None, None, 0)]
+)
+def test_steps_that_were_not_taken_are_marked(recorder, norm, withheld, skipped):
+    recorder.begin_step(torch.tensor(4))
+    recorder.add_micro_batch(share(2.0), tokens=8)
+    assert recorder.end_step(1, norm, 0.1, None if withheld is None else torch.tensor(withheld)) == []
+    [point] = recorder.flush()
+    assert (point.skipped, point.grad_norm) == (skipped, norm)
 
 
 def test_numbers_of_the_run_are_in_tensorboard(tmp_path):

@@ -69,6 +69,7 @@ def test_names_are_those_of_the_metrics_file():
         "train/memory_bytes": 1 << 20,
         "train/data_wait_seconds": 0.5,
         "train/accuracy": 0.75,
+        "train/skipped": 0,
     }
 
 

@@ -195,6 +195,18 @@ def _in_backward(spec: RunSpec) -> Iterator[Contradiction]:
     if not spec.optimizer.in_backward:
         return
     yield Contradiction(
+        spec.faults.nonfinite == "skip",
+        ("faults.nonfinite", "optimizer.in_backward"),
+        "'skip' does not take a step whose gradients are not finite, and optimizer.in_backward takes it before all of "
+        "them are known; set faults.nonfinite to 'rollback' or 'stop', or optimizer.in_backward to false",
+    )
+    yield Contradiction(
+        spec.faults.spike != "ignore",
+        ("faults.spike", "optimizer.in_backward"),
+        f"'{spec.faults.spike}' does not take a step whose loss is a spike, and optimizer.in_backward takes it before "
+        "the loss is known to all; set faults.spike to 'ignore', or optimizer.in_backward to false",
+    )
+    yield Contradiction(
         spec.optimizer.max_grad_norm > 0,
         ("optimizer.in_backward", "optimizer.max_grad_norm"),
         f"takes steps before all gradients are known, and optimizer.max_grad_norm {spec.optimizer.max_grad_norm} "

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 from strata_platform.spec.check import check
 from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
+from strata_platform.spec.faults import Faults
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
@@ -49,19 +50,6 @@ class Checkpoint(Section):
         "auto",
         description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any, also "
         "after a preemption.",
-    )
-
-
-class Faults(Section):
-    """What is watched for while a run trains, and what then follows."""
-
-    hang_timeout: Whole = Field(
-        600,
-        ge=0,
-        le=1800,
-        description="Seconds that a step may take; then every process leaves its stacks and ends, and the run is "
-        "continued from its last checkpoint. The first step, and one that waits for a checkpoint, may take three "
-        "times as long. 0: no limit.",
     )
 
 
@@ -144,7 +132,7 @@ class RunSpec(Section):
     runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
-    faults: Faults = Field(default_factory=Faults, description="Hangs.")
+    faults: Faults = Field(default_factory=Faults, description="Hangs, ruinous steps.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
@@ -187,6 +175,11 @@ class RunSpec(Section):
     def readers(self) -> int:
         """Processes, or groups of those that share rows, that read rows of their own."""
         return self.topology.world_size // self.sharers
+
+    @property
+    def nonfinite(self) -> Literal["skip", "rollback", "stop"]:
+        """`faults.nonfinite`, or the default."""
+        return self.faults.nonfinite or ("stop" if self.optimizer.in_backward else "skip")
 
     @property
     def model_parts(self) -> int:

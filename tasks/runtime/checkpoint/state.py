@@ -98,6 +98,9 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     if isinstance(optimizer, KeepsOwnMemory):
         optimizer.adopt_weights()
         new_slot = optimizer.new_slot
+    else:
+        # What the checkpoint does not have the optimizer had not then, either.
+        optimizer.state.clear()
     tensors = {}
     for key in index:
         if key.startswith(_OPTIMIZER):

@@ -92,6 +92,11 @@ def facts_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def amend(folder: Path, facts: dict[str, Any]) -> None:
+    """Change what the manifest of a whole checkpoint notes of its run."""
+    write_json(folder / MANIFEST, _manifest(folder) | facts)
+
+
 def latest(root: Path) -> Path | None:
     """The newest whole checkpoint; warns about every newer one that is not."""
     for folder in reversed(folders(root)):

@@ -13,7 +13,9 @@ import json
 import logging
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,12 +58,15 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int) -> None:
-        """Begin to save the state after `step`; waits for the save before. Raises what that one failed with."""
+    def save(self, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Begin to save the state after `step`, of which the manifest notes `facts`, too.
+
+        Waits for the save before, and raises what that one failed with.
+        """
         self.wait()
         folder = self.root / f"{whole.PREFIX}{step}"
         files, index = self._staged(training_tensors(self._model, self._optimizer, self._processes.rank))
-        self._thread = threading.Thread(target=self._write, args=(folder, files, index), daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(folder, files, index, facts), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -110,7 +115,13 @@ class CheckpointWriter:
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 
-    def _write(self, folder: Path, files: dict[str, dict[str, Tensor]], index: dict[str, Any] | None) -> None:
+    def _write(
+        self,
+        folder: Path,
+        files: dict[str, dict[str, Tensor]],
+        index: dict[str, Any] | None,
+        facts: Mapping[str, Any],
+    ) -> None:
         """In the thread: write, wait for the others, declare the checkpoint whole."""
         try:
             written: dict[str, Any] = {}
@@ -123,11 +134,17 @@ class CheckpointWriter:
                 log.warning("this process could not write its part of %s", folder, exc_info=True)
                 failure = f"process {self._processes.rank}: {error}{_shortage(error, folder, files)}"
             outcomes = self._processes.gather((written, failure))
-            self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}))
+            self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}, facts))
         except BaseException as error:
             self._error = error
 
-    def _commit(self, folder: Path, outcomes: list[tuple[dict[str, Any], str | None]], index: dict[str, Any]) -> None:
+    def _commit(
+        self,
+        folder: Path,
+        outcomes: list[tuple[dict[str, Any], str | None]],
+        index: dict[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
         failures = [failure for _, failure in outcomes if failure]
         try:
             if not failures:
@@ -136,7 +153,7 @@ class CheckpointWriter:
                 self._model.generation_config.save_pretrained(folder)
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
-                whole.commit(folder, known, {**self._facts, "world_size": self._processes.world_size})
+                whole.commit(folder, known, {**self._facts, **facts, "world_size": self._processes.world_size})
                 whole.prune(self.root, *self._keep)
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)

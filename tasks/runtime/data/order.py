@@ -8,7 +8,7 @@ the processes' shares, so that the same rows make a step however they are spread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -16,6 +16,18 @@ from torch.utils.data import DataLoader, Sampler
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import PreparedData, collator
 from tasks.runtime.processes import Processes
+
+Passed = tuple[int, int]
+"""A step, and of how many steps the data is passed over after it."""
+
+
+def data_step(done: int, passed_over: Sequence[Passed]) -> int:
+    """Steps whose data comes before that of the step after `done`: a pure function, the same after every restart.
+
+    >>> [data_step(done, [(2, 3)]) for done in range(4)]
+    [0, 1, 5, 6]
+    """
+    return done + sum(steps for step, steps in passed_over if step <= done)
 
 
 class RowOrder:
@@ -36,18 +48,29 @@ class RowOrder:
 class MicroBatches(Sampler[list[int]]):
     """Rows of this process's micro-batches, from the one after step `start` to the last of step `stop`."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, rows: int, *, start: int, stop: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        processes: Processes,
+        rows: int,
+        *,
+        start: int,
+        stop: int,
+        passed_over: Sequence[Passed] = (),
+    ) -> None:
         self._order = RowOrder(rows, spec.seed)
         self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
-        self._processes, self._start, self._stop = processes, start, stop
+        self._processes, self._start, self._stop, self._passed_over = processes, start, stop, passed_over
 
     def __len__(self) -> int:
         return (self._stop - self._start) * self._per_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        for number in range(self._start * self._per_step, self._stop * self._per_step):
-            begin = (number * self._processes.readers + self._processes.reader) * self._size
-            yield [self._order[position] for position in range(begin, begin + self._size)]
+        for done in range(self._start, self._stop):
+            first = data_step(done, self._passed_over) * self._per_step
+            for number in range(first, first + self._per_step):
+                begin = (number * self._processes.readers + self._processes.reader) * self._size
+                yield [self._order[position] for position in range(begin, begin + self._size)]
 
 
 class Loader(DataLoader[dict[str, torch.Tensor]]):
@@ -67,12 +90,20 @@ class Loader(DataLoader[dict[str, torch.Tensor]]):
             yield batch
 
 
-def training_loader(spec: RunSpec, data: PreparedData, processes: Processes, *, start: int, stop: int) -> Loader:
+def training_loader(
+    spec: RunSpec,
+    data: PreparedData,
+    processes: Processes,
+    *,
+    start: int,
+    stop: int,
+    passed_over: Sequence[Passed] = (),
+) -> Loader:
     """This process's micro-batches in order, `training.gradient_accumulation_steps` for each step."""
     rows = data.train
     return Loader(
         rows,
-        batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop),
+        batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop, passed_over=passed_over),
         collate_fn=collator(spec.model.attention),
         pin_memory=torch.cuda.is_available(),
         # Going through it draws a number, which must not come from the generator that dropout draws from: a run that

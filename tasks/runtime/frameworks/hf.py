@@ -49,7 +49,8 @@ def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
         max_steps=steps,
         per_device_train_batch_size=spec.training.micro_batch_size,
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
-        max_grad_norm=spec.optimizer.max_grad_norm,
+        # Whether `_clip_grad_norm` is called, whose norm is the spec's.
+        max_grad_norm=0.0 if spec.optimizer.in_backward else 1.0,
         save_strategy="no",
         # Metrics, progress and trackers are the recorder's: the Trainer's logging waits for the GPU at every step.
         logging_strategy="no",

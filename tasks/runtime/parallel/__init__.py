@@ -36,10 +36,14 @@ class Strategy(Protocol):
         """Around forward and backward of a micro-batch; only after the step's `last` need gradients be averaged."""
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """Have the step's gradients scaled down to a global norm of `max_norm`; returns the norm before. A collective.
+        """Have the step's gradients scaled down to a global norm of `max_norm`, 0 for any; returns the norm before.
 
-        The norm's value may be filled in by the optimizer's step, which comes next.
+        A collective. The norm's value may be filled in by the optimizer's step, which comes next; it is finite before,
+        and a strategy that does so does not take a step whose norm is not.
         """
+
+    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+        """Have the optimizer's next step change nothing where `verdict`, a scalar on the device, is 1 and not 0."""
 
 
 def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:

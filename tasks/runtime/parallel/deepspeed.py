@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -72,6 +72,11 @@ class Deepspeed:
         """Left to the engine's step, which also fills in the norm."""
         assert self._optimizer is not None
         return self._optimizer.next_norm()
+
+    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+        """The engine waits for the device in every step anyway."""
+        assert self._optimizer is not None
+        self._optimizer.withheld = bool(verdict)
 
     def _config(self, model: PreTrainedModel) -> dict[str, Any]:
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -186,6 +191,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Where layers compute with rounded weights, the exact ones are state as well.
         self._has_masters = any(parameter.dtype != span.flat.dtype for parameter, span in self._spans.items())
         self._norm: Tensor | None = None
+        self.withheld = False
+        """Whether the next step is not to be taken."""
 
     def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """This process's part of a parameter's state."""
@@ -220,11 +227,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             span.of(span.flat).flat.copy_(weights)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, update, and free the gradients."""
+        """Clip, update, and free the gradients; the latter alone where they are not finite or the step is withheld."""
         outcome = None if closure is None else closure()
-        self._engine.step()
-        if not self._engine.was_step_applied():
-            log.warning("DeepSpeed took no step: the gradients are not finite")
+        with _useless_norm(self._engine.optimizer) if self.withheld else nullcontext():
+            self._engine.step()
         if self._norm is not None:
             self._norm.fill_(self._engine.get_global_grad_norm())
             self._norm = None
@@ -232,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def next_norm(self) -> Tensor:
         """Norm of the gradients before they are clipped, which the next step fills in."""
-        self._norm = torch.full((), torch.nan, device=self._engine.device)
+        self._norm = torch.zeros((), device=self._engine.device)
         return self._norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -244,6 +250,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do, likewise."""
+
+
+@contextmanager
+def _useless_norm(zero: Any) -> Iterator[None]:
+    """Within, the engine finds its gradients not to be finite, and frees them without a step."""
+    # The first is of stages 1 and 2, the second of stage 3, which has a norm for each group of parameters.
+    zero.scaled_global_norm, zero._get_norm_groups = lambda: float("inf"), lambda: [float("inf")]
+    try:
+        yield
+    finally:
+        del zero.scaled_global_norm, zero._get_norm_groups
 
 
 def _spans(engine: Any, rank: int) -> Iterator[tuple[Any, _Span]]:

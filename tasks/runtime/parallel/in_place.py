@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.optimizer import clip_gradients
+from tasks.runtime.optimizer import clip_gradients, withhold
 
 
 class InPlace:
@@ -18,3 +18,7 @@ class InPlace:
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
         """At once."""
         return clip_gradients(wrapped, max_norm)
+
+    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+        """By the optimizer itself, or by taking its gradients away."""
+        withhold(optimizer, verdict)

@@ -1,0 +1,44 @@
+"""Trains as tests.runtime.train_only does, on data that ruins a step: `... -m tests.runtime.ruinous SPEC[@STEP]...`.
+
+Whatever process reads the first row of the data of step BAD gets gradients from it that are not finite; or, where the
+spec watches for that, a great loss.
+"""
+
+import sys
+
+import torch
+
+from tasks.runtime import guard, job
+from tasks.runtime.objectives import Share
+from tasks.runtime.objectives.next_token import NextToken
+from tests.runtime.train_only import train_all
+
+BAD = 4
+
+
+def ruin(rows_per_step=4, patch=setattr):
+    """Have the loss of a batch that has that row multiplied."""
+    of_run = {}
+    plain_loader, plain_share = job.training_loader, NextToken.share
+
+    def training_loader(spec, data, processes, **options):
+        loader = plain_loader(spec, data, processes, **options)
+        row = loader.batch_sampler._order[(BAD - 1) * rows_per_step]
+        of_run["row"] = data.train[row]["input_ids"].to(processes.device)
+        of_run["factor"] = torch.nan if spec.faults.spike == "ignore" else 100.0
+        return loader
+
+    def share(self, model, batch, items):
+        clean = plain_share(self, model, batch, items)
+        bad = (batch["input_ids"] == of_run["row"]).all(dim=-1).any()
+        return Share(clean.loss * torch.where(bad, of_run["factor"], 1.0), clean.metrics)
+
+    patch(job, "training_loader", training_loader)
+    patch(NextToken, "share", share)
+    # The shortest window that the spec allows is longer than these runs.
+    patch(guard, "spike_limit", lambda losses, deviations: losses[-1:].max() + 1)
+
+
+if __name__ == "__main__":
+    ruin()
+    train_all(sys.argv[1:])
