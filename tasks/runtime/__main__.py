@@ -20,7 +20,8 @@ EXIT_PREEMPTED = 128 + signal.SIGTERM
 def main() -> int:
     """Prepare, train, evaluate, export.
 
-    Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again.
+    Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again; 69, a
+    GPU or a connection is not fit: start it on another machine.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
@@ -39,8 +40,10 @@ def main() -> int:
 
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
+    from tasks.runtime.exits import EXIT_UNHEALTHY
     from tasks.runtime.export import export
     from tasks.runtime.folder import data_folder
+    from tasks.runtime.health import Unhealthy
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted, preemptible
     from tasks.runtime.tell import tell
@@ -66,6 +69,9 @@ def main() -> int:
     except (ValueError, OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except Unhealthy as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_UNHEALTHY
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
         return EXIT_PREEMPTED

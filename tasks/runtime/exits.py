@@ -20,7 +20,12 @@ _SIGNALS = {
     signal.SIGFPE: "SIGFPE; a division by zero in native code",
     signal.SIGALRM: "SIGALRM; it hung in native code, and its stacks are above",
 }
-_CODES = {EXIT_HUNG: "hung, and left the stacks of its processes"}
+# What a process ends with that found a GPU or a connection unfit: EX_UNAVAILABLE.
+EXIT_UNHEALTHY = 69
+_CODES = {
+    EXIT_HUNG: "hung, and left the stacks of its processes",
+    EXIT_UNHEALTHY: "a GPU or a connection is not fit to train on, as is said above",
+}
 
 
 def describe_exit(code: int) -> str:
@@ -48,6 +53,10 @@ class Explanation:
 
 # The first that is found in an error's text explains it.
 _ERRORS: list[tuple[str, Explanation]] = [
+    (
+        r"not fit to train on",
+        Explanation("the health check found a GPU or a connection unfit; another machine may be fit", True),
+    ),
     (
         r"device-side assert",
         Explanation(

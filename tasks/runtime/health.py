@@ -64,6 +64,8 @@ def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None
         found = processes.gather(_look(spec, processes))
         _refuse(processes, lambda: _problems(found or []))
         speed = _connections(spec, processes) if processes.world_size > 1 else None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if found:
         log.info("health: %s, %.1f s", summary(found, speed), time.monotonic() - began)
 
@@ -121,14 +123,14 @@ def _products(device: torch.device) -> tuple[int, float]:
 
     Factors are a_i s_k and s_k b_j, with signs s, so that every value is an integer that each type has: K a_i b_j.
     """
-    size, times = (8192, 16) if device.type == "cuda" else (128, 1)
+    size, times = (8192, 4) if device.type == "cuda" else (128, 1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     numbers = torch.arange(size, device=device)
     signs = 1 - 2 * (numbers * numbers // 3 % 2)
     rows, columns = numbers % 7 - 3, numbers % 5 - 2
     left = (rows[:, None] * signs[None]).to(dtype)
     right = (signs[:, None] * columns[None]).to(dtype)
-    expected = (size * rows[:, None] * columns[None]).to(dtype)
+    expected = (size * rows).to(dtype)[:, None] * columns.to(dtype)[None]
     product = left @ right
     wrong = product != expected
     _wait(device)

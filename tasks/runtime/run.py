@@ -32,6 +32,7 @@ from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.guard import Guard
+from tasks.runtime.health import check_health
 from tasks.runtime.job import Job
 from tasks.runtime.layers import compile_layers
 from tasks.runtime.metrics import read_points
@@ -96,6 +97,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
         processes.on_main(lambda: folder.claim(spec))
         _require_shared(spec, folder, processes)
         with _explained(spec, processes):
+            check_health(spec, folder, processes)
             yield Session(spec, folder, processes, warmup)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.section import Count, Section, Whole, number
+from strata_platform.spec.section import Count, Flag, Section, Whole, number
 
 
 class Faults(Section):
@@ -19,6 +19,19 @@ class Faults(Section):
         description="Seconds that a step may take; then every process leaves its stacks and ends, and the run is "
         "continued from its last checkpoint. The first step, and one that waits for a checkpoint, may take three "
         "times as long. 0: no limit.",
+    )
+    health_check: Flag = Field(
+        True,
+        description="Look at every GPU's memory, arithmetic and connections before anything is loaded; one that is "
+        "unfit ends the attempt, and is named with its node.",
+    )
+    min_free_memory: Annotated[float, Field(ge=0, le=1), BeforeValidator(number)] = Field(
+        0.8, description="Share of a GPU's memory that must be free at the start."
+    )
+    min_bandwidth: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
+        None,
+        description="GB/s that an all-reduce over all processes must reach at the start: bus bandwidth, as NCCL's "
+        "tests tell it. By default it is measured and not judged.",
     )
     nonfinite: Literal["skip", "rollback", "stop"] | None = Field(
         None,

@@ -132,7 +132,7 @@ class RunSpec(Section):
     runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
-    faults: Faults = Field(default_factory=Faults, description="Hangs, ruinous steps.")
+    faults: Faults = Field(default_factory=Faults, description="Unfit GPUs, hangs, ruinous steps.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
