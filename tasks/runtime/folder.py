@@ -37,6 +37,7 @@ _FREE = {
     "training": {
         "micro_batch_size",
         "gradient_accumulation_steps",
+        "tokens_per_step",
         "gradient_checkpointing",
         "gradient_checkpointing_every",
         "compile",

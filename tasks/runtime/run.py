@@ -335,7 +335,14 @@ def _announce(
         learning = model.num_parameters(only_trainable=True)
         log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
     log.info("kernels: %s", patched.summary() if patched else "off")
-    log.info("training: %d steps of %d rows, %s", steps, run.spec.rows_per_step, run.spec.runtime.framework)
+    log.info(
+        "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
+        steps,
+        run.spec.rows_per_step,
+        f"{run.spec.rows_per_step * run.spec.data.sequence_length:,}",
+        run.spec.training.gradient_accumulation_steps,
+        run.spec.runtime.framework,
+    )
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
 

@@ -1,4 +1,5 @@
 import pickle
+import re
 from types import MappingProxyType
 
 import pytest
@@ -414,3 +415,24 @@ def test_a_recipe_needs_its_fields():
         "data": "required",
         "objective": "required",
     }
+
+
+def test_tokens_of_a_step_say_how_often_it_passes():
+    fields = {"topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}, "data": {"sequence_length": 512}}
+    spec = RunSpec.model_validate({**fields, "training": {"tokens_per_step": 16384, "micro_batch_size": 2}})
+    assert (spec.training.gradient_accumulation_steps, spec.rows_per_step) == (8, 32)
+    # What is written down says both, and is read as the same.
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec == RunSpec(**spec.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"training": {"tokens_per_step": 500000}}, "no multiple of the 1024 tokens.*nearest: 499712 or 500736"),
+        ({"training": {"tokens_per_step": 1}}, "nearest: 1024$"),
+        ({"training": {"tokens_per_step": 8192, "gradient_accumulation_steps": 3}}, "takes 8 forward passes.*is 3"),
+        ({"training": {"tokens_per_step": 1024}, "data": {"packing": False}}, r"data\.packing false rows are as long"),
+    ],
+)
+def test_tokens_that_make_no_step_are_refused(fields, words):
+    assert re.search(words, problems_of(**fields)["training.tokens_per_step"].message)

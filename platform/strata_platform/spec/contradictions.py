@@ -21,6 +21,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
     for rules in (
         _training,
+        _tokens,
         _processes,
         _fsdp,
         _tensor_parallel,
@@ -49,6 +50,31 @@ def _training(spec: RunSpec) -> Iterator[Contradiction]:
         ("training.gradient_checkpointing_every", "training.gradient_checkpointing"),
         f"set, but training.gradient_checkpointing is '{training.gradient_checkpointing}'; set that to "
         "'selective', or leave training.gradient_checkpointing_every out",
+    )
+
+
+def _tokens(spec: RunSpec) -> Iterator[Contradiction]:
+    training, tokens, once = spec.training, spec.training.tokens_per_step, spec.tokens_per_pass
+    if tokens is None:
+        return
+    yield Contradiction(
+        not spec.data.packing,
+        ("training.tokens_per_step", "data.packing"),
+        "set, but with data.packing false rows are as long as their texts; set data.packing to true, or give "
+        "training.gradient_accumulation_steps in its place",
+    )
+    below = tokens // once * once
+    yield Contradiction(
+        tokens % once != 0,
+        ("training.tokens_per_step", "training.micro_batch_size", "data.sequence_length", "topology"),
+        f"{tokens} is no multiple of the {once} tokens that all processes read at once (training.micro_batch_size x "
+        f"data.sequence_length x processes); nearest: {f'{below} or ' if below else ''}{below + once}",
+    )
+    yield Contradiction(
+        tokens % once == 0 and tokens // once != training.gradient_accumulation_steps,
+        ("training.tokens_per_step", "training.gradient_accumulation_steps"),
+        f"{tokens} takes {tokens // once} forward passes of {once} tokens, and training.gradient_accumulation_steps is "
+        f"{training.gradient_accumulation_steps}; leave one of them out",
     )
 
 

@@ -138,6 +138,18 @@ class RunSpec(Section):
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
     tracking: Tracking = Field(default_factory=Tracking, description="Metrics.")
 
+    @model_validator(mode="after")
+    def _count_micro_batches(self) -> Self:
+        """With `training.tokens_per_step`, what is left out is filled in: whoever reads the spec finds it there."""
+        training = self.training
+        if training.tokens_per_step and "gradient_accumulation_steps" not in training.model_fields_set:
+            passes, rest = divmod(training.tokens_per_step, self.tokens_per_pass)
+            if passes and not rest:
+                counted = training.model_copy(update={"gradient_accumulation_steps": passes})
+                # Frozen when it is made, of which this is a part.
+                object.__setattr__(self, "training", counted)
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -191,6 +203,11 @@ class RunSpec(Section):
         """Rows that all processes read for one optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.readers
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a micro-batch of each process, where rows are packed."""
+        return self.rows_per_step // self.training.gradient_accumulation_steps * self.data.sequence_length
 
     @property
     def passes(self) -> float | None:

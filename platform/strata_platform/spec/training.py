@@ -20,6 +20,11 @@ class Training(Section):
     )
     micro_batch_size: Count = Field(4, description="Rows per process and forward pass.")
     gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
+    tokens_per_step: Count | None = Field(
+        None,
+        description="Tokens of all processes per optimizer step, padding included; says what "
+        "`gradient_accumulation_steps` is, which is left out then.",
+    )
     gradient_checkpointing: Literal["none", "full", "selective", "per_op"] = Field(
         "none",
         description="What the backward pass computes again to save memory: `full` all of a layer, `selective` all of "
