@@ -66,10 +66,10 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
             weights = collect_weights(spec, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         known = explain(error)
         # What a collective raises when a peer is gone looks like what else goes wrong on a machine.
-        retry = known.retry if known else spec.topology.world_size > 1
+        retry = known.retry if known else isinstance(error, RuntimeError) and spec.topology.world_size > 1
         if not retry or isinstance(error, OutOfMemoryError):
             raise
         meaning = known.sentence if known else "a process failed or lost its peers"

@@ -123,13 +123,7 @@ class RunFolder:
         """
         self.make()
         if self.spec.exists():
-            earlier = load_spec(self.spec)
-            changed = _differences(_bound(earlier), _bound(spec))
-            if changed:
-                raise ValueError(
-                    f"{self.root} holds a run of another spec; different: {'; '.join(changed)}. "
-                    "Choose another name, restore these fields to continue that run, or remove the folder"
-                )
+            require_same_run(self.spec, spec, str(self.root))
         temporary = self.spec.with_suffix(".tmp")
         temporary.write_text(dump_spec(spec), encoding="utf-8")
         temporary.replace(self.spec)
@@ -155,6 +149,16 @@ class RunFolder:
         with self.attempts.open("a") as file:
             file.write(f"{before}\n")
         return before
+
+
+def require_same_run(written: Path, spec: RunSpec, where: str) -> None:
+    """Raises ValueError when `spec` is of another run than the spec that is `written` in the folder `where`."""
+    changed = _differences(_bound(load_spec(written)), _bound(spec))
+    if changed:
+        raise ValueError(
+            f"{where} holds a run of another spec; different: {'; '.join(changed)}. "
+            "Choose another name, restore these fields to continue that run, or remove the folder"
+        )
 
 
 def data_folder(output: str, recipe: DataRecipe) -> Path:

@@ -186,7 +186,7 @@ class Job:
         self.guard.recall(checkpoint.facts_of(folder))
         self.guard.pass_over(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
-        self.processes.on_main(lambda: checkpoint.amend(folder, self.guard.facts()))
+        self.writer.amend(folder, self.guard.facts())
         if self.processes.is_main:
             log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)

@@ -24,6 +24,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
 from tasks.runtime.advice import advice_for
+from tasks.runtime.checkpoint.mirror import Mirror, mirror_of
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -71,6 +72,8 @@ class Session:
     folder: RunFolder
     processes: Processes
     warmup: dict[str, Any]
+    mirror: Mirror | None
+    """For the main process."""
 
 
 @contextmanager
@@ -83,6 +86,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     processes.require(spec)
     require_trackers(spec)
     require_installed(spec)
+    mirror = mirror_of(spec, folder)
     if not torch.cuda.is_available():
         # Unset, accelerate makes a guess of its own and warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -94,11 +98,22 @@ def session(spec: RunSpec) -> Iterator[Session]:
         held.callback(processes.disconnect)
         processes.connect()
         processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: folder.claim(spec))
+        if mirror is not None:
+            held.callback(mirror.close)
+        processes.on_main(lambda: _claim(spec, folder, mirror))
         _require_shared(spec, folder, processes)
         with _explained(spec, processes):
             check_health(spec, folder, processes)
-            yield Session(spec, folder, processes, warmup)
+            yield Session(spec, folder, processes, warmup, mirror)
+
+
+def _claim(spec: RunSpec, folder: RunFolder, mirror: Mirror | None) -> None:
+    """Make the run's folder this spec's own, here and where it is copied to."""
+    if mirror is not None:
+        mirror.fetch_run()
+    folder.claim(spec)
+    if mirror is not None:
+        mirror.put_spec()
 
 
 @contextmanager
@@ -109,7 +124,7 @@ def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         capacity = torch.cuda.get_device_properties(processes.device).total_memory
         raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         known = explain(error)
         if known:
             error.add_note(f"{type(error).__name__} means: {known.sentence}")
@@ -156,7 +171,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.watchdog), closing(job.writer), stopping as job.notice:
                 job.run(framework_of(run.spec))
-                job.writer.wait()
+                job.watchdog.expect("the end", math.inf)
+                job.writer.finish()
             recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
     warmup = {**run.warmup, "later_compiles": len(misses), "later_misses": misses}
     return run.processes.on_main(lambda: _record(run, data, parameters, objective, patched, steps, attempt, warmup))
@@ -191,6 +207,7 @@ def build_job(
         run.processes,
         keep_last=run.spec.checkpoint.keep_last,
         keep_every=run.spec.checkpoint.keep_every,
+        mirror=run.mirror if run.processes.is_main else None,
         facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash, "base": base},
     )
     watchdog = Watchdog(
@@ -296,6 +313,8 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
 
     For the main process: what it finds, the others are told.
     """
+    if run.mirror is not None:
+        run.mirror.fetch_newest()
     latest = checkpoint.latest(run.folder.checkpoints)
     if latest and run.spec.checkpoint.resume == "never":
         raise ValueError(
@@ -314,6 +333,10 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
         if record.status == "complete":
             return latest, record
     checkpoint.discard_after(run.folder.checkpoints, done)
+    if run.mirror is not None:
+        run.mirror.discard_after(done)
+        if latest:
+            run.mirror.add(latest)
     run.folder.record.unlink(missing_ok=True)
     return latest, None
 

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 from strata_platform.spec.check import check
 from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
+from strata_platform.spec.describe import Words
 from strata_platform.spec.faults import Faults
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
@@ -45,6 +46,14 @@ class Checkpoint(Section):
         "stop",
         description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
         "and saves first, within the grace period, for which the processes exchange a message after every step.",
+    )
+    url: Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://[^@]+$"), Words("a URL without credentials")] | None = Field(
+        None,
+        description="Object store, such as `s3://bucket/path`, to which checkpoints are copied when they are whole, to "
+        "`<url>/<name>`; a start takes the newest, from the disk or from there. Credentials are the environment's.",
+    )
+    url_timeout: Count = Field(
+        900, description="Seconds that the store may be away while the run goes on; then it ends."
     )
     resume: Literal["auto", "never"] = Field(
         "auto",

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,28 @@ def discard_after(root: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+def files_of(folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of each file of a whole checkpoint but the manifest, by name."""
+    return dict(_manifest(folder)["files"])
+
+
+def expendable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Which checkpoints go, given the steps of all of them in order: the last ones stay, and those of every so many.
+
+    >>> expendable([2, 4, 6, 8, 10], keep_last=2, keep_every=4)
+    [2, 6]
+    """
+    return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
+
+
 def prune(root: Path, keep_last: int, keep_every: int | None = None) -> None:
     """Keep the newest checkpoints, and those of every so many steps. Call after `commit`: a whole one always exists.
 
     One that cannot be removed is tried again the next time: a file that somebody reads over the network, say.
     """
-    for folder in folders(root)[:-keep_last]:
-        if keep_every and step_of(folder) % keep_every == 0:
-            continue
+    by_step = {step_of(folder): folder for folder in folders(root)}
+    for step in expendable(list(by_step), keep_last, keep_every):
+        folder = by_step[step]
         try:
             # Without its manifest a half-removed folder is no checkpoint.
             (folder / MANIFEST).unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from transformers import PreTrainedModel
 
 from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.mirror import Mirror
 from tasks.runtime.checkpoint.state import training_tensors
 from tasks.runtime.checkpoint.storage import INDEX, index_entry, offset_key, part_key, write_tensors
 from tasks.runtime.processes import Processes
@@ -48,10 +49,11 @@ class CheckpointWriter:
         keep_last: int,
         keep_every: int | None = None,
         facts: dict[str, Any],
+        mirror: Mirror | None = None,
     ) -> None:
-        """`facts` are noted in every manifest."""
+        """`facts` are noted in every manifest; the main process's `mirror` copies what is whole."""
         self.root, self._model, self._optimizer = root, model, optimizer
-        self._keep, self._facts = (keep_last, keep_every), facts
+        self._keep, self._facts, self._mirror = (keep_last, keep_every), facts, mirror
         # A group of its own: the thread must not take part in what the training process says to its peers.
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
@@ -80,6 +82,21 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def amend(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Change what the manifest of a whole checkpoint notes, also where it was copied to."""
+
+        def change() -> None:
+            whole.amend(folder, facts)
+            if self._mirror is not None:
+                self._mirror.add(folder)
+
+        self._processes.on_main(change)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and until all is copied. Raises ValueError, on every process, when it is not."""
+        self.wait()
+        self._processes.on_main(lambda: self._mirror.finish() if self._mirror is not None else None)
 
     def close(self) -> None:
         """Let the save in flight end, for a process that ends for another reason: what is whole need not be redone."""
@@ -163,6 +180,8 @@ class CheckpointWriter:
                 f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
                 "the run again: it continues from the checkpoint before"
             )
+        if self._mirror is not None:
+            self._mirror.add(folder)
 
 
 def _shortage(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]]) -> str:

@@ -1,0 +1,167 @@
+"""Copies a run's checkpoints to an object store while training goes on, and brings them back.
+
+Checkpoints are written to the disk first, whatever the store does. A thread of the main process copies each when it is
+whole; while the store is away they wait on the disk, where the newest ones are kept anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.remote import Remote, persist
+from tasks.runtime.folder import RunFolder, require_same_run
+
+log = logging.getLogger(__name__)
+
+# Seconds that a start waits for a store: what is wrong then is most often wrong for good.
+START_SECONDS = 60.0
+# Seconds that a process which is told to end gives to copies under way.
+END_SECONDS = 20.0
+
+T = TypeVar("T")
+
+
+class _Ended(Exception):
+    """The process ends; there is no further attempt."""
+
+
+class Mirror:
+    """The run's folder in the store that `checkpoint.url` names. Its methods are for the main process alone."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
+        """Raises ValueError when the URL names no store."""
+        assert spec.checkpoint.url is not None
+        self._spec, self._settings, self._folder = spec, spec.checkpoint, folder
+        self._remote = Remote(spec.checkpoint.url, spec.name)
+        self._waiting: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def fetch_run(self) -> None:
+        """Bring what a machine lacks that has no folder of this run.
+
+        Raises ValueError when the store cannot be read, or has a run of another spec by this name.
+        """
+        for path in self._small_files():
+            if not path.exists():
+                self._at_start(partial(self._remote.fetch_file, path))
+        theirs = self._folder.spec.with_name(".theirs.yaml")
+        if self._at_start(partial(self._remote.fetch_file, self._folder.spec, theirs)):
+            require_same_run(theirs, self._spec, self._remote.url)
+            theirs.unlink()
+
+    def put_spec(self) -> None:
+        """Claim the folder there, and see that it can be written. Raises ValueError when it cannot."""
+        self._at_start(partial(self._remote.put_file, self._folder.spec))
+
+    def fetch_newest(self) -> None:
+        """Bring the newest whole checkpoint, if it is newer than what the disk has.
+
+        Raises ValueError when the store cannot be read.
+        """
+        here = whole.latest(self._folder.checkpoints)
+        done = whole.step_of(here) if here else 0
+        for step in reversed(self._at_start(self._remote.steps)):
+            if step > done and self._fetch(step):
+                self._at_start(partial(self._remote.fetch_file, self._folder.metrics))
+                return
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints of later steps, which the run is about to compute anew."""
+        for other in self._at_start(self._remote.steps):
+            if other > step:
+                self._at_start(partial(self._remote.remove, other))
+
+    def add(self, folder: Path) -> None:
+        """Have a checkpoint copied, which is whole, or whose manifest has changed.
+
+        Raises ValueError when the store has been away for longer than it may.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+            self._thread.start()
+        self._waiting.put(folder)
+        self._refuse()
+
+    def finish(self) -> None:
+        """Return when all is copied. Raises ValueError when it cannot be."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+        self._refuse()
+
+    def close(self) -> None:
+        """For a process that ends for another reason: give what is under way a little time."""
+        self._ending.set()
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(END_SECONDS)
+
+    def _refuse(self) -> None:
+        if self._failure is not None:
+            raise ValueError(self._failure)
+
+    def _fetch(self, step: int) -> bool:
+        log.info("fetching checkpoint-%d from %s", step, self._remote.url)
+        patience = self._settings.url_timeout
+        reason = persist(partial(self._fetch_whole, step), self._remote.url, patience)
+        if reason is not None:
+            log.warning("checkpoint-%d of %s is not used: %s", step, self._remote.url, reason)
+        return reason is None
+
+    def _fetch_whole(self, step: int) -> str | None:
+        """Why it cannot be used."""
+        try:
+            return whole.damage(self._remote.fetch(step, self._folder.checkpoints))
+        except FileNotFoundError as error:
+            return f"{error} is missing"
+
+    def _work(self) -> None:
+        while (folder := self._waiting.get()) is not None:
+            try:
+                persist(partial(self._copy, folder), self._remote.url, self._settings.url_timeout, self._pause)
+            except _Ended:
+                return
+            except ValueError as error:
+                self._failure = str(error)
+                return
+
+    def _copy(self, folder: Path) -> None:
+        try:
+            # Metrics first: a whole checkpoint implies that every step up to it is on record.
+            for path in self._small_files():
+                if path.exists():
+                    self._remote.put_file(path)
+            self._remote.put(folder)
+        except FileNotFoundError:
+            # Newer ones may have taken its place on the disk meanwhile: then its manifest was the first to go.
+            if (folder / whole.MANIFEST).exists():
+                raise
+            return
+        for step in whole.expendable(self._remote.steps(), self._settings.keep_last, self._settings.keep_every):
+            self._remote.remove(step)
+
+    def _small_files(self) -> list[Path]:
+        return [self._folder.spec, self._folder.metrics, self._folder.attempts]
+
+    def _at_start(self, call: Callable[[], T]) -> T:
+        return persist(call, self._remote.url, START_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        if self._ending.wait(seconds):
+            raise _Ended
+
+
+def mirror_of(spec: RunSpec, folder: RunFolder) -> Mirror | None:
+    """What `checkpoint.url` asks for, if anything. Raises ValueError when it names no store."""
+    return Mirror(spec, folder) if spec.checkpoint.url else None

@@ -1,0 +1,143 @@
+"""A run in an object store: its checkpoints, and what else it takes to continue it on a machine that has nothing.
+
+The store is what fsspec knows by the URL's scheme. A checkpoint there has the files of one on the disk; its manifest
+comes last and goes first, so that a folder without one is what an upload left.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tasks.runtime.checkpoint import whole
+
+log = logging.getLogger(__name__)
+
+# Files that travel at the same time.
+_TRANSFERS = 4
+# Seconds between two attempts: first, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+# What no later attempt mends.
+_FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
+
+T = TypeVar("T")
+
+
+class Remote:
+    """The folder of a run in a store. Methods raise what the store's own client raises."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """Raises ValueError when there is no client for the URL's scheme, or it cannot do with this URL."""
+        from fsspec.core import url_to_fs
+
+        self.url = f"{url.rstrip('/')}/{name}"
+        try:
+            self._fs, self._root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            scheme = url.partition("://")[0]
+            raise ValueError(
+                f"checkpoint.url {url!r} cannot be opened: {error}; install what fsspec needs for {scheme}://, such as "
+                "s3fs for s3:// and gcsfs for gs://, or choose another store"
+            ) from error
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are whole there, the newest last."""
+        self._fs.invalidate_cache()
+        found = self._fs.glob(f"{self._root}/{whole.PREFIX}*/{whole.MANIFEST}")
+        steps = (path.rsplit("/", 2)[-2].removeprefix(whole.PREFIX) for path in found)
+        return sorted(int(step) for step in steps if step.isdigit())
+
+    def put(self, folder: Path) -> None:
+        """Copy a whole checkpoint there, or its manifest alone where the files are the same."""
+        target, files = self._folder(whole.step_of(folder)), whole.files_of(folder)
+        if self._files_at(target) != files:
+            self._remove(target)
+            self._fs.makedirs(target, exist_ok=True)
+            with ThreadPoolExecutor(_TRANSFERS) as pool:
+                list(pool.map(lambda name: self._fs.put_file(str(folder / name), f"{target}/{name}"), files))
+        self._fs.pipe_file(f"{target}/{whole.MANIFEST}", (folder / whole.MANIFEST).read_bytes())
+
+    def fetch(self, step: int, root: Path) -> Path:
+        """Copy a checkpoint from there into the folder `root`, where it is whole at once or not there."""
+        source, folder = self._folder(step), root / f"{whole.PREFIX}{step}"
+        manifest = self._fs.cat_file(f"{source}/{whole.MANIFEST}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        names = list(json.loads(manifest)["files"])
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"the manifest of {self.url}/{whole.PREFIX}{step} names files outside of it")
+        with ThreadPoolExecutor(_TRANSFERS) as pool:
+            list(pool.map(lambda name: self._fs.get_file(f"{source}/{name}", str(folder / name)), names))
+        (folder / whole.MANIFEST).write_bytes(manifest)
+        return folder
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint there."""
+        self._remove(self._folder(step))
+
+    def put_file(self, path: Path) -> None:
+        """Copy a small file of the run's folder there, as it is now."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(f"{self._root}/{path.name}", path.read_bytes())
+
+    def fetch_file(self, path: Path, to: Path | None = None) -> bool:
+        """Copy a file of the run's folder from there, in its place or `to` another; says whether there is one."""
+        to = to or path
+        self._fs.invalidate_cache()
+        if not self._fs.exists(f"{self._root}/{path.name}"):
+            return False
+        to.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = to.with_name(f".{to.name}.part")
+        unfinished.write_bytes(self._fs.cat_file(f"{self._root}/{path.name}"))
+        unfinished.replace(to)
+        return True
+
+    def _folder(self, step: int) -> str:
+        return f"{self._root}/{whole.PREFIX}{step}"
+
+    def _files_at(self, target: str) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self._fs.cat_file(f"{target}/{whole.MANIFEST}"))["files"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return None
+
+    def _remove(self, target: str) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(f"{target}/{whole.MANIFEST}"):
+            self._fs.rm_file(f"{target}/{whole.MANIFEST}")
+        if self._fs.exists(target):
+            self._fs.rm(target, recursive=True)
+
+
+def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[float], object] = time.sleep) -> T:
+    """The result of `call`, which is tried again for `patience` seconds, at intervals that double.
+
+    `pause` waits for so many seconds; it gives up by raising. Raises ValueError when the last attempt failed.
+    """
+    deadline, wait = time.monotonic() + patience, FIRST_PAUSE
+    failed = False
+    while True:
+        try:
+            result = call()
+        # A store's client raises errors of its own, of no common class.
+        except Exception as error:
+            if isinstance(error, _FINAL) or time.monotonic() + wait > deadline:
+                raise ValueError(
+                    f"checkpoint.url: {url} cannot be used: {type(error).__name__}: {error}. Mend that, and start the "
+                    "run again: it continues from its newest checkpoint, here or there"
+                ) from error
+            if not failed:
+                log.warning("%s cannot be reached (%s: %s); trying again", url, type(error).__name__, error)
+            failed = True
+            pause(wait)
+            wait = min(2 * wait, LONGEST_PAUSE)
+        else:
+            if failed:
+                log.info("%s can be reached again", url)
+            return result

@@ -1,0 +1,321 @@
+"""Checkpoints are copied to an object store, and a machine that has nothing continues from there."""
+
+import json
+import logging
+import shutil
+import threading
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint import mirror as mirrors
+from tasks.runtime.checkpoint import remote as remotes
+from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.mirror import Mirror
+from tasks.runtime.checkpoint.remote import Remote, persist
+from tasks.runtime.folder import RunFolder
+from tests.runtime.test_matrix import STEPS, curve, make_spec
+from tests.runtime.train_only import train_spec
+
+
+class Flaky(MemoryFileSystem):
+    """A store in memory that can be away, or refuse what is written."""
+
+    protocol = "flaky"
+    store, pseudo_dirs = {}, [""]
+    error = None
+    asked = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("flaky://", "/"))
+
+    def _may(self):
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+
+    def cat_file(self, path, *arguments, **options):
+        self._may()
+        return super().cat_file(path, *arguments, **options)
+
+    def pipe_file(self, path, *arguments, **options):
+        self._may()
+        return super().pipe_file(path, *arguments, **options)
+
+    def put_file(self, *arguments, **options):
+        self._may()
+        return super().put_file(*arguments, **options)
+
+    def info(self, path, **options):
+        self._may()
+        return super().info(path, **options)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch):
+    """The store is empty and there, and nobody waits for it for long."""
+    monkeypatch.setattr(Flaky, "store", {})
+    monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
+    monkeypatch.setattr(Flaky, "error", None)
+    monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(mirrors, "START_SECONDS", 0.05)
+    Flaky.asked.clear()
+    return Flaky
+
+
+def names():
+    return sorted(path.removeprefix("/bucket/runs/") for path in Flaky.store)
+
+
+def save(root, step, text="weights"):
+    """A whole checkpoint, made by hand."""
+    folder = root / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "a.safetensors").write_text(text)
+    (folder / "config.json").write_text("{}")
+    whole.commit(folder, {}, {"data_hash": "d"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """An S3 server of its own, and a bucket in it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "user")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        boto3.client("s3").create_bucket(Bucket="runs")
+        yield "s3://runs/here"
+    server.stop()
+
+
+@pytest.fixture(params=["flaky", "file", "s3"])
+def url(request, tmp_path):
+    if request.param == "s3":
+        return request.getfixturevalue("s3")
+    return {"flaky": "flaky://bucket/runs", "file": f"file://{tmp_path}/store"}[request.param]
+
+
+# The store.
+
+
+def test_a_checkpoint_comes_back_as_it_was(url, tmp_path):
+    remote, here, there = Remote(url, "x"), tmp_path / "here", tmp_path / "there"
+    assert remote.steps() == [] and not remote.fetch_file(tmp_path / "spec.yaml")
+    for step in (2, 10):
+        remote.put(save(here, step, f"weights {step}"))
+    assert remote.steps() == [2, 10]
+    folder = remote.fetch(10, there)
+    assert whole.damage(folder) is None and whole.step_of(folder) == 10
+    assert (folder / "a.safetensors").read_text() == "weights 10"
+    remote.remove(10)
+    assert remote.steps() == [2]
+    (here / "spec.yaml").write_text("name: x")
+    remote.put_file(here / "spec.yaml")
+    assert remote.fetch_file(there / "spec.yaml") and (there / "spec.yaml").read_text() == "name: x"
+
+
+def test_a_changed_manifest_travels_alone(tmp_path, monkeypatch):
+    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    remote.put(folder)
+    whole.amend(folder, {"guard": 1})
+    monkeypatch.setattr(Flaky, "put_file", None)
+    remote.put(folder)
+    assert whole.facts_of(remote.fetch(2, tmp_path / "there"))["guard"] == 1
+
+
+def test_what_an_upload_left_is_no_checkpoint_and_is_replaced(tmp_path, store, monkeypatch):
+    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Flaky, "pipe_file", lambda *arguments, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            remote.put(folder)
+    assert names() and remote.steps() == []
+    remote.put(folder)
+    assert remote.steps() == [2]
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
+    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    remote.put(folder)
+    Flaky.store["/bucket/runs/x/checkpoint-2/manifest.json"].write(b'{"files": {"../../x": {}}}' + b" " * 999)
+    with pytest.raises(ValueError, match="names files outside of it"):
+        remote.fetch(2, tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("s3://key:secret@bucket", "a URL without credentials"), ("bucket/path", "a URL without credentials")],
+)
+def test_urls_that_say_too_much_or_too_little_are_refused(url, words):
+    with pytest.raises(SpecError, match=rf"checkpoint\.url.*{words}"):
+        RunSpec.model_validate({"checkpoint": {"url": url}})
+
+
+def test_an_unknown_scheme_is_refused_at_once(tmp_path):
+    spec = RunSpec.model_validate({"output": str(tmp_path), "checkpoint": {"url": "s4://bucket"}})
+    with pytest.raises(ValueError, match=r"checkpoint\.url 's4://bucket' cannot be opened: .*s4"):
+        Mirror(spec, RunFolder.of(spec))
+
+
+# Patience.
+
+
+def test_what_passes_is_waited_for_and_what_does_not_is_told(caplog):
+    caplog.set_level(logging.INFO)
+    outcomes, pauses = iter([OSError("away"), OSError("away"), "there"]), []
+
+    def call():
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert persist(call, "s3://x", 60, pauses.append) == "there"
+    assert pauses == [0.01, 0.02]
+    assert caplog.text.count("cannot be reached (OSError: away); trying again") == 1
+    assert "can be reached again" in caplog.text
+
+
+@pytest.mark.parametrize(("error", "patience"), [(OSError("away"), 0), (PermissionError("no"), 60)])
+def test_giving_up_says_what_to_do(error, patience):
+    def call():
+        raise error
+
+    with pytest.raises(
+        ValueError, match=rf"checkpoint\.url: s3://x cannot be used: \w+: {error}\. Mend that, and start"
+    ):
+        persist(call, "s3://x", patience)
+
+
+# A run.
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    def make(**settings):
+        spec = RunSpec.model_validate(
+            {"name": "x", "output": str(tmp_path), "checkpoint": {"url": "flaky://bucket/runs", **settings}}
+        )
+        folder = RunFolder.of(spec)
+        folder.claim(spec)
+        folder.metrics.write_text("{}\n")
+        return Mirror(spec, folder), folder
+
+    return make
+
+
+def test_checkpoints_wait_while_the_store_is_away(mirror, store, caplog):
+    copying, folder = mirror(keep_last=1, keep_every=100)
+    store.error = OSError("away")
+    for step in (50, 100, 150):
+        copying.add(save(folder.checkpoints, step))
+        # As the writer does, whether or not they are copied.
+        whole.prune(folder.checkpoints, 1, 100)
+    assert store.asked.wait(10)
+    store.error = None
+    copying.finish()
+    assert Remote("flaky://bucket/runs", "x").steps() == [100, 150]
+    assert "x/metrics.jsonl" in names() and "cannot be reached" in caplog.text
+
+
+@pytest.mark.parametrize(("error", "timeout"), [(OSError("away"), 1), (PermissionError("no"), 900)])
+def test_a_store_that_stays_away_ends_the_run(mirror, store, error, timeout):
+    copying, folder = mirror(url_timeout=timeout)
+    store.error = error
+    copying.add(save(folder.checkpoints, 50))
+    with pytest.raises(ValueError, match=r"checkpoint\.url: flaky://bucket/runs/x cannot be used"):
+        copying.finish()
+    with pytest.raises(ValueError, match="cannot be used"):
+        copying.add(save(folder.checkpoints, 100))
+
+
+def test_a_process_that_is_told_to_end_does_not_wait_for_a_store_that_is_away(mirror, store):
+    copying, folder = mirror()
+    store.error = OSError("away")
+    copying.add(save(folder.checkpoints, 50))
+    assert store.asked.wait(10)
+    copying.close()
+    assert not copying._thread.is_alive()
+
+
+def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
+    copying, folder = mirror(keep_last=3)
+    for step in (50, 100, 150):
+        copying.add(save(folder.checkpoints, step))
+    copying.finish()
+    shutil.rmtree(folder.checkpoints)
+    Flaky.store["/bucket/runs/x/checkpoint-150/a.safetensors"].write(b"torn")
+    del Flaky.store["/bucket/runs/x/checkpoint-100/config.json"]
+    copying.fetch_newest()
+    assert whole.step_of(whole.latest(folder.checkpoints)) == 50
+    assert "checkpoint-150 of flaky://bucket/runs/x is not used: a.safetensors has" in caplog.text
+    assert "checkpoint-100 of flaky://bucket/runs/x is not used: " in caplog.text
+    copying.discard_after(50)
+    assert Remote("flaky://bucket/runs", "x").steps() == [50]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(output):
+    spec = make_spec(output, "undisturbed", "torch", "single", 1)
+    assert train_spec(spec).status == "complete"
+    return curve(spec)
+
+
+def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    spec = make_spec(output, "moved", "torch", "single", 1)
+    checkpoint = {"every": 2, "keep_last": 1, "url": "flaky://bucket/runs"}
+    spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
+    with monkeypatch.context() as patched:
+
+        def lost(job, step, *arguments):
+            end_step(job, step, *arguments)
+            if step == 5:
+                raise KeyboardInterrupt
+
+        from tasks.runtime.job import Job
+
+        end_step = Job.end_step
+        patched.setattr(Job, "end_step", lost)
+        with pytest.raises(KeyboardInterrupt):
+            train_spec(spec)
+    shutil.rmtree(RunFolder.of(spec).root)
+
+    record = train_spec(spec)
+    assert (record.status, record.restarts, record.steps) == ("complete", 1, STEPS)
+    assert "fetching checkpoint-4" in caplog.text and "continuing after step 4" in caplog.text
+    assert curve(spec) == undisturbed
+    assert {name.split("/")[1] for name in names()} == {
+        "attempts.txt", f"checkpoint-{STEPS}", "metrics.jsonl", "spec.yaml",
+    }  # fmt: skip
+    [metrics] = [file for name, file in Flaky.store.items() if name.endswith("metrics.jsonl")]
+    assert json.loads(metrics.getvalue().splitlines()[-1])["step"] == STEPS
+
+    shutil.rmtree(RunFolder.of(spec).root)
+    other = RunSpec.model_validate({**spec.model_dump(), "seed": 7})
+    with pytest.raises(ValueError, match=r"moved holds a run of another spec.*seed was 0, is 7"):
+        train_spec(other)
+    # Whoever finished here may have lost everything but what was copied.
+    shutil.rmtree(RunFolder.of(spec).root)
+    assert train_spec(spec).restarts >= 1
+    assert curve(spec) == undisturbed
