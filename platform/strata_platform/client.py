@@ -1,6 +1,6 @@
 """The client: ten verbs for runs, the same over local processes and over Flyte.
 
-    client = Client()                          # this machine; Client(FlyteBackend(...)) is a cluster
+    client = connect()                         # this machine; connect("flyte") is a cluster
     run = client.submit(load_spec("my.yaml"))
     for line in client.logs(run.name, follow=True):
         print(line.prefix, line.text)
@@ -12,13 +12,15 @@ What it returns is in `strata_platform.runs`, what it raises in `strata_platform
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from strata_platform.backends.backend import Backend, Pause
 from strata_platform.backends.local import LocalBackend
-from strata_platform.errors import DoesNotFit, SpecError, WaitTimeout
+from strata_platform.errors import BackendError, DoesNotFit, SpecError, WaitTimeout
 from strata_platform.estimate import Estimate, Gpu, cheapest, estimate, shape_of
 from strata_platform.estimate.show import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
@@ -26,7 +28,28 @@ from strata_platform.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
+BackendName = Literal["local", "flyte"]
+
 _GIB = 2**30
+_PLACE = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "development"}
+
+
+def connect(backend: BackendName = "local", *, image: str | None = None, poll: float = 1.0) -> Client:
+    """A client of this machine, or of a cluster, as the environment names it.
+
+    For Flyte these are FLYTECTL_CONFIG and KUBECONFIG, as for Flyte's and Kubernetes' own tools, and STRATA_PROJECT and
+    STRATA_DOMAIN (flytesnacks and development, unless they are set). `image`: see FlyteBackend.
+
+    Raises BackendError when the packages that a cluster needs are not installed.
+    """
+    if backend == "local":
+        return Client(LocalBackend(), poll=poll)
+    try:
+        from strata_platform.backends.flyte import FlyteBackend
+    except ModuleNotFoundError as error:
+        raise BackendError(f"{error.name} is not installed; pip install 'strata-platform[flyte]'") from error
+    project, domain = (os.environ.get(name) or default for name, default in _PLACE.items())
+    return Client(FlyteBackend(project, domain, image=image), poll=poll)
 
 
 class Client:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from strata_platform.client import Client
+from strata_platform.client import BackendName, Client, connect
 from strata_platform.errors import RunNotFound, SpecError, StrataError
 from strata_platform.runs import MetricPoint, Phase, Run
 from strata_platform.spec import load_spec
@@ -22,6 +22,7 @@ from strata_platform.spec import load_spec
 app = typer.Typer()
 
 _Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local one's folder.")]
+_Backend = Annotated[BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")]
 _Poll = Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at a run.")]
 _Format = Annotated[Literal["text", "json"], typer.Option(help="How it is printed.")]
@@ -36,13 +37,17 @@ def submit(
         bool, typer.Option("--follow", "-f", help="Show its log until it ends, as logs -f does.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Also what by the estimate does not fit.")] = False,
+    image: Annotated[
+        str | None, typer.Option(help="On a cluster: register this folder's workflow first, to run in this image.")
+    ] = None,
+    backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
     """Start a run, or continue one that was stopped. It goes on when this command ends."""
     with _errors():
-        client = Client(poll=poll)
+        client = connect(backend, image=image, poll=poll)
         run = client.submit(load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file), force=force)
-        typer.echo(f"{run.name} is submitted; it writes to {run.where}")
+        typer.echo(f"{run.name} is submitted: {run.where}")
         if follow:
             _follow(client, run.name, times=False, rank=None)
         else:
@@ -50,10 +55,10 @@ def submit(
 
 
 @app.command()
-def get(name: _Name, format: _Format = "text") -> None:
+def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Show a run as it is now."""
     with _errors():
-        run = Client().get(name)
+        run = connect(backend).get(name)
     if format == "json":
         typer.echo(json.dumps(asdict(run), indent=2))
         return
@@ -75,10 +80,10 @@ def get(name: _Name, format: _Format = "text") -> None:
 
 
 @app.command("list")
-def list_(format: _Format = "text") -> None:
+def list_(format: _Format = "text", backend: _Backend = "local") -> None:
     """List all runs, the newest first."""
     with _errors():
-        runs = Client().list()
+        runs = connect(backend).list()
     if format == "json":
         typer.echo(json.dumps([asdict(run) for run in runs], indent=2))
         return
@@ -93,11 +98,12 @@ def list_(format: _Format = "text") -> None:
 def wait(
     name: _Name,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up; the run goes on.")] = None,
+    backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
     """Show what a run is doing until it ends. Exit code 1 when it did not succeed."""
     with _errors(), _interruptible(name):
-        _end(Client(poll=poll).wait(name, timeout=timeout, show=_Line().show))
+        _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
 
 
 @app.command()
@@ -106,11 +112,12 @@ def logs(
     follow: _Follow = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Of this process alone.")] = None,
     times: Annotated[bool, typer.Option("--times", help="Begin each line with its time.")] = False,
+    backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
     """Print what the processes of a run printed. Exit code 1 when a run that was followed did not succeed."""
     with _errors():
-        client = Client(poll=poll)
+        client = connect(backend, poll=poll)
         if follow:
             _follow(client, name, times=times, rank=rank)
         else:
@@ -118,28 +125,35 @@ def logs(
 
 
 @app.command()
-def metrics(name: _Name, follow: _Follow = False, format: _Format = "text", poll: _Poll = 0.5) -> None:
+def metrics(
+    name: _Name,
+    follow: _Follow = False,
+    format: _Format = "text",
+    backend: _Backend = "local",
+    poll: _Poll = 0.5,
+) -> None:
     """Print the steps of a run; as JSON, one object a line."""
     with _errors(), _interruptible(name):
-        for point in Client(poll=poll).metrics(name, follow=follow):
+        for point in connect(backend, poll=poll).metrics(name, follow=follow):
             typer.echo(json.dumps(asdict(point)) if format == "json" else _told(point))
 
 
 @app.command()
-def events(name: _Name, format: _Format = "text") -> None:
+def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Print what happened to a run."""
     with _errors():
-        for event in Client().events(name):
+        for event in connect(backend).events(name):
             said = f"{_clock(event.time)}  {event.reason:<12} {event.message}{event.about and f' ({event.about})'}"
             typer.echo(json.dumps(asdict(event)) if format == "json" else said)
 
 
 @app.command()
-def cancel(name: _Name) -> None:
+def cancel(name: _Name, backend: _Backend = "local") -> None:
     """End a run and wait for its end. Its checkpoints stay: submitted again, it continues."""
     with _errors():
-        before = Client().get(name)
-        after = Client(poll=0.2).cancel(name)
+        client = connect(backend, poll=0.2)
+        before = client.get(name)
+        after = client.cancel(name)
         typer.echo(f"{name} had ended before: {after.phase}" if before.is_done else f"{name} is {after.phase}")
 
 
@@ -148,10 +162,11 @@ def outputs(
     name: _Name,
     to: Annotated[Path | None, typer.Option(help="Copy them into this folder.")] = None,
     format: _Format = "text",
+    backend: _Backend = "local",
 ) -> None:
     """Say where the model, the report and the record of a run are."""
     with _errors():
-        found = Client().outputs(name, to=to)
+        found = connect(backend).outputs(name, to=to)
     if format == "json":
         typer.echo(json.dumps(asdict(found), indent=2))
     else:

@@ -301,7 +301,7 @@ def test_the_commands(place, behave):
     submitted = strata("submit", "my.yaml", "--follow", "--poll", "0.05")
     assert submitted.returncode == 0, submitted.stderr
     told = submitted.stdout.splitlines()
-    assert told[0] == f"mine is submitted; it writes to {place}/out/mine"
+    assert told[0] == f"mine is submitted: {place}/out/mine"
     assert told[1:3] == ["[rank 0] rank 0, start 1", "[rank 0] 100 %"]
     assert told[-1] == "mine succeeded, outputs: strata outputs mine"
 

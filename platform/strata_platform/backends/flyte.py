@@ -1,0 +1,392 @@
+"""Runs as executions of a Flyte workflow: FlyteRemote starts and ends them, Kubernetes tells what they are doing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flytekit.configuration import Config
+from flytekit.exceptions.user import FlyteEntityNotExistException
+from flytekit.models.common import Labels
+from flytekit.models.core.execution import WorkflowExecutionPhase as FlytePhase
+from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+from flytekit.models.execution import Execution
+from flytekit.remote import FlyteRemote
+from flytekit.remote.executions import FlyteWorkflowExecution
+from flytekit.tools.translator import Options
+from kubernetes import client
+
+from strata_platform import told
+from strata_platform.backends.answers import answered
+from strata_platform.backends.backend import Pause, points, with_progress
+from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
+from strata_platform.backends.pod_logs import PodLogs, has_begun, line_of, read
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.estimate import Gpu
+from strata_platform.estimate.gpus import gpu_called
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+from strata_platform.spec import RunSpec
+
+WORKFLOW = "workflows.finetune.finetune"
+NAME = "strata/run"
+"""Label of an execution: the name of its run."""
+
+PHASES = {
+    FlytePhase.UNDEFINED: Phase.QUEUED,
+    FlytePhase.QUEUED: Phase.QUEUED,
+    FlytePhase.RUNNING: Phase.RUNNING,
+    FlytePhase.SUCCEEDING: Phase.RUNNING,
+    FlytePhase.FAILING: Phase.RUNNING,
+    FlytePhase.ABORTING: Phase.RUNNING,
+    FlytePhase.SUCCEEDED: Phase.SUCCEEDED,
+    FlytePhase.FAILED: Phase.FAILED,
+    FlytePhase.TIMED_OUT: Phase.FAILED,
+    FlytePhase.ABORTED: Phase.ABORTED,
+}
+
+
+class FlyteBackend:
+    """Runs on the cluster whose Flyte `config` names, by default the file that pyflyte and flytectl read.
+
+    A run is the newest of its executions: `NAME`, `NAME-x2` for its second submission, and so on. Started is the
+    newest registered version of the workflow; with `image`, the workflow of the folder `source` is registered first, to
+    run in that image. Kubernetes is that of KUBECONFIG and `context`; without it there are phases, and nothing finer.
+    """
+
+    name = "flyte"
+
+    def __init__(
+        self,
+        project: str = "flytesnacks",
+        domain: str = "development",
+        *,
+        config: str | None = None,
+        context: str | None = None,
+        image: str | None = None,
+        source: Path = Path(),
+    ) -> None:
+        self._remote = FlyteRemote(Config.auto(config), project, domain, interactive_mode_enabled=False)
+        self._project, self._domain, self._config, self._context = project, domain, config, context
+        self._image, self._source = image, source
+        self._cluster: Cluster | None = None
+        self._told: dict[str, dict[str, Any]] = {}
+
+    def gpu(self, spec: RunSpec) -> Gpu | None:
+        """The kind that `resources.gpu_type` names."""
+        asked = spec.resources
+        return gpu_called(asked.gpu_type) if asked.gpu and asked.gpu_type else None
+
+    def submit(self, spec: RunSpec) -> Run:
+        """Start an execution of the workflow."""
+        earlier = self._executions(spec.name)
+        if earlier and not _phase(earlier[-1]).is_end:
+            raise RunExists(
+                f"run {spec.name!r} goes on already, as execution {earlier[-1].id.name}; follow it with 'strata logs "
+                f"-f {spec.name}', end it with 'strata cancel {spec.name}', or choose another name"
+            )
+        version = self._register() if self._image else None
+        with answered(f"to submit {spec.name}"):
+            try:
+                workflow = self._remote.fetch_workflow(name=WORKFLOW, version=version)
+            except FlyteEntityNotExistException as error:
+                raise BackendError(
+                    f"{WORKFLOW} is not registered in {self._project}-{self._domain}; give the image that it is to run "
+                    "in (--image), or register it: pyflyte register --copy all --image IMAGE workflows",
+                    status=404,
+                    reason="NotRegistered",
+                ) from error
+            execution = self._remote.execute(
+                workflow,
+                inputs={"spec": spec},
+                type_hints={"spec": RunSpec},
+                execution_name=self._free_name(spec.name),
+                options=Options(labels=Labels({NAME: spec.name})),
+            )
+        return self._run(execution)
+
+    def _register(self) -> str:
+        """Register the workflow as the source folder has it, under a version of its own."""
+        version = time.strftime("%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06d}"
+        pyflyte = [
+            str(Path(sys.executable).with_name("pyflyte")),
+            *(["--config", self._config] if self._config else []),
+        ]
+        place = ["--project", self._project, "--domain", self._domain, "--version", version, "--copy", "all"]
+        assert self._image is not None
+        command = [*pyflyte, "register", *place, "--image", self._image, "workflows/finetune.py"]
+        if not (self._source / "workflows" / "finetune.py").is_file():
+            raise BackendError(
+                f"{self._source.absolute()} has no workflows/finetune.py to register; start in the project's folder, "
+                "or leave out the image to take the newest version that the cluster knows"
+            )
+        ended = subprocess.run(command, cwd=self._source, capture_output=True, text=True)
+        if ended.returncode:
+            raise BackendError(f"the workflow could not be registered:\n{(ended.stdout + ended.stderr)[-2000:]}")
+        return version
+
+    def get(self, name: str) -> Run:
+        """The newest execution of this name, with what its pods tell."""
+        return self._detailed(self._newest(name))
+
+    def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
+        """What the pods print that are still there; those of several-pod trainings go when they have ended."""
+        return (line for line in self._lines(self._newest(name), pause) if told.decode(line.text) is None)
+
+    def _lines(self, execution: Execution, pause: Pause | None) -> Iterator[LogLine]:
+        pods = PodLogs(self._kubernetes(), execution.id.name)
+        return pods.so_far() if pause is None else pods.follow(lambda: self._is_over(execution), pause)
+
+    def _is_over(self, execution: Execution) -> bool:
+        return _phase(self._fetch(execution.id.name)).is_end
+
+    def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
+        """The points that the training pods tell; of a run that has succeeded, those of its metrics file."""
+        execution = self._newest(name)
+        if _phase(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
+            return points(map(json.loads, file.splitlines()))
+        values = (told.decode(line.text) or {} for line in self._lines(execution, pause))
+        return points(value["point"] for value in values if "point" in value)
+
+    def _metrics_file(self, execution: Execution) -> str:
+        """What the training task handed on; empty when there is no such task."""
+        with answered(f"to read the metrics of {execution.id.name}"), tempfile.TemporaryDirectory() as folder:
+            synced = self._remote.sync_execution(_promoted(execution), sync_nodes=True)
+            for node in synced.node_executions.values():
+                for inner in node.subworkflow_node_executions.values():
+                    outputs = inner.outputs.literals if inner.is_done and not inner.error and inner.outputs else {}
+                    if "weights" in outputs:
+                        place = Path(folder) / "metrics.jsonl"
+                        uri = outputs["weights"].scalar.blob.uri
+                        self._remote.file_access.get_data(f"{uri.rstrip('/')}/metrics.jsonl", str(place))
+                        return place.read_text(encoding="utf-8")
+        return ""
+
+    def events(self, name: str) -> list[Event]:
+        """What Flyte did with the execution, and what Kubernetes and Kueue noted of its objects."""
+        execution = self._newest(name)
+        closure = execution.closure
+        found = [Event(closure.created_at.timestamp(), "Submitted", f"as execution {execution.id.name}")]
+        if (started := _started(execution)) is not None:
+            found.append(Event(started, "Started", "Flyte began to run it"))
+        phase = _phase(execution)
+        if phase.is_end:
+            at = closure.updated_at or closure.created_at
+            good = phase is Phase.SUCCEEDED
+            reason = phase.value.capitalize()
+            found.append(Event(at.timestamp(), reason, _message(execution), "normal" if good else "warning"))
+        found += self._kubernetes().events(execution.id.name)
+        return sorted(found, key=lambda event: event.time)
+
+    def cancel(self, name: str) -> None:
+        """Terminate the execution; Flyte removes its pods, which have their grace period to end."""
+        execution = self._newest(name)
+        if not _phase(execution).is_end:
+            with answered(f"to cancel {name}"):
+                self._remote.terminate(_promoted(execution), "canceled with strata")
+
+    def outputs(self, name: str, to: Path | None) -> Outputs:
+        """The execution's outputs in the object store."""
+        execution = self._newest(name)
+        phase = _phase(execution)
+        if phase is not Phase.SUCCEEDED:
+            raise NotReady(f"{name} is {phase}: outputs are there when a run has succeeded")
+        with answered(f"to read the outputs of {name}"):
+            places = self._places(execution)
+            if to is not None:
+                to.mkdir(parents=True, exist_ok=True)
+                for kind, into in (
+                    ("model", to / "model"),
+                    ("report", to / "report.html"),
+                    ("record", to / "record.json"),
+                ):
+                    if into.is_dir():
+                        shutil.rmtree(into)
+                    self._remote.file_access.get_data(places[kind], str(into), is_multipart=kind == "model")
+                    places[kind] = str(into)
+        return Outputs(**places)
+
+    def _executions(self, name: str) -> list[Execution]:
+        """All of a run, the oldest first."""
+        found: list[Execution] = []
+        for number in count(1):
+            execution = self._find(_execution_name(name, number))
+            if execution is None:
+                return found
+            # Another run may have taken the name that would be the next one's.
+            if number == 1 or _name(execution) == name:
+                found.append(execution)
+        raise AssertionError
+
+    def _free_name(self, name: str) -> str:
+        names = (_execution_name(name, number) for number in count(1))
+        return next(name for name in names if self._find(name) is None)
+
+    def _newest(self, name: str) -> Execution:
+        found = self._executions(name)
+        if not found:
+            raise RunNotFound(
+                f"no run was submitted to {self._project}-{self._domain} as {name!r}; 'strata list' has all"
+            )
+        return found[-1]
+
+    def _find(self, name: str) -> Execution | None:
+        try:
+            return self._fetch(name)
+        except RunNotFound:
+            return None
+
+    def _fetch(self, name: str) -> Execution:
+        with answered(f"to look for {name}"):
+            found: Execution = self._remote.client.get_execution(
+                WorkflowExecutionIdentifier(self._project, self._domain, name)
+            )
+        return found
+
+    def _kubernetes(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = Cluster(f"{self._project}-{self._domain}", self._context)
+        return self._cluster
+
+    def _run(self, execution: Execution) -> Run:
+        """As Flyte has it."""
+        closure, phase, started = execution.closure, _phase(execution), _started(execution)
+        ended = started + closure.duration.total_seconds() if phase.is_end and started is not None else None
+        return Run(
+            name=_name(execution),
+            backend=self.name,
+            phase=phase,
+            message=_message(execution),
+            submitted=closure.created_at and closure.created_at.timestamp(),
+            started=started,
+            ended=ended,
+            where=self._remote.generate_console_url(_promoted(execution)),
+        )
+
+    def _detailed(self, execution: Execution) -> Run:
+        """With where it is, as its pods, its training processes and its record tell."""
+        run = self._run(execution)
+        if run.is_done:
+            return self._with_record(run, execution) if run.phase is Phase.SUCCEEDED else run
+        try:
+            cluster = self._kubernetes()
+            pods = cluster.pods(execution.id.name)
+            place = cluster.place(execution.id.name, pods)
+        except BackendError as error:
+            return replace(run, message=str(error))
+        phase = Phase.QUEUED if place.stage is Stage.WAITING else run.phase
+        run = replace(
+            run, phase=phase, stage=place.stage, message=place.message, queue=place.queue, position=place.position
+        )
+        return self._with_training(run, cluster, pods, execution.id.name)
+
+    def _with_training(self, run: Run, cluster: Cluster, pods: Sequence[client.V1Pod], execution: str) -> Run:
+        """With what the training process of rank 0 has told so far; what it told once is remembered."""
+        known = self._told.setdefault(execution, {})
+        last: list[MetricPoint] = []
+        for pod in main_pods(pods):
+            seen = known.get("pod") == pod.metadata.uid
+            known["pod"] = pod.metadata.uid
+            with answered(f"to read the log of {pod.metadata.name}"):
+                lines = [
+                    line_of(pod, raw)[1].text for raw in read(cluster, pod, follow=False, last=200 if seen else None)
+                ]
+            values = [value for value in map(told.decode, lines) if value is not None]
+            for value in values:
+                known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
+            last = list(points(value["point"] for value in values if "point" in value))
+            if "stage" in known:
+                run = replace(run, stage=Stage(known["stage"]))
+        run = replace(run, steps=known.get("steps"), restarts=known.get("attempt", 0))
+        return with_progress(run, last)
+
+    def _with_record(self, run: Run, execution: Execution) -> Run:
+        with answered(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
+            place = str(Path(folder) / "record.json")
+            self._remote.file_access.get_data(self._places(execution)["record"], place)
+            record = json.loads(Path(place).read_text(encoding="utf-8"))
+        return replace(
+            run,
+            step=record["steps"],
+            steps=record["steps_asked"],
+            loss=record["train_loss"],
+            tokens_per_second=record["tokens_per_second"],
+            restarts=record["restarts"],
+        )
+
+    def _places(self, execution: Execution) -> dict[str, str]:
+        """Where the outputs of an execution that succeeded are."""
+        literals = self._remote.sync_execution(_promoted(execution)).outputs.literals
+        return {kind: literals[kind].scalar.blob.uri for kind in ("model", "report", "record")}
+
+    def list(self) -> list[Run]:
+        """The newest execution of each of the last hundred's runs, as Flyte has them."""
+        with answered("to list runs"):
+            recent = self._remote.recent_executions(limit=100)
+        newest: dict[str, Execution] = {}
+        for execution in recent:
+            newest.setdefault(_name(execution), execution)
+        return [self._run(execution) for execution in newest.values()]
+
+
+def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
+    """Of the pods of a run, the one that rank 0 trains in now."""
+    return [
+        pod
+        for pod in pods
+        if shape_of(pod) is not None
+        and pod.metadata.labels.get(REPLICA, "0") == "0"
+        and pod.status.phase == "Running"
+        and has_begun(pod)
+        and not pod.metadata.deletion_timestamp
+    ]
+
+
+def _execution_name(name: str, number: int) -> str:
+    """Of the so-manieth submission of a run. Flyte's names begin with a letter."""
+    first = name if name[0].isalpha() else f"run-{name}"
+    return first if number == 1 else f"{first}-x{number}"
+
+
+def _name(execution: Execution) -> str:
+    """Of the run: what it was submitted as, or for executions that others started, their own."""
+    labels = execution.spec.labels.values or {}
+    return str(labels.get(NAME, execution.id.name))
+
+
+def _phase(execution: Execution) -> Phase:
+    return PHASES[execution.closure.phase]
+
+
+def _started(execution: Execution) -> float | None:
+    """None before; flytekit has 1970 then."""
+    at = execution.closure.started_at
+    return at.timestamp() if at is not None and at.timestamp() > 0 else None
+
+
+def _message(execution: Execution) -> str:
+    closure = execution.closure
+    if closure.error is not None:
+        return words(closure.error.message)
+    if closure.abort_metadata is not None:
+        return str(closure.abort_metadata.cause)
+    return ""
+
+
+def words(message: str) -> str:
+    """Of what Flyte says of a failure, the error itself: without the trace, the pods and the code around it."""
+    said = message.rpartition("\nMessage:\n")[2] if "\nMessage:\n" in message else message
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0] if "\nMessage:\n" in message and lines else "\n".join(lines[-20:])
+
+
+def _promoted(execution: Execution) -> FlyteWorkflowExecution:
+    return FlyteWorkflowExecution.promote_from_model(execution)

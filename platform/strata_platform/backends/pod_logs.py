@@ -1,0 +1,186 @@
+"""The logs of a run's pods as one: all ranks in the order of time, over restarts and preemptions."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import count
+
+from kubernetes import client
+from urllib3.exceptions import HTTPError
+
+from strata_platform.backends.answers import answered
+from strata_platform.backends.backend import Pause
+from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
+from strata_platform.runs import LogLine
+
+PATIENCE = 20.0
+"""Seconds that the end of a pod's log is waited for when its run has ended."""
+
+_OF_RANK = re.compile(r"\[rank (\d+)\] ?")
+
+
+@dataclass(frozen=True, order=True)
+class _Stamped:
+    """A line with the time that the node gave it: fixed-width text, in nanoseconds."""
+
+    stamp: str
+    number: int
+    line: LogLine
+
+
+def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine]:
+    """The time stamp and the line that Kubernetes has for `raw`, of one of a run's pods.
+
+    Processes of a rank other than their pod's first begin their lines with it; a line without is the first one's.
+    """
+    stamp, _, text = raw.partition(" ")
+    text = text.rstrip("\r\n").rpartition("\r")[2]
+    shape, rank = shape_of(pod), None
+    if shape is not None:
+        rank = int(pod.metadata.labels.get(REPLICA, 0)) * shape[1]
+        if found := _OF_RANK.match(text):
+            rank, text = int(found[1]), text[found.end() :]
+    return stamp, LogLine(_seconds(stamp), rank, text, pod.metadata.name, _attempt(pod))
+
+
+def _attempt(pod: client.V1Pod) -> int:
+    variables = pod.spec.containers[0].env or []
+    return next((int(item.value) for item in variables if item.name == "FLYTE_ATTEMPT_NUMBER"), 0)
+
+
+def _seconds(stamp: str) -> float:
+    # datetime reads microseconds.
+    whole, _, fraction = stamp.rstrip("Z").partition(".")
+    base = datetime.fromisoformat(whole).replace(tzinfo=UTC)
+    return (base + timedelta(seconds=float(f"0.{fraction or 0}"))).timestamp()
+
+
+class Merged:
+    """Lines of several pods, given in any order, handed out by their time.
+
+    A line is held back for one round: by the next one, whatever another pod had said before it has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Stamped] = []
+        self._newest = ""
+        self._number = count()
+
+    def add(self, stamp: str, line: LogLine) -> None:
+        """Take a line."""
+        heapq.heappush(self._held, _Stamped(stamp, next(self._number), line))
+
+    def round(self, last: bool = False) -> Iterator[LogLine]:
+        """The lines up to the newest one of the round before; with `last`, all."""
+        until, self._newest = self._newest, max((held.stamp for held in self._held), default=self._newest)
+        while self._held and (last or self._held[0].stamp <= until):
+            yield heapq.heappop(self._held).line
+
+
+class PodLogs:
+    """Reads the logs of an execution's pods, each by a thread of its own while they are followed."""
+
+    def __init__(self, cluster: Cluster, execution: str) -> None:
+        self._cluster, self._execution = cluster, execution
+        self._arrived: queue.SimpleQueue[tuple[str, LogLine]] = queue.SimpleQueue()
+        self._readers: dict[str, threading.Thread] = {}
+        self._closed = threading.Event()
+
+    def so_far(self) -> Iterator[LogLine]:
+        """What the pods that are still there have printed."""
+        merged = Merged()
+        for pod in filter(has_begun, self._cluster.pods(self._execution)):
+            with answered(f"to read the log of {pod.metadata.name}"):
+                for raw in read(self._cluster, pod, follow=False):
+                    merged.add(*line_of(pod, raw))
+        return merged.round(last=True)
+
+    def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
+        """What they print, and those that come, until the run `is_over` and all of it is read."""
+        merged = Merged()
+        try:
+            while True:
+                over = is_over()
+                self._attend(self._cluster.pods(self._execution))
+                if over:
+                    self._let_end()
+                while not self._arrived.empty():
+                    merged.add(*self._arrived.get_nowait())
+                yield from merged.round(last=over)
+                if over:
+                    return
+                pause()
+        finally:
+            self._closed.set()
+
+    def _attend(self, pods: list[client.V1Pod]) -> None:
+        """A reader for every pod that has begun to print and has none."""
+        for pod in pods:
+            if has_begun(pod) and pod.metadata.uid not in self._readers:
+                reader = threading.Thread(target=self._listen, args=(pod,), daemon=True, name=pod.metadata.name)
+                self._readers[pod.metadata.uid] = reader
+                reader.start()
+
+    def _let_end(self) -> None:
+        """Wait for the readers, though not for one whose machine is gone."""
+        end = time.monotonic() + PATIENCE
+        for reader in self._readers.values():
+            reader.join(max(0.0, end - time.monotonic()))
+
+    def _listen(self, pod: client.V1Pod) -> None:
+        """Read to the end of the pod, over connections that are lost: what comes again is skipped."""
+        last = ""
+        while not self._closed.is_set():
+            with contextlib.suppress(HTTPError, client.ApiException):
+                for raw in read(self._cluster, pod, follow=True):
+                    stamp, line = line_of(pod, raw)
+                    if stamp > last:
+                        self._arrived.put((stamp, line))
+                        last = stamp
+            if has_ended(self._cluster, pod):
+                return
+            self._closed.wait(1.0)
+
+
+def read(cluster: Cluster, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
+    """A pod's log, each line with its time stamp; with `last`, so many lines of its end."""
+    more = {} if last is None else {"tail_lines": last}
+    answer = cluster.core.read_namespaced_pod_log(
+        pod.metadata.name,
+        pod.metadata.namespace,
+        container=pod.spec.containers[0].name,
+        follow=follow,
+        timestamps=True,
+        _preload_content=False,
+        **more,
+    )
+    try:
+        for raw in answer:
+            yield raw.decode(errors="replace")
+    finally:
+        answer.close()
+
+
+def has_begun(pod: client.V1Pod) -> bool:
+    """Whether there is a log to read."""
+    states = [status.state for status in pod.status.container_statuses or []]
+    return any(state.running or state.terminated for state in states)
+
+
+def has_ended(cluster: Cluster, pod: client.V1Pod) -> bool:
+    """Whether the pod will print no more; not known while Kubernetes does not answer."""
+    try:
+        now = cluster.core.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+    except client.ApiException as error:
+        return bool(error.status == 404)
+    except HTTPError:
+        return False
+    return now.metadata.uid != pod.metadata.uid or now.status.phase in ("Succeeded", "Failed")

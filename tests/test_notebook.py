@@ -1,0 +1,37 @@
+"""The notebook of the examples runs from its first cell to its last: the client, the real runtime, a real model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "examples" / "submit.ipynb"
+
+
+def test_it_is_a_notebook_without_results():
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert set(cell) == {"cell_type", "id", "metadata", "source"} | code
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+
+
+def test_it_submits_follows_draws_and_generates(tmp_path):
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "STRATA_BACKEND": "local"}
+    command = [sys.executable, ROOT / "tests" / "run_notebook.py", NOTEBOOK, tmp_path / "displayed.json"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "[rank 0] training: 20 steps" in ended.stdout
+    assert "Stage training" in ended.stdout
+    assert "def sorted(iterable):" in ended.stdout
+    drawn = json.loads((tmp_path / "displayed.json").read_text())["loss"]
+    assert len(drawn) == 20
+    assert "Training loss over 20" in drawn[-1]
+    assert (tmp_path / "out" / "notebook-outputs" / "model" / "config.json").exists()
