@@ -6,6 +6,7 @@ but imports transformers when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from .ops._lines import leave_out_lines as _leave_out_lines
 from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
@@ -41,6 +42,8 @@ __all__ = [
     "swiglu_packed",
     "unpatch_model",
 ]
+
+_leave_out_lines(f"{__name__}.ops")
 
 
 def __getattr__(name: str) -> Any:

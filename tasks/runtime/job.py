@@ -63,6 +63,8 @@ class Job:
     """Loads a checkpoint, if there is one, and returns what sets the random states of its next step. A collective."""
     set_random_states: Callable[[], None]
     """Sets those that the next step starts from."""
+    step_ended: Callable[[], None]
+    """Is called after every step, and returns at once."""
     notice: Notice = field(default_factory=Notice)
     """Given when the job is to stop after the step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
@@ -154,6 +156,7 @@ class Job:
         """
         self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.withheld))
         self.withheld = None
+        self.step_ended()
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW)

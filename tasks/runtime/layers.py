@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -47,8 +48,10 @@ def recompute(model: nn.Module, spec: RunSpec) -> None:
     training = spec.training
     if not training.recomputed_every:
         return
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-    options = contexts if training.gradient_checkpointing == "per_op" else {}
+    context = partial(create_selective_checkpoint_contexts, _keep_products)
+    # By which the compiler's cache knows the policy; without one it keeps nothing of graphs that have it.
+    vars(context)["cache_hash"] = "strata " + " ".join(_KEPT)
+    options = {"context_fn": context} if training.gradient_checkpointing == "per_op" else {}
     layers = layers_of(model, "training.gradient_checkpointing", "'none'")
     for layer in layers[:: training.recomputed_every]:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
@@ -57,6 +60,9 @@ def recompute(model: nn.Module, spec: RunSpec) -> None:
 def compile_layers(model: nn.Module, spec: RunSpec) -> None:
     """Let `torch.compile` make a graph of each layer, when `training.compile` wants it; equal layers share one."""
     if spec.training.compile:
+        # A header that is compiled once serves many kernels, but lies outside of the folder that is kept: where all
+        # kernels are found, nothing else would need the C++ compiler.
+        inductor.cpp_cache_precompile_headers = False
         for layer in layers_of(model, "training.compile", "false"):
             _set_forward(layer, _whole(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
 

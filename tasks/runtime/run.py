@@ -58,7 +58,8 @@ from tasks.runtime.recorder import Recorder, throughput, utilization
 from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
 from tasks.runtime.tell import tell
 from tasks.runtime.tracking import require_trackers, serve_prometheus
-from tasks.runtime.warm import ensure_warm, later_misses
+from tasks.runtime.warm import ensure_warm
+from tasks.runtime.warmed import Warmed, warmed
 from tasks.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Session:
     spec: RunSpec
     folder: RunFolder
     processes: Processes
-    warmup: dict[str, Any]
+    warmed: Warmed
     mirror: Mirror | None
     """For the main process."""
 
@@ -94,7 +95,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     with preemptible(), ExitStack() as held:
         tell(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
-        warmup = ensure_warm(spec, folder)
+        report = ensure_warm(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
         processes.on_main(lambda: held.enter_context(folder.lock()))
@@ -104,7 +105,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
         _require_shared(spec, folder, processes)
         with _explained(spec, processes):
             check_health(spec, folder, processes)
-            yield Session(spec, folder, processes, warmup, mirror)
+            with warmed(spec, folder, processes, report) as warm:
+                yield Session(spec, folder, processes, warm, mirror)
 
 
 def _claim(spec: RunSpec, folder: RunFolder, mirror: Mirror | None) -> None:
@@ -161,20 +163,22 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         run.processes,
         attempt,
         mfu=mfu_of(model, run.spec, run.processes, device_name(run.processes)),
-        prometheus=serve_prometheus(run.spec, run.processes, run.warmup),
+        prometheus=serve_prometheus(run.spec, run.processes, run.warmed.to_dict),
     )
     objective = objective_of(run.spec, fused=has_fused_loss(patched))
-    with later_misses(run.folder) as misses, closing(recorder):
+    with closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
+            run.warmed.ready()
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.watchdog), closing(job.writer), stopping as job.notice:
                 job.run(framework_of(run.spec))
                 job.watchdog.expect("the end", math.inf)
                 job.writer.finish()
-            recorder.note("warmup", {**run.warmup, "later_compiles": len(misses)})
-    warmup = {**run.warmup, "later_compiles": len(misses), "later_misses": misses}
+            run.warmed.close()
+            recorder.note("warmup", run.warmed.to_dict())
+    warmup = run.warmed.to_dict()
     return run.processes.on_main(lambda: _record(run, data, parameters, objective, patched, steps, attempt, warmup))
 
 
@@ -233,6 +237,7 @@ def build_job(
         watchdog=watchdog,
         guard=Guard(run.spec, run.processes, checkpoint.facts_of(resume_from) if resume_from else {}),
         load=load,
+        step_ended=run.warmed.step_ended,
         set_random_states=load(resume_from),
     )
 

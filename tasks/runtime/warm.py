@@ -1,7 +1,8 @@
-"""Compile a run's kernels once per pod, before its training processes start.
+"""Compile a run's kernels once per pod, before its training processes start, and fetch the graphs of `torch.compile`.
 
 The warm-up is a process of its own (`tasks.runtime.warm_kernels`): its crash, its hang or its CUDA context stays out of
-the training processes. Whatever happens there, training starts; what happened is in the report.
+the training processes. Whatever happens there, training starts; what happened is in the report. Without a GPU there are
+no kernels, and graphs alone are fetched without a process.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any
 
 import torch
 
+from strata_kernels.warmup.budget import Patience
 from strata_kernels.warmup.describe import Description, difference, hearing_misses
 from strata_platform.spec import RunSpec
+from tasks.runtime import graphs
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.record import write_json
 
@@ -35,6 +38,8 @@ DONE = "STRATA_WARMUP_DONE"
 BAKED = "STRATA_BAKED_KERNELS"
 """Environment variable: the folder that kernels were baked into when the image was built."""
 
+# What a warm-up sets for all processes of its pod.
+_LEFT = ("TRITON_CACHE_DIR", graphs.FOLDER)
 # How the names begin that `torch.compile` gives to its kernels.
 _GENERATED = "triton_"
 # What a cache directory must have room for: some hundred kernels.
@@ -46,28 +51,34 @@ _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))
 def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
     """Warm up this pod, unless its launcher has done so, and return the report; {} on all but the pod's first process.
 
-    The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR. Never raises: a
-    failed warm-up costs compile time during training, nothing else.
+    The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR, and
+    TORCHINDUCTOR_CACHE_DIR where graphs are compiled. Never raises: a failed warm-up costs compile time during
+    training, nothing else.
     """
     reason = _reason_to_skip(spec)
-    report = _report_in(folder)
+    report = report_in(folder)
     done = os.environ.get(DONE) == str(report)
     os.environ[DONE] = str(report)
-    if reason is not None:
-        if not done:
-            log.info("warm-up: %s", reason)
+    if reason is not None and not done:
+        log.info("warm-up: %s", reason)
+    if reason is not None and not keeps_graphs(spec):
         return {"skipped": reason}
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
         if not done:
             with _one_of_the_pod(report) as turn:
                 if turn.is_mine:
-                    _warm_up(spec, report)
+                    _warm_up(spec, report, reason)
                 else:
-                    os.environ["TRITON_CACHE_DIR"] = turn.cache_directory
+                    os.environ.update(turn.variables)
         return _read(report) if first else {}
     except OSError as error:
         return _given_up(f"its report was not to be had: {error}") if first else {}
+
+
+def keeps_graphs(spec: RunSpec) -> bool:
+    """Whether the graphs of `torch.compile` are fetched and kept; otherwise PyTorch caches them by itself."""
+    return spec.training.compile and spec.kernels.warmup
 
 
 @contextlib.contextmanager
@@ -76,7 +87,7 @@ def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
 
     Those that `torch.compile` generates are left out: no plan can have them.
     """
-    planned = _planned(_kernels_of(_report_in(folder)))
+    planned = _planned(_kernels_of(report_in(folder)))
     found: list[dict[str, str]] = []
 
     def heard(kernel: Description) -> None:
@@ -89,12 +100,38 @@ def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
         yield found
 
 
-def _warm_up(spec: RunSpec, report: Path) -> None:
-    """Into the first directory that takes it; write the report."""
+def _warm_up(spec: RunSpec, report: Path, reason: str | None) -> None:
+    """Kernels, unless there is a reason not to, and graphs; write the report."""
     report.parent.mkdir(parents=True, exist_ok=True)
+    problems: list[str] = []
+    if keeps_graphs(spec):
+        try:
+            graphs.begin(_own_folders()[-1] / "graphs", str(report))
+        except (OSError, IndexError) as error:
+            problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
+    if torch.cuda.is_available():
+        result = _warm_kernels(spec, report)
+    else:
+        result = {"skipped": reason}
+        if not problems:
+            patience = Patience(spec.kernels.store.timeout, problems)
+            result |= graphs.take(spec, _baked(), patience) | {"store_seconds": patience.spent}
+    if problems:
+        log.warning("warm-up: %s", "; ".join(problems))
+        result["problems"] = [*problems, *result.get("problems", ())]
+    if origin := result.get("graphs_from"):
+        log.info("warm-up: graphs of torch.compile came from the %s, %d files", origin, result["graph_files"])
+    write_json(report, result)
+
+
+def _baked() -> list[Path]:
+    return [Path(os.environ[BAKED])] if os.environ.get(BAKED) else []
+
+
+def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
+    """Into the first directory that takes them; returns the report."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
-    baked = [os.environ[BAKED]] if os.environ.get(BAKED) else []
     problems: list[str] = []
     result: dict[str, Any] = {}
     for directory in [configured, *(folder / "triton" for folder in _own_folders())]:
@@ -102,7 +139,7 @@ def _warm_up(spec: RunSpec, report: Path) -> None:
         if problem is None:
             os.environ["TRITON_CACHE_DIR"] = str(directory)
             # A directory that only cannot be written may still be read.
-            images = [*baked, *([] if directory == configured else [str(configured)])]
+            images = [*_baked(), *([] if directory == configured else [configured])]
             result = _run(spec, report, images, max(deadline - time.monotonic(), 1.0))
             problem = result.get("unwritable")
         if problem is None:
@@ -114,15 +151,17 @@ def _warm_up(spec: RunSpec, report: Path) -> None:
         result = result or _given_up("no directory takes what Triton writes")
     if problems:
         result["problems"] = [*problems, *result.get("problems", ())]
-    write_json(report, result)
+    return result
 
 
-def _run(spec: RunSpec, report: Path, images: list[str], timeout: float) -> dict[str, Any]:
+def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dict[str, Any]:
     """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
-    report.unlink(missing_ok=True)
+    paths = (report, _kernels_of(report), plan_in(report))
+    for path in paths:
+        path.unlink(missing_ok=True)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.warm_kernels", str(report), str(_kernels_of(report)), *images],
+            [sys.executable, "-m", "tasks.runtime.warm_kernels", *map(str, paths), *map(str, images)],
             input=spec.model_dump_json(),
             text=True,
             timeout=timeout,
@@ -141,7 +180,8 @@ def _given_up(problem: str) -> dict[str, Any]:
     return {"skipped": problem}
 
 
-def _report_in(folder: RunFolder) -> Path:
+def report_in(folder: RunFolder) -> Path:
+    """This pod's report."""
     return folder.root / f"warmup-{socket.gethostname()}.json"
 
 
@@ -152,6 +192,11 @@ def _read(report: Path) -> dict[str, Any]:
 def _kernels_of(report: Path) -> Path:
     """What was planned, as the process of the warm-up describes it; for `later_misses`."""
     return report.with_suffix(".kernels.json")
+
+
+def plan_in(report: Path) -> Path:
+    """The plan, whose modules every process then loads."""
+    return report.with_suffix(".plan.json")
 
 
 def _planned(kernels: Path) -> list[Description]:
@@ -176,7 +221,7 @@ class _Turn:
 
     def __init__(self, left: dict[str, str]) -> None:
         self.is_mine = left.get("launch") != _launch()
-        self.cache_directory = left.get("cache_directory", "")
+        self.variables = {name: left[name] for name in _LEFT if name in left}
 
 
 @contextlib.contextmanager
@@ -196,7 +241,8 @@ def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
         yield turn
         if turn.is_mine:
             file.truncate(0)
-            json.dump({"launch": _launch(), "cache_directory": os.environ["TRITON_CACHE_DIR"]}, file)
+            left = {name: os.environ[name] for name in _LEFT if name in os.environ}
+            json.dump({"launch": _launch(), **left}, file)
 
 
 def _launch() -> str:

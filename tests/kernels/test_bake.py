@@ -4,18 +4,24 @@ import hashlib
 import importlib.util
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 import triton
+from triton.runtime.jit import JITCallable
 
 from images import check as images
+from strata_kernels import ops
 from strata_kernels.__main__ import _bar, main
+from strata_kernels.ops._lines import leave_out_lines
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
 from strata_kernels.warmup.cache import keys, load, relocate
@@ -178,6 +184,8 @@ def variant(folder: Path, name: str, source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    with mock.patch.dict(sys.modules, {name: module}):
+        leave_out_lines(name)
     return module
 
 
@@ -201,12 +209,18 @@ def test_what_changes_a_key(tmp_path, library, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime.cache, "triton_key", lambda: f"{key_of_triton} of another version")
         changed.append(of("triton", source))
-    # Its line, which the kernel's debug information has: a comment above it in its file counts.
-    changed.append(of("above", source.replace("@triton.jit\ndef good", "# A comment.\n@triton.jit\ndef good")))
     assert len({first, *changed}) == 1 + len(changed)
-    # Nor the file's place and name, another kernel's text below, or what is said there.
+    # Not the file's place and name, what is said in it outside of the kernel, or another kernel's text.
+    assert of("above", source.replace("@triton.jit", "# A comment.\n@triton.jit")) == first
     assert of("below", source + "\n# A comment.\n") == first
     assert of("other", source.replace("BLOCK == 0", "BLOCK == 1")) == first
+
+
+def test_no_kernel_of_the_package_is_known_by_its_line():
+    modules = [import_module(f"strata_kernels.ops.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
+    functions = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
+    assert len(functions) > 20
+    assert [function.__name__ for function in functions if function.starting_line_number != 1] == []
 
 
 def test_other_chips_are_compiled_for_and_told_apart(monkeypatch, tmp_path, library):

@@ -20,7 +20,7 @@ from triton.runtime.cache import get_cache_manager
 
 from strata_kernels.warmup import cache, count_compiles, store
 from strata_kernels.warmup.blobs import Blob, Folder, open_blobs
-from strata_kernels.warmup.budget import Budget
+from strata_kernels.warmup.budget import Budget, Patience
 from strata_kernels.warmup.seed import Seeder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
 from tests.kernels.cache_entries import elf, kernel_entry, launcher_entry
@@ -341,7 +341,7 @@ def test_a_store_that_never_answers_costs_its_time_and_no_more(tmp_path, pod, s3
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         slow = Store(open_blobs(s3), "triton/python", signing_key=SECRET)
-        seeder = Seeder(pod, store=slow, store_seconds=0.5)
+        seeder = Seeder(pod, store=slow, patience=Patience(0.5))
         start = time.monotonic()
         assert set(warm(seeder).values()) == {"compiled"}
         assert time.monotonic() - start < 5

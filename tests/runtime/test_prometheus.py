@@ -6,7 +6,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata_kernels.warmup import Compiled, WarmupReport
+from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
@@ -34,7 +34,7 @@ def scrape(port):
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
-        (sample.name, sample.labels.pop("state", None)): (sample.value, sample.labels)
+        (sample.name, sample.labels.pop("state", sample.labels.pop("part", None))): (sample.value, sample.labels)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if not sample.name.endswith("_created")
@@ -54,7 +54,7 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(NextToken, "share", while_it_trains)
     assert train_spec(spec).status == "complete"
     # Nothing is served that is not known yet.
-    assert {name for name, _ in scraped[0]} == {"strata_target_steps"}
+    assert {name for name, _ in scraped[0]} == {"strata_target_steps", "strata_warmup_later_misses"}
     third = read_points(RunFolder.of(spec).metrics)[2]
     values = {name: value for (name, _), (value, _) in scraped[3].items()}
     for field in ("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds"):
@@ -73,23 +73,30 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
 
 def test_processes_of_a_pod_serve_side_by_side_and_the_first_its_warm_up(tmp_path):
     port = free_port()
-    report = WarmupReport(
-        device="NVIDIA H200",
-        planned=3,
-        compiled=(Compiled("a", "", seconds=1.0, hit=False), Compiled("b", "", seconds=0.0, hit=True)),
-        failed=(),
-        seconds=1.0,
-    ).to_dict()
+    kernels = (Compiled("a", "", seconds=1.0, hit=False), Compiled("b", "", seconds=0.0, hit=True))
+    report = WarmupReport("NVIDIA H200", planned=3, compiled=kernels, failed=(Failed("c", "", "why"),), seconds=1.5)
+    told = {**report.to_dict(), "cache_hits": 0, "image_hits": 1, "store_hits": 0, "plan_seconds": 0.5}
+    told |= {"modules": 2, "module_wait_seconds": 0.25, "graphs_found": 4, "graphs_compiled": 0, "graphs_not_kept": 0}
+    later = []
     spec = make_spec(tmp_path, port)
-    served = [serve_prometheus(spec, Processes(rank + 8, rank, 16), report if rank == 0 else {}) for rank in (0, 1)]
+    served = [
+        serve_prometheus(
+            spec, Processes(rank + 8, rank, 16), lambda rank=rank: {**([told, {}][rank]), "later_compiles": len(later)}
+        )
+        for rank in (0, 1)
+    ]
+    later += ["norm_fwd_kernel", "rope_kernel"]
     first, second = scrape(port), scrape(port + 1)
     for one in served:
         one.close()
-    assert {state: value for (_, state), (value, _) in first.items()} == {
-        "planned": 3, "compiled": 1, "hit": 1, "failed": 0,
+    assert {(name.removeprefix("strata_warmup_"), of): value for (name, of), (value, _) in first.items()} == {
+        ("kernels", "planned"): 3, ("kernels", "compiled"): 1, ("kernels", "failed"): 1,
+        ("kernels", "cache"): 0, ("kernels", "image"): 1, ("kernels", "store"): 0,
+        ("seconds", "plan"): 0.5, ("seconds", "kernels"): 1.5, ("seconds", "modules"): 0.25,
+        ("graphs", "found"): 4, ("graphs", "compiled"): 0, ("graphs", "not_kept"): 0, ("later_misses", None): 2,
     }  # fmt: skip
-    assert first["strata_warmup_kernels", "hit"][1]["rank"] == "8"
-    assert second == {}
+    assert first["strata_warmup_kernels", "image"][1]["rank"] == "8"
+    assert {name for name, _ in second} == {"strata_warmup_later_misses"}
 
 
 def test_a_port_that_is_taken_costs_the_endpoint_alone(tmp_path, caplog):
@@ -103,4 +110,4 @@ def test_a_port_that_is_taken_costs_the_endpoint_alone(tmp_path, caplog):
 
 
 def test_none_is_served_unless_asked_for(tmp_path):
-    assert serve_prometheus(make_spec(tmp_path, None), Processes(), {}) is None
+    assert serve_prometheus(make_spec(tmp_path, None), Processes(), dict) is None

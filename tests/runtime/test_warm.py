@@ -14,11 +14,13 @@ import torch
 import triton
 
 from strata_kernels.warmup.describe import hearing_misses
+from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime import warm
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.plan import plan_of
-from tasks.runtime.warm_kernels import _open, warm_kernels
+from tasks.runtime.store import open_store
+from tasks.runtime.warm_kernels import warm_kernels
 from tests.kernels.races import Driver, Pointer, copy_kernel
 
 SMALL = {"data": {"sequence_length": 64}, "training": {"micro_batch_size": 2}}
@@ -79,7 +81,7 @@ def pod(tmp_path, monkeypatch) -> RunSpec:
 
 
 def write_script(path: Path, script: str) -> Path:
-    """A shell script in place of the warm-up's Python; $3 is the report, from $5 on are the images."""
+    """A shell script in place of the warm-up's Python; $3 is the report, from $6 on are the images."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
@@ -122,7 +124,7 @@ def test_a_warm_up_that_does_not_start_is_reported(monkeypatch, pod):
 
 
 def test_the_report_is_what_the_process_says(tmp_path, monkeypatch, pod):
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$5 $6\", \"in\": \"$TRITON_CACHE_DIR\"}" > $3')
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\", \"in\": \"$TRITON_CACHE_DIR\"}" > $3')
     assert ensure_warm(pod) == {"images": "/baked ", "in": str(tmp_path / "cache")}
 
 
@@ -144,7 +146,7 @@ def test_a_disk_that_takes_nothing_is_only_read(tmp_path, monkeypatch, pod, smal
     (small_disk / "cache").mkdir()
     if read_only:
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$5 $6\"}" > $3')
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\"}" > $3')
     report = ensure_warm(pod)
     assert report["images"] == f"/baked {small_disk / 'cache'}"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "memory" / f"strata-{os.getuid()}" / "triton")
@@ -210,8 +212,8 @@ def test_one_of_eight_processes_warms_up_and_the_others_wait(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_process_of_the_warm_up_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    report, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
-    assert report["planned"] > 5 and report["skipped"].startswith("no GPU here") and kernels == []
+    report, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
+    assert report["planned"] == len(plan) > 5 and report["skipped"].startswith("no GPU here") and kernels == []
     assert report["problems"] == [] and report["store_hits"] == 0
 
 
@@ -221,11 +223,11 @@ def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkey
     short = KernelStore(url=str(tmp_path), signing_key="env:SIGNING_KEY")
     unknown = KernelStore(url="ftps3://bucket", allow_unsigned=True)
     problems = []
-    assert all(_open(store, "triton", problems) is None for store in (missing, short, unknown))
+    assert all(open_store(store, "triton", KERNELS, problems) is None for store in (missing, short, unknown))
     assert "signing_key 'file:" in problems[0] and problems[0].endswith("is not there")
     assert "has 5 bytes; give it 32 or more" in problems[1] and "ftps3" in problems[2]
     monkeypatch.setenv("SIGNING_KEY", "s" * 32)
-    assert _open(short, "triton", problems).signing_key == b"s" * 32
+    assert open_store(short, "triton", KERNELS, problems).signing_key == b"s" * 32
 
 
 def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, monkeypatch, caplog):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
@@ -57,3 +58,41 @@ def _run(function: Callable[[], Answer], answer: Future[Answer]) -> None:
         answer.set_result(function())
     except BaseException as error:
         answer.set_exception(error)
+
+
+@dataclass
+class Patience:
+    """With a store: it has so many `seconds` for all questions, and is left alone when it has failed once.
+
+    It would fail anew for every kernel. Why it failed goes to `problems`.
+    """
+
+    seconds: float = 60.0
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.seconds)
+        self._lock = threading.Lock()
+        self._lasts = True
+
+    @property
+    def spent(self) -> float:
+        """Seconds in which a question was under way."""
+        return self._budget.spent
+
+    def ask(self, what: str, question: Callable[[], Answer]) -> Answer | None:
+        """The store's answer; None when there is none. `what` is done to the store: "read", "push to"."""
+        if not self._lasts:
+            return None
+        try:
+            return self._budget.call(question)
+        except TimeoutError:
+            reason = f"no answer within {self.seconds:g} s in all"
+        # Whatever a client of some store may raise is a line of the report.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        with self._lock:
+            if self._lasts:
+                self._lasts = False
+                self.problems.append(f"could not {what} the store, which was left alone then: {reason}")
+        return None

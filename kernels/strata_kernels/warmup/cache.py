@@ -84,7 +84,7 @@ def check(key: str, files: Mapping[str, bytes]) -> None:
         elif not data:
             raise Damaged(f"{name} is empty")
         elif name.endswith(_ELF):
-            _check_elf(name, data)
+            check_elf(name, data)
 
 
 def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
@@ -265,7 +265,7 @@ def _check_key(key: str, metadata: str, files: Mapping[str, bytes]) -> None:
         raise Damaged(f"{metadata} is of another kernel")
 
 
-def _check_elf(name: str, data: bytes) -> None:
+def check_elf(name: str, data: bytes) -> None:
     """Nothing that the header of a 64-bit little-endian ELF file speaks of may be beyond the end of the file."""
     try:
         if data[:6] != b"\x7fELF\x02\x01":

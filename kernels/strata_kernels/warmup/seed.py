@@ -16,26 +16,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
 from . import cache
-from .budget import Budget
+from .budget import Patience
 from .count import listening
 from .describe import Description, describe
 from .store import Store
 
 Origin = Literal["cache", "image", "store", "compiled"]
 ORIGINS: tuple[Origin, ...] = ("cache", "image", "store", "compiled")
-
-Answer = TypeVar("Answer")
 
 _PUSHERS = 16
 
@@ -46,22 +44,18 @@ class Seeder:
 
     directory: Triton's cache directory, which TRITON_CACHE_DIR names.
     images: directories like it that are only read, such as what was baked into a container image.
-    store: asked for what is not in them, for `store_seconds` in all.
+    store: asked for what is not in them, while `patience` lasts.
     """
 
     directory: Path
     images: Sequence[Path] = ()
     store: Store | None = None
-    store_seconds: float = 60.0
-    problems: list[str] = field(default_factory=list)
-    """What went wrong, for a person to read."""
+    patience: Patience = field(default_factory=Patience)
     unwritable: str | None = None
     """Why the directory takes no more, if so: what Triton could not write it will not find again."""
     pushed: int = 0
 
     def __post_init__(self) -> None:
-        self._budget = Budget(self.store_seconds)
-        self._store_is_up = self.store is not None
         self._lock = threading.Lock()
         self._asked: dict[str, threading.Lock] = {}
         self._origins: dict[str, Origin] = {}
@@ -77,6 +71,11 @@ class Seeder:
                 yield
         finally:
             knobs.cache.manager_class = before
+
+    @property
+    def problems(self) -> list[str]:
+        """What went wrong, for a person to read."""
+        return self.patience.problems
 
     @property
     def kernels(self) -> list[Description]:
@@ -95,12 +94,12 @@ class Seeder:
         compiled = [key for key, origin in self._origins.items() if origin == "compiled"]
         whole = [(key, files) for key in compiled if (files := self._whole(self.directory, key)) is not None]
         with ThreadPoolExecutor(_PUSHERS) as pool:
-            done = pool.map(lambda entry: self._ask_store("push to", lambda: store.push(*entry)), whole)
+            done = pool.map(lambda entry: self.patience.ask("push to", lambda: store.push(*entry)), whole)
             self.pushed = sum(answer is True for answer in done)
-        self._ask_store("renew marks in", store.renew)
+        self.patience.ask("renew marks in", store.renew)
         if self.pushed:
-            self._ask_store("trim", store.trim)
-        self.problems += [f"refused {name} from the store: {reason}" for name, reason in store.refused.items()]
+            self.patience.ask("trim", store.trim)
+        self.patience.problems += store.refusals()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: where the kernels came from, seconds (added up over threads), and what went wrong;
@@ -113,7 +112,7 @@ class Seeder:
             **{f"{origin}_hits": counts[origin] for origin in ORIGINS if origin != "compiled"},
             "pushed": self.pushed,
             "image_seconds": self._image_seconds,
-            "store_seconds": self._budget.spent,
+            "store_seconds": self.patience.spent,
             "problems": self.problems,
         }
 
@@ -179,7 +178,7 @@ class Seeder:
                 self._image_seconds += time.perf_counter() - start
                 return "image"
         if (store := self.store) is not None:
-            files = self._ask_store("read", lambda: store.pull(key))
+            files = self.patience.ask("read", lambda: store.pull(key))
             if files is not None and self._keep(key, files):
                 return "store"
         return "compiled"
@@ -218,26 +217,6 @@ class Seeder:
             self.unwritable = str(error)
             return False
         return True
-
-    def _ask_store(self, what: str, question: Callable[[], Answer]) -> Answer | None:
-        """The store's answer; None when there is none.
-
-        A store that fails once is not asked again: it would fail anew for every kernel.
-        """
-        if not self._store_is_up:
-            return None
-        try:
-            return self._budget.call(question)
-        except TimeoutError:
-            reason = f"no answer within {self.store_seconds:g} s in all"
-        # Whatever a client of some store may raise is a line of the report.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        with self._lock:
-            if self._store_is_up:
-                self._store_is_up = False
-                self.problems.append(f"could not {what} the store, which was left alone then: {reason}")
-        return None
 
 
 def _load(directory: Path, key: str) -> cache.Files | None:

@@ -1,9 +1,10 @@
-"""A store of compiled kernels that pods share: an archive for each entry of Triton's cache.
+"""A store of compiled code that pods share: an archive for each entry of Triton's cache, and one for the graphs that
+`torch.compile` makes for a run.
 
     <root>/<environment>/<key>/<SHA-256 of the archive>-<signature>.tar.gz
 
-The environment is what all keys of a process have in common, the key is Triton's own. An archive is named after its
-contents, so writing one is never wrong, whoever writes it and however often, and a reader knows a torn one. None is
+The environment is what all keys of a process have in common; a kernel's key is Triton's own. An archive is named after
+its contents, so writing one is never wrong, whoever writes it and however often, and a reader knows a torn one. None is
 ever changed; when the store is larger than it may be, those that were not used for longest are removed.
 
 **What is in an archive is run**: kernels on the GPU, and shared objects in the process, as its user. Whoever can write
@@ -21,7 +22,8 @@ import re
 import tarfile
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from . import cache
@@ -30,15 +32,32 @@ from .blobs import UNFINISHED, Blob, Blobs
 UNSIGNED = "unsigned"
 
 _NAME = re.compile(rf"([0-9a-f]{{64}})-([0-9a-f]{{64}}|{UNSIGNED})\.tar\.gz")
-# What one entry may come to. Real ones have ten files and a megabyte.
+# What one entry may come to.
 _MOST_BYTES = 256 << 20
-_MOST_FILES = 100
 # How old the mark of the last use may be before it is renewed.
 _FRESH = 24 * 3600.0
 
 
 class Refused(ValueError):
     """An archive that must not be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an archive may hold.
+
+    check: raises `cache.Damaged` for files that do not belong together, or not to the key.
+    most_files: how many.
+    folders: whether files may lie in folders.
+    """
+
+    check: Callable[[str, Mapping[str, bytes]], None]
+    most_files: int
+    folders: bool
+
+
+# Real ones have ten files and a megabyte.
+KERNELS = Kind(cache.check, most_files=100, folders=False)
 
 
 @dataclass
@@ -50,6 +69,7 @@ class Store:
     signing_key: signs what is pushed; what it has not signed is refused.
     allow_unsigned: without a key, accept what nobody signed.
     size_limit: bytes that the whole store may take.
+    kind: what is in its archives.
     """
 
     blobs: Blobs
@@ -57,6 +77,7 @@ class Store:
     signing_key: bytes | None = None
     allow_unsigned: bool = False
     size_limit: int = 10 << 30
+    kind: Kind = KERNELS
     refused: dict[str, str] = field(default_factory=dict)
     """Archives that were refused, by name, with the reasons."""
 
@@ -71,7 +92,7 @@ class Store:
         for blob in self._of(key):
             try:
                 data = self._read(key, blob)
-                files = unpack(key, data)
+                files = unpack(key, data, self.kind)
             except FileNotFoundError:
                 # Removed since, to make room.
                 continue
@@ -92,6 +113,20 @@ class Store:
         self.blobs.write(self._name(key, data), data)
         return True
 
+    def replace(self, key: str, files: Mapping[str, bytes]) -> None:
+        """Add an entry in place of what the store has for its key. Raises what the blobs raise."""
+        old = [blob.name for blob in self._of(key) if self._signed(key, blob.name)]
+        data = pack(key, files)
+        self.blobs.write(name := self._name(key, data), data)
+        for other in old:
+            if other != name:
+                with suppress(FileNotFoundError):
+                    self.blobs.remove(other)
+
+    def refusals(self) -> list[str]:
+        """What was refused and why, for a person to read."""
+        return [f"refused {name} from the store: {reason}" for name, reason in self.refused.items()]
+
     def renew(self) -> None:
         """Mark what was pulled as used, once a day, by writing it again: stores keep the time of writing alone."""
         while self._old:
@@ -107,18 +142,18 @@ class Store:
         for blob in blobs:
             if over <= 0:
                 break
-            try:
+            # Another pod trims, too.
+            with suppress(FileNotFoundError):
                 self.blobs.remove(blob.name)
                 removed += 1
-            except FileNotFoundError:
-                # Another pod trims, too.
-                pass
             over -= blob.size
         return removed
 
     def _of(self, key: str) -> list[Blob]:
+        """Archives of a key, the newest first."""
         blobs = self.blobs.list(f"{self.environment}/{key}")
-        return [blob for blob in blobs if _NAME.fullmatch(blob.name.rpartition("/")[2])]
+        ours = [blob for blob in blobs if _NAME.fullmatch(blob.name.rpartition("/")[2])]
+        return sorted(ours, key=lambda blob: blob.modified, reverse=True)
 
     def _name(self, key: str, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
@@ -167,7 +202,7 @@ def pack(key: str, files: Mapping[str, bytes]) -> bytes:
     return gzip.compress(packed.getvalue(), 6, mtime=0)
 
 
-def unpack(key: str, data: bytes) -> cache.Files:
+def unpack(key: str, data: bytes, kind: Kind = KERNELS) -> cache.Files:
     """The files of an archive, in memory: nothing is written, so no name in it can lead anywhere.
 
     Raises:
@@ -183,14 +218,16 @@ def unpack(key: str, data: bytes) -> cache.Files:
             for member in archive:
                 folder, _, name = member.name.partition("/")
                 plain = member.type == tarfile.REGTYPE and not member.pax_headers and not member.issparse()
-                if folder != key or "/" in name or name.startswith(".") or not name or not plain:
+                parts = name.split("/") if kind.folders else [name]
+                named = all(part and "/" not in part and not part.startswith(".") for part in parts)
+                if folder != key or not named or not plain:
                     raise Refused(f"it holds {member.name!r}, which is no plain file of this entry")
-                if name in files or len(files) == _MOST_FILES:
+                if name in files or len(files) == kind.most_files:
                     raise Refused("it holds a file twice, or too many")
                 content = archive.extractfile(member)
                 assert content is not None
                 files[name] = content.read()
-        cache.check(key, files)
+        kind.check(key, files)
     except (zlib.error, tarfile.TarError, EOFError, OSError) as error:
         raise Refused(f"it is no archive ({error})") from error
     except cache.Damaged as damage:

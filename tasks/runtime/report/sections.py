@@ -208,13 +208,17 @@ def warmup(record: CompletionRecord) -> Html:
         ]
     elif reason is None:
         reason = "no report was written"
+    rows += [(label, report[key]) for key, label in _AFTERWARDS.items() if report.get(key) is not None]
     missed = [(element("code", miss["kernel"]), miss["difference"]) for miss in report.get("later_misses", ())]
     return element(
         "section",
         element("h2", "Kernel warm-up"),
         _note(f"Nothing was warmed up: {reason}.") if reason else None,
         _table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
-        *(element("p", problem, class_="note problem") for problem in report.get("problems", ())),
+        *(
+            element("p", problem, class_="note problem")
+            for problem in (*report.get("problems", ()), *report.get("graph_problems", ()))
+        ),
         _table(("Compiled during training", "Difference from what was planned"), missed) if missed else None,
     )
 
@@ -225,6 +229,14 @@ _ORIGINS = {
     "image_hits": "of them from the image",
     "store_hits": "of them from the store",
     "pushed": "Archives given to the store",
+}
+_AFTERWARDS = {
+    "module_wait_seconds": "Seconds that training waited for modules",
+    "graphs_from": "Graphs of torch.compile taken from the",
+    "graphs_found": "Graphs found",
+    "graphs_compiled": "Graphs compiled",
+    "graphs_not_kept": "Graphs that PyTorch does not keep",
+    "graphs_pushed": "Archives of graphs given to the store",
 }
 _SECONDS = {
     "plan_seconds": "Seconds of planning",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -68,7 +68,7 @@ def require_trackers(spec: RunSpec) -> None:
             raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
 
 
-def serve_prometheus(spec: RunSpec, processes: Processes, warmup: Mapping[str, Any]) -> Prometheus | None:
+def serve_prometheus(spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> Prometheus | None:
     """This process's endpoint, if `tracking.prometheus_port` asks for one."""
     if spec.tracking.prometheus_port is None:
         return None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics import Point
@@ -26,12 +28,41 @@ _OF_A_STEP = {
     "mfu": ("strata_mfu_ratio", "Model FLOPs utilization of all devices, 0 to 1."),
 }
 
+# What is served of a warm-up: name, what it says, its label, and the values of that with their names in the report.
+_OF_WARMUP = (
+    (
+        "strata_warmup_kernels",
+        "Kernels of this pod's warm-up, by what became of them.",
+        "state",
+        {
+            "planned": "planned",
+            "cache": "cache_hits",
+            "image": "image_hits",
+            "store": "store_hits",
+            "compiled": "compiled",
+            "failed": "failed",
+        },
+    ),
+    (
+        "strata_warmup_seconds",
+        "Seconds before training: planning, making kernels ready, of that waiting for the store, loading modules.",
+        "part",
+        {"plan": "plan_seconds", "kernels": "seconds", "store": "store_seconds", "modules": "module_wait_seconds"},
+    ),
+    (
+        "strata_warmup_graphs",
+        "Graphs of torch.compile, by whether this process found or compiled them.",
+        "state",
+        {"found": "graphs_found", "compiled": "graphs_compiled", "not_kept": "graphs_not_kept"},
+    ),
+)
+
 
 class Prometheus:
     """The values, and the endpoint that serves them."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, warmup: Mapping[str, Any]) -> None:
-        """A port that is taken costs the endpoint and a warning. `warmup` is the report of this pod's warm-up."""
+    def __init__(self, spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> None:
+        """A port that is taken costs the endpoint and a warning. `warmup` tells what is known of it at each scrape."""
         assert spec.tracking.prometheus_port is not None
         self._registry = CollectorRegistry()
         self._labels = {"run": spec.name, "rank": str(processes.rank), "framework": spec.runtime.framework}
@@ -43,11 +74,7 @@ class Prometheus:
         )
         self._data_wait = self._counter("strata_data_wait_seconds", "Seconds that this process waited for its data.")
         self._saving = self._counter("strata_checkpoint_seconds", "Seconds that training stood still for checkpoints.")
-        kernels = self._gauge(
-            "strata_warmup_kernels", "Kernels of this pod's warm-up, by what became of them.", "state"
-        )
-        for state, number in _kernels(warmup).items():
-            kernels.labels(**self._labels, state=state).set(number)
+        self._registry.register(_Warmup(self._labels, warmup))
         self._serve(spec.tracking.prometheus_port + processes.local_rank)
 
     def begin(self, steps: int) -> None:
@@ -86,21 +113,35 @@ class Prometheus:
                 error,
             )
 
-    def _gauge(self, name: str, said: str, *labels: str) -> Gauge:
-        return Gauge(name, said, (*self._labels, *labels), registry=self._registry)
+    def _gauge(self, name: str, said: str) -> Gauge:
+        return Gauge(name, said, tuple(self._labels), registry=self._registry)
 
     def _counter(self, name: str, said: str) -> Counter:
         return Counter(name, said, tuple(self._labels), registry=self._registry)
 
 
-def _kernels(warmup: Mapping[str, Any]) -> dict[str, int]:
-    """Counts of a warm-up report; none where nothing was warmed up, or by another process of the pod."""
-    if "planned" not in warmup:
-        return {}
-    hits = sum(kernel["hit"] for kernel in warmup["compiled"])
-    return {
-        "planned": warmup["planned"],
-        "compiled": len(warmup["compiled"]) - hits,
-        "hit": hits,
-        "failed": len(warmup["failed"]),
-    }
+class _Warmup(Collector):
+    """What is known of a warm-up when it is asked for; of the pod's first process alone but for what is its own."""
+
+    def __init__(self, labels: Mapping[str, str], report: Callable[[], Mapping[str, Any]]) -> None:
+        self._labels, self._report = labels, report
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One family after the other."""
+        report = {**self._report()}
+        for name in ("compiled", "failed"):
+            if name in report:
+                report[name] = sum(not kernel.get("hit") for kernel in report[name])
+        for name, said, label, keys in _OF_WARMUP:
+            family = GaugeMetricFamily(name, said, labels=(*self._labels, label))
+            for value, key in keys.items():
+                if key in report:
+                    family.add_metric((*self._labels.values(), value), report[key])
+            yield family
+        missed = GaugeMetricFamily(
+            "strata_warmup_later_misses",
+            "Kernels that this process had to compile during training.",
+            labels=tuple(self._labels),
+        )
+        missed.add_metric(tuple(self._labels.values()), report["later_compiles"])
+        yield missed

@@ -1,0 +1,44 @@
+"""The store of a spec, opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from strata_kernels.warmup.blobs import open_blobs
+from strata_kernels.warmup.store import Kind, Store
+from strata_platform.spec import KernelStore
+
+_SHORTEST_KEY = 32
+
+
+def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[str]) -> Store | None:
+    """The archives of an environment; None without a store, or where it cannot be opened, a problem and no more."""
+    if spec.url is None:
+        return None
+    try:
+        return Store(
+            open_blobs(spec.url),
+            environment,
+            signing_key=None if spec.signing_key is None else read_secret(spec.signing_key),
+            allow_unsigned=spec.allow_unsigned,
+            size_limit=spec.size_limit_mb << 20,
+            kind=kind,
+        )
+    # Whatever the library of a store may raise is a line of the report.
+    except Exception as error:
+        problems.append(f"the store was left alone: {type(error).__name__}: {error}")
+        return None
+
+
+def read_secret(reference: str) -> bytes:
+    """The key that `env:NAME` or `file:PATH` refers to. Raises ValueError where there is none, or a short one."""
+    field = f"kernels.store.signing_key {reference!r}"
+    kind, _, name = reference.partition(":")
+    try:
+        key = Path(name).read_bytes().strip() if kind == "file" else os.environb[name.encode()]
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{field} is not there") from error
+    if len(key) < _SHORTEST_KEY:
+        raise ValueError(f"{field} has {len(key)} bytes; give it {_SHORTEST_KEY} or more")
+    return key
