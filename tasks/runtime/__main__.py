@@ -44,6 +44,7 @@ def main() -> int:
     from tasks.runtime.export import export
     from tasks.runtime.folder import data_folder
     from tasks.runtime.health import Unhealthy
+    from tasks.runtime.publish import require_targets
     from tasks.runtime.run import session, train
     from tasks.runtime.signals import Preempted, preemptible
     from tasks.runtime.tell import tell
@@ -51,6 +52,7 @@ def main() -> int:
 
     log = logging.getLogger("tasks.runtime")
     try:
+        require_targets(spec)
         with session(spec) as run:
             recipe = DataRecipe.from_spec(spec, fingerprint(spec))
             folder = data_folder(spec.output, recipe)

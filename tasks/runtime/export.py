@@ -6,14 +6,20 @@ import logging
 import shutil
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import PRESETS, adopt_tokenizer
+from tasks.runtime.processes import Processes
+from tasks.runtime.publish import publish, require_targets
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
+from tasks.runtime.verify import expected_of, verify
 from tasks.runtime.weights import build_trained_model
 
 log = logging.getLogger(__name__)
@@ -22,21 +28,18 @@ log = logging.getLogger(__name__)
 def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
     """Write `model/`, `report.html` and `record.json` to the run's folder, and say where they are.
 
-    `weights` is what `collect_weights` made. The model folder appears whole or not at all; an earlier one is replaced.
-    Raises ValueError when the run did not finish.
+    `weights` is what `collect_weights` made. The model folder appears whole or not at all, and only when a process of
+    its own reads from it what was trained; an earlier one is replaced. Then it is copied to where the spec says.
+    Raises ValueError when the run did not finish, the folder is not the model, or a place does not take the copy.
     """
     record.require_complete()
+    require_targets(spec)
     folder = RunFolder.of(spec)
     folder.root.mkdir(parents=True, exist_ok=True)
     # A fixed name: what a killed export left is as large as the model, and goes with the next one.
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    tokenizer = data.tokenizer()
-    model = build_trained_model(spec, weights)
-    adopt_tokenizer(model, tokenizer)
-    model.config.use_cache = True
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
+    _write(spec, data.tokenizer(), weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
     record.save(temporary / "strata_record.json")
     _replace(temporary, folder.model)
@@ -47,7 +50,24 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)
     log.info("record: %s (%s, %d of %d steps)", folder.record, record.status, record.steps, record.steps_asked)
+    publish(spec, folder.model)
     return folder
+
+
+def _write(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, weights: Path, folder: Path) -> None:
+    """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
+    device = Processes().device
+    model = build_trained_model(spec, weights)
+    adopt_tokenizer(model, tokenizer)
+    model.config.use_cache = True
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    expected = expected_of(model.to(device), tokenizer)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    verify(folder, expected, device, spec.model.attention)
+    log.info("verified: a fresh process reads the same model from its folder")
 
 
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:

@@ -25,6 +25,7 @@ LOCK_SECONDS = 120.0
 _FREE = {
     "tracking": True,
     "evaluation": True,
+    "export": True,
     "resources": True,
     "checkpoint": True,
     "faults": True,

@@ -14,13 +14,13 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 from strata_platform.spec.check import check
 from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
-from strata_platform.spec.describe import Words
+from strata_platform.spec.export import Export
 from strata_platform.spec.faults import Faults
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
-from strata_platform.spec.section import Count, Name, Quantity, Section, Text, Whole, number
+from strata_platform.spec.section import Address, Count, Name, Quantity, Section, Text, Whole, number
 from strata_platform.spec.training import Optimizer, Schedule, Training
 
 
@@ -47,7 +47,7 @@ class Checkpoint(Section):
         description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
         "and saves first, within the grace period, for which the processes exchange a message after every step.",
     )
-    url: Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://[^@]+$"), Words("a URL without credentials")] | None = Field(
+    url: Address | None = Field(
         None,
         description="Object store, such as `s3://bucket/path`, to which checkpoints are copied when they are whole, to "
         "`<url>/<name>`; a start takes the newest, from the disk or from there. Credentials are the environment's.",
@@ -143,6 +143,7 @@ class RunSpec(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
     faults: Faults = Field(default_factory=Faults, description="Unfit GPUs, hangs, ruinous steps.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
+    export: Export = Field(default_factory=Export, description="Where the trained model goes.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
     tracking: Tracking = Field(default_factory=Tracking, description="Metrics.")

@@ -39,6 +39,7 @@ Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Text = Annotated[str, Field(min_length=1)]
 Sources = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], Words("text or a list of text, not empty")]
+Address = Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://[^@]+$"), Words("a URL without credentials")]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,

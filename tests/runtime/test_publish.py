@@ -1,0 +1,144 @@
+"""Exported models are copied to the Hub and to object stores, whole."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import fsspec
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec
+from tasks.runtime.publish import publish, require_targets
+
+
+def spec_of(**export):
+    return RunSpec.model_validate({"name": "x", "export": export})
+
+
+@pytest.fixture
+def model(tmp_path):
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text(f"new {name}")
+    return tmp_path / "model"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as an upload of small files asks of it."""
+
+    asked = ()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.asked.append((self.path, self.headers["Authorization"], body))
+        answer, status = {}, 200
+        if self.path == "/api/repos/create":
+            answer = {"url": f"{huggingface_hub.constants.ENDPOINT}/org/model", "name": "org/model"}
+        elif self.path == "/api/validate-yaml":
+            answer = {"errors": [], "warnings": []}
+        elif self.path.startswith("/api/models/org/model/preupload/"):
+            files = json.loads(body)["files"]
+            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        elif self.path.startswith("/api/models/org/model/commit/"):
+            answer = {
+                "commitUrl": f"{huggingface_hub.constants.ENDPOINT}/org/model/commit/1",
+                "commitOid": "1",
+                "pullRequestUrl": None,
+            }
+        else:
+            status = 404
+        self._answer(answer, status)
+
+    def do_GET(self):
+        self._answer({"sha": "1", "id": "org/model", "siblings": []}, 200)
+
+    def _answer(self, answer, status):
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr(Hub, "asked", [])
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_model_is_pushed_to_the_hub(hub, model):
+    spec = spec_of(push_to_hub="org/model")
+    require_targets(spec)
+    publish(spec, model)
+    assert all(token == "Bearer hf_secret" for _, token, _ in hub.asked)
+    [created] = [json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create"]
+    assert (created["name"], created["organization"]) == ("model", "org")
+    # What older clients say, and newer ones.
+    assert created.get("private") or created.get("visibility") == "private"
+    [commit] = [body for path, _, body in hub.asked if "/commit/" in path]
+    lines = [json.loads(line)["value"] for line in commit.splitlines()]
+    assert lines[0]["summary"] == "Add the model of run x"
+    sent = {line["path"]: base64.b64decode(line["content"]).decode() for line in lines[1:]}
+    assert sent == {name: f"new {name}" for name in ("config.json", "model.safetensors", "README.md")}
+
+
+def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
+    with pytest.raises(
+        ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is in {model}, whole"
+    ):
+        publish(spec_of(push_to_hub="other/model"), model)
+    assert (model / "config.json").exists()
+
+
+def test_without_a_token_it_ends_before_anything_is_trained(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(ValueError, match=r"export\.push_to_hub 'org/model' needs a token.*HF_TOKEN"):
+        require_targets(spec_of(push_to_hub="org/model"))
+
+
+def test_a_model_is_copied_to_a_store_in_place_of_the_one_before(model):
+    store = fsspec.filesystem("memory")
+    store.pipe("/models/x/old.safetensors", b"old")
+    store.pipe("/models/x/config.json", b"old")
+    require_targets(spec_of(url="memory://models"))
+    assert publish(spec_of(url="memory://models"), model) == ["memory://models/x"]
+    assert {path: store.cat(path) for path in store.find("/models/x")} == {
+        f"/models/x/{path.name}": path.read_bytes() for path in model.iterdir()
+    }
+    store.rm("/models", recursive=True)
+
+
+def test_a_model_without_configuration_is_left_where_a_copy_breaks(model, monkeypatch):
+    store = fsspec.filesystem("memory")
+    store.pipe("/models/x/config.json", b"old")
+    monkeypatch.setattr(type(store), "put_file", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(ValueError, match=r"export\.url: .*ZeroDivisionError: division by zero"):
+        publish(spec_of(url="memory://models"), model)
+    assert not store.exists("/models/x/config.json")
+    store.rm("/models", recursive=True)
+
+
+def test_places_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"export\.url 's4://x' cannot be opened"):
+        require_targets(spec_of(url="s4://x"))
+    for export in ({"push_to_hub": "model"}, {"url": "s3://key:secret@bucket"}):
+        with pytest.raises(SpecError, match=r"a name such as organization/model|a URL without credentials"):
+            spec_of(**export)
+    require_targets(RunSpec())
