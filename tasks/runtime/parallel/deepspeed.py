@@ -7,6 +7,7 @@ loaded by the names and shapes of the model's parameters, like that of every oth
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -229,10 +230,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, update, and free the gradients; the latter alone where they are not finite or the step is withheld."""
         outcome = None if closure is None else closure()
-        with _useless_norm(self._engine.optimizer) if self.withheld else nullcontext():
+        with _withheld(self._engine.optimizer) if self.withheld else nullcontext() as norms:
             self._engine.step()
         if self._norm is not None:
-            self._norm.fill_(self._engine.get_global_grad_norm())
+            self._norm.fill_(self._engine.get_global_grad_norm() if norms is None else _total(norms))
             self._norm = None
         return outcome
 
@@ -253,14 +254,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 @contextmanager
-def _useless_norm(zero: Any) -> Iterator[None]:
-    """Within, the engine finds its gradients not to be finite, and frees them without a step."""
-    # The first is of stages 1 and 2, the second of stage 3, which has a norm for each group of parameters.
-    zero.scaled_global_norm, zero._get_norm_groups = lambda: float("inf"), lambda: [float("inf")]
+def _withheld(zero: Any) -> Iterator[list[float]]:
+    """Within, the engine takes its gradients for infinite, and frees them without a step; yields their norms."""
+    norms: list[float] = []
+    # Of stages 1 and 2 a norm, of stage 3 one for each group of parameters.
+    name = "_get_norm_groups" if hasattr(zero, "_get_norm_groups") else "scaled_global_norm"
+    measure = getattr(zero, name)
+
+    def infinite() -> Any:
+        found = measure()
+        norms.extend(map(float, found if isinstance(found, list) else [found]))
+        return [math.inf] if isinstance(found, list) else math.inf
+
+    setattr(zero, name, infinite)
     try:
-        yield
+        yield norms
     finally:
-        del zero.scaled_global_norm, zero._get_norm_groups
+        delattr(zero, name)
+
+
+def _total(norms: list[float]) -> float:
+    """Of all gradients; the engine says -1 for what is not finite."""
+    return math.hypot(*norms) if norms and min(norms) >= 0 else math.inf
 
 
 def _spans(engine: Any, rank: int) -> Iterator[tuple[Any, _Span]]:
