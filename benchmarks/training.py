@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +129,7 @@ RUNS = (
 class _Nowhere:
     """In place of the writer of checkpoints: these models are not worth keeping."""
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, facts: Mapping[str, Any]) -> None:
         """Save nothing."""
 
     def wait(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from strata_kernels.targets import rounded_targets
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.fragment import values_of
@@ -73,6 +75,8 @@ class Job:
     """Step of the newest checkpoint, 0 for none."""
     withheld: Tensor | None = field(init=False, default=None)
     """1 where the step that is open is not to be taken; None while that is not known."""
+    _max_targets: deque[int | None] = field(default_factory=deque, init=False)
+    """Of the micro-batches that were counted and have not come to their loss yet, in order."""
 
     def __post_init__(self) -> None:
         self.learning_rate_factor = learning_rate_factor(self.spec, self.steps)
@@ -81,6 +85,7 @@ class Job:
     def run(self, framework: Framework) -> None:
         """Let a framework train to the last step, and once more after each return to a checkpoint. A collective."""
         while True:
+            self._max_targets.clear()
             try:
                 return framework(self)
             except RollBack as fault:
@@ -110,12 +115,14 @@ class Job:
         self.watchdog.expect(f"step {self.start + 1}", SLOW)
         self.set_random_states()
 
-    def count(self, batches: Iterable[Batch]) -> Tensor:
+    def count(self, batches: Sequence[Batch]) -> Tensor:
         """What the loss of a step is a mean over, on this process's device; `batches` are its micro-batches.
 
-        Over those of all processes: a collective, which opens the step.
+        They are on the host, as the loader gives them. Over those of all processes: a collective, which opens the step.
         """
         counts = [torch.stack([self.objective.count(batch), target_tokens(batch)]) for batch in batches]
+        for batch, (_, targets) in zip(batches, counts, strict=True):
+            self._max_targets.append(rounded_targets(int(targets), batch["labels"].numel()))
         total = torch.stack(counts).sum(dim=0).to(self.processes.device, non_blocking=True)
         if self.processes.world_size > 1:
             dist.all_reduce(total)
@@ -131,7 +138,7 @@ class Job:
         The micro-batch's share of the step's loss, times the number of those that read rows, because every strategy
         averages gradients over them: the average over readers of the sum over micro-batches is the mean over the step.
         """
-        share = self.objective.share(model, batch, items)
+        share = self.objective.share(model, batch, items, self._max_targets.popleft())
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
         return share.loss * self.processes.readers
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from strata_kernels.warmup import Plan, record
+from strata_kernels.warmup import Plan
+from strata_kernels.warmup.model import record_counts
 from strata_platform.spec import RunSpec
 from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
@@ -32,8 +33,12 @@ def plan_of(spec: RunSpec) -> Plan:
     rows, length = batch["input_ids"].shape
     # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
     batch["attention_mask"] = _meta(rows, 1, length, length, dtype=torch.bool)
+
+    def step(max_targets: int | None) -> None:
+        objective.share(model, batch, objective.count(batch), max_targets).loss.backward()
+
     with _cut_as_in_training(model, spec):
-        return record(lambda: objective.share(model, batch, objective.count(batch)).loss.backward())
+        return record_counts(model, rows * length, step)
 
 
 @contextmanager

@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from strata_kernels.warmup import Plan
+from strata_kernels.patch import patch_model
+from strata_kernels.targets import rounded_counts, rounded_targets
+from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import load_config, plan_model
 from strata_platform.spec import RunSpec
 from tasks.runtime.plan import plan_of
@@ -81,3 +84,37 @@ def test_processes_that_share_rows_compile_for_their_parts():
     plan = plan_of(RunSpec.model_validate({"data": {"sequence_length": 64}, **cut}))
     seen = {(item.name, *value) for item in plan.specializations for value in item.arguments if value[0] in "HKV"}
     assert seen == {("rope_kernel", "H", 2), ("rope_kernel", "K", 1), ("cross_entropy_kernel", "V", 2048)}
+
+
+@pytest.mark.parametrize("positions", [1, 15, 16, 250, 1024, 8192])
+def test_a_number_of_targets_is_rounded_up_to_one_of_few(positions):
+    counts = rounded_counts(positions)
+    assert len(counts) <= 8 and counts[0] is None
+    for count in range(positions + 1):
+        rounded = rounded_targets(count, positions)
+        assert rounded in counts and (rounded or positions) >= count
+        # No smaller one would do.
+        assert all(other < count for other in counts[1:] if other < (rounded or positions) and count)
+
+
+def test_a_plan_holds_every_number_of_targets(folder):
+    """Also those of which the loss goes another way: over all rows at once, or over some of them at a time."""
+    config = load_config(str(folder))
+    config.vocab_size, config.hidden_size = 128256, 4096
+    plan = plan_model(config, batch=2, length=4096)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    patch_model(model)
+    model.train()
+    tokens, mask = (
+        torch.zeros(shape, dtype=dtype, device="meta")
+        for shape, dtype in (((2, 4096), torch.int64), ((2, 1, 4096, 4096), torch.bool))
+    )
+    step = {"input_ids": tokens, "position_ids": tokens, "labels": tokens, "attention_mask": mask}
+    items = torch.zeros((), dtype=torch.int64, device="meta")
+    whole, *fewer = (
+        kernels(record(lambda: model(**step, num_items_in_batch=items, max_targets=count).loss.backward()))  # noqa: B023
+        for count in rounded_counts(8192)
+    )
+    assert any(not launched <= whole for launched in fewer), "the shape no longer tells counts apart"
+    assert kernels(plan) == whole.union(*fewer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..patch import patch_model
+from ..targets import rounded_counts
 from .plan import Plan, record
 
 if TYPE_CHECKING:
@@ -80,13 +84,51 @@ def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
     targets = torch.zeros((), dtype=torch.int64, device="meta")
 
-    def step() -> None:
+    def step(max_targets: int | None) -> None:
         output: Any = model(
-            input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=mask, num_items_in_batch=targets
-        )
+            input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=mask, num_items_in_batch=targets,
+            max_targets=max_targets,
+        )  # fmt: skip
         output.loss.backward()
 
-    return record(step)
+    return record_counts(model, rows * length, step)
+
+
+def record_counts(model: PreTrainedModel, positions: int, step: Callable[[int | None], object]) -> Plan:
+    """What `step` launches with every `max_targets` that `rounded_targets` may give it.
+
+    model: on the meta device; the layers in `model.base_model` run in the first step alone, and the others are given
+        what came out.
+    positions: of the batch of a step.
+    step: forward and backward pass with so many targets at most.
+    """
+    plan = record(lambda: step(None))
+    with _remembered(model):
+        for count in rounded_counts(positions):
+            plan += record(lambda count=count: step(count))  # type: ignore[misc]
+    return plan
+
+
+@contextmanager
+def _remembered(model: PreTrainedModel) -> Iterator[None]:
+    """The layers of `model` give the outcome of their first pass again, as if it were new."""
+    layers = model.base_model
+    original = layers.forward
+    found: list[Any] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.append(original(*args, **kwargs))
+        output = copy(found[0])
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden.detach().requires_grad_(hidden.requires_grad)
+        return output
+
+    layers.forward = forward
+    try:
+        yield
+    finally:
+        del layers.forward
 
 
 def _train_linear_layers(model: PreTrainedModel) -> None:

@@ -59,13 +59,17 @@ class Distill:
         """Target tokens."""
         return target_tokens(batch)
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
+    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
         """Loss, cross entropy and divergence, divided by the targets of the whole step."""
         labels = next_labels(batch).flatten()
+        # Positions with a label first, in order: the others add nothing.
+        kept = (labels == -100).to(torch.uint8).argsort(stable=True)[:max_targets]
+        labels = labels[kept]
         teacher_x, teacher = self._ask(batch)
+        teacher_x = teacher_x[kept]
 
         def loss(hidden: Tensor, *head: Any) -> Tensor:
-            x = hidden.flatten(0, 1)
+            x = hidden.flatten(0, 1)[kept]
             return torch.stack(distillation(x, Head(*head), labels, teacher_x, teacher, self._settings, items))
 
         inputs = model_inputs(batch)

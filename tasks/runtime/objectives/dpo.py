@@ -60,12 +60,12 @@ class Dpo:
         """Pairs of answers."""
         return (_begins(batch) & (batch["sides"] == 1)).sum()
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
+    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
         """Loss and rewards of the pairs of the batch, divided by those of the whole step."""
         if "reference" not in batch:
             with without_adapter(model):
-                batch = {**batch, "reference": self.log_probs(model, batch)}
-        growth = -token_losses(model, batch, fused=self._fused) - batch["reference"]
+                batch = {**batch, "reference": self.log_probs(model, batch, max_targets)}
+        growth = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
         chosen, rejected = (_by_answer(growth, batch, side) for side in (1, -1))
         losses = self._losses(chosen, rejected, batch)
         # There is room for more answers than there are: how many is known to the device alone.
@@ -88,12 +88,12 @@ class Dpo:
         return torch.stack([_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
 
     @torch.no_grad()
-    def log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None = None) -> Tensor:
         """What `model`, without dropout, gives the label that each position predicts: [B, T], fp32."""
         training = model.training
         model.eval()
         try:
-            return -token_losses(model, batch, fused=self._fused)
+            return -token_losses(model, batch, fused=self._fused, max_targets=max_targets)
         finally:
             model.train(training)
 

@@ -18,8 +18,7 @@ class NextToken:
     unit = NATS
 
     def __init__(self, *, fused: bool) -> None:
-        # In evaluation, too, nobody wants the logits.
-        self._forward = {"skip_logits": True} if fused else {}
+        self._fused = fused
 
     def begin(self, start: Start) -> PreparedData:
         """The rows bring all that is needed."""
@@ -37,8 +36,11 @@ class NextToken:
         """Target tokens."""
         return target_tokens(batch)
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
+    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
         """The loss that the model itself computes, divided by the targets of the whole step."""
-        inputs = model_inputs(batch)
-        output: Any = model(**inputs, labels=batch["labels"], num_items_in_batch=items, **self._forward)
+        inputs: dict[str, Any] = model_inputs(batch)
+        if self._fused:
+            # In evaluation, too, nobody wants the logits.
+            inputs |= {"skip_logits": True, "max_targets": max_targets}
+        output: Any = model(**inputs, labels=batch["labels"], num_items_in_batch=items)
         return Share(output.loss, {})

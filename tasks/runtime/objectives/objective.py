@@ -64,8 +64,11 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> Tensor:
         """Items of a micro-batch: a whole number, on the device of the batch."""
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor) -> Share:
-        """The share of a micro-batch, which is on the device of `model`, in a step of so many `items`."""
+    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
+        """The share of a micro-batch, which is on the device of `model`, in a step of so many `items`.
+
+        `max_targets`: at most so many of its positions predict a label, where that is known: the head is spared others.
+        """
 
 
 def model_inputs(batch: Batch) -> Batch:

@@ -11,10 +11,11 @@ from strata_kernels import linear_cross_entropy
 from tasks.runtime.objectives.objective import Batch, model_inputs, next_labels
 
 
-def token_losses(model: nn.Module, batch: Batch, *, fused: bool) -> Tensor:
+def token_losses(model: nn.Module, batch: Batch, *, fused: bool, max_targets: int | None = None) -> Tensor:
     """What each position loses by the label that it predicts, nats: [B, T], fp32; 0 where there is none.
 
-    With `fused`, of a patched model: no logits are held. Else the model computes all of them.
+    With `fused`, of a patched model: no logits are held, and of `max_targets` positions at most any are computed. Else
+    the model computes all of them.
     """
     labels = next_labels(batch)
     if not fused:
@@ -22,7 +23,9 @@ def token_losses(model: nn.Module, batch: Batch, *, fused: bool) -> Tensor:
         return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
 
     def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, softcap=softcap, reduction="none")
+        return linear_cross_entropy(
+            hidden, weight, labels, bias=bias, softcap=softcap, reduction="none", max_targets=max_targets
+        )
 
     output: Any = model(**model_inputs(batch), head_loss=losses)
     result: Tensor = output.loss
