@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import typer
 
 from strata_platform import commands
+from strata_platform.doctor import PLACES, checks_of, examine
+from strata_platform.doctor import show as findings
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, shape_of, show
 from strata_platform.spec import RunSpec, dump_spec, load_spec
@@ -96,6 +98,24 @@ def estimate_(
     else:
         typer.echo("\n".join(show.lines(found, best, tokens, price)))
     raise typer.Exit(0 if found.fits else 1)
+
+
+@app.command()
+def doctor(
+    place: Annotated[
+        str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in PLACES.items()))
+    ] = "laptop",
+    format: Annotated[Literal["text", "json"], typer.Option(help="How the findings are printed.")] = "text",
+) -> None:
+    """Look for what keeps runs from working, and say the way out. Changes nothing.
+
+    Exit code 1 if there is a problem; warnings are none.
+    """
+    if place not in PLACES:
+        raise typer.BadParameter(f"{place!r} is not one of {', '.join(PLACES)}", param_hint="PLACE")
+    found = list(examine(checks_of(place)))
+    typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
+    raise typer.Exit(1 if any(finding.verdict == "problem" for finding in found) else 0)
 
 
 def _read(file: Path | None) -> RunSpec:

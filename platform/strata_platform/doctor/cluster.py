@@ -1,0 +1,389 @@
+"""What is looked at in a cluster, by whoever has a kubeconfig for it, or from a pod. It only reads and asks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cached_property, partial
+from typing import Any
+
+import yaml
+
+from strata_platform.doctor.finding import Check, Nothing, Outcome, ok, problem, skipped, warning
+
+_TENANT = "strata/tenant"
+_DOCS = "docs/cluster.md has the values"
+# Of what is signed with the time, object stores refuse requests that are minutes off.
+_SKEW_SECONDS = 30.0
+_OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
+
+
+def checks() -> Iterator[Check]:
+    """All that is looked at, from what everything needs to what one tenant does."""
+    seen = Cluster()
+    yield "API server", partial(_api_server, seen)
+    yield "clocks", partial(_clocks, seen)
+    yield "Flyte's version", partial(_flyte_version, seen)
+    yield "Flyte's plugins", partial(_flyte_plugins, seen)
+    yield "Flyte's rights", partial(_flyte_rights, seen)
+    yield "training operator", partial(_training_operator, seen)
+    yield "Kueue's integration", partial(_kueue, seen)
+    yield "GPU nodes", partial(_gpu_nodes, seen)
+    yield "tenants", partial(_tenants, seen)
+    for namespace in _names(seen):
+        yield f"{namespace}: queues", partial(_queues, seen, namespace)
+        yield f"{namespace}: pod template", partial(_pod_template, seen, namespace)
+        yield f"{namespace}: network policies", partial(_rendezvous, seen, namespace)
+
+
+class Cluster:
+    """What is read of a cluster, each thing once."""
+
+    @cached_property
+    def api(self) -> Any:
+        """A client of the current context, or of the pod's own cluster.
+
+        Raises ImportError where this package was installed without its extra `cluster`.
+        """
+        from kubernetes import client, config
+
+        try:
+            config.load_kube_config()
+        except config.ConfigException:
+            config.load_incluster_config()
+        return client.ApiClient()
+
+    def ask(self, path: str, **more: Any) -> Any:
+        """The API server's answer, as the HTTP response that it is."""
+        method = "POST" if "body" in more else "GET"
+        return self.api.call_api(
+            path, method, auth_settings=["BearerToken"], _preload_content=False, _request_timeout=20, **more
+        )
+
+    def get(self, path: str, **query: str) -> dict[str, Any]:
+        """What the API server has at `path`."""
+        found: dict[str, Any] = json.loads(self.ask(path, query_params=list(query.items())).data)
+        return found
+
+    def items(self, path: str, **query: str) -> list[dict[str, Any]]:
+        """Of a list."""
+        found: list[dict[str, Any]] = self.get(path, **query)["items"]
+        return found
+
+    @cached_property
+    def deployments(self) -> list[dict[str, Any]]:
+        """All."""
+        return self.items("/apis/apps/v1/deployments")
+
+    def running(self, name: str) -> list[dict[str, Any]]:
+        """Deployments one of whose images has `name` in its own."""
+        return [d for d in self.deployments if any(name in image for image in _images(d))]
+
+    def configurations(self, name: str) -> Iterator[dict[str, Any]]:
+        """What the config maps beside the deployments of `name` hold, where that is YAML."""
+        for namespace in {d["metadata"]["namespace"]: None for d in self.running(name)}:
+            for config_map in self.items(f"/api/v1/namespaces/{namespace}/configmaps"):
+                for text in (config_map.get("data") or {}).values():
+                    if isinstance(found := _yaml(text), dict):
+                        yield found
+
+    @cached_property
+    def flyte(self) -> Mapping[str, Any]:
+        """Flyte's configuration, all of its files in one."""
+        merged: dict[str, Any] = {}
+        for part in self.configurations("flyte"):
+            merged = _merged(merged, part)
+        return merged
+
+    @cached_property
+    def kubernetes_plugin(self) -> Mapping[str, Any]:
+        """Of Flyte's configuration, how it makes pods."""
+        found: Mapping[str, Any] = (self.flyte.get("plugins") or {}).get("k8s") or {}
+        return found
+
+    @cached_property
+    def tenants(self) -> list[str]:
+        """Namespaces that the chart calls a tenant's."""
+        return [item["metadata"]["name"] for item in self.items("/api/v1/namespaces", labelSelector=_TENANT)]
+
+
+def _names(seen: Cluster) -> list[str]:
+    try:
+        return seen.tenants
+    except Exception:
+        # The check of the tenants has said it.
+        return []
+
+
+def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    both = dict(left)
+    for key, value in right.items():
+        mine = both.get(key)
+        both[key] = _merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _api_server(seen: Cluster) -> Outcome:
+    try:
+        said = seen.get("/version")
+    except ImportError as error:
+        raise Nothing(
+            f"the client of Kubernetes is not installed: {error}", "install strata-platform[cluster]"
+        ) from None
+    except Exception as error:
+        raise Nothing(
+            f"no cluster answers: {type(error).__name__}: {str(error).splitlines()[0]}",
+            "set KUBECONFIG, choose a context by kubectl config use-context, and check that kubectl get nodes works",
+        ) from None
+    found = tuple(int(re.sub(r"\D", "", said[part])) for part in ("major", "minor"))
+    if found < _OLDEST_KUBERNETES:
+        return problem(f"Kubernetes {said['gitVersion']}; the chart needs 1.30 or newer", "upgrade the cluster")
+    return ok(f"Kubernetes {said['gitVersion']}")
+
+
+def _clocks(seen: Cluster) -> Outcome:
+    date = seen.ask("/version").headers.get("Date")
+    if date is None:
+        return skipped("the API server does not tell the time")
+    off = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
+    if off > _SKEW_SECONDS:
+        return problem(
+            f"this clock and the API server's are {off:.0f} s apart: object stores refuse what is signed with a wrong "
+            "time, and tokens are not valid yet or any more",
+            "run an NTP client (chrony) here and on the nodes",
+        )
+    return ok("this one agrees with the API server's")
+
+
+def _images(deployment: Mapping[str, Any]) -> list[str]:
+    return [container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]]
+
+
+def _flyte_version(seen: Cluster) -> Outcome:
+    images = [image for deployment in seen.running("flyte") for image in _images(deployment) if "flyte" in image]
+    if not images:
+        return problem("no deployment runs Flyte", "install charts/strata-stack, or Flyte 1.16.8; docs/cluster.md")
+    way_out = "pin flyte-binary v1.16.8: its chart and deployment.image.tag"
+    for image in images:
+        match = re.search(r":v?(\d+)\.(\d+)\.(\d+)", image)
+        if match is None:
+            return warning(f"{image} names no version; Flyte 2 is another interface", way_out)
+        found = (int(match[1]), int(match[2]), int(match[3]))
+        if found[0] != 1:
+            return problem(
+                f"{image} is Flyte {found[0]}, another interface; the workflows are written for 1.16", way_out
+            )
+        if found < _OLDEST_FLYTE:
+            return problem(
+                f"{image} takes a run that Kueue suspends for a failed one; 1.16.6 and newer do not", way_out
+            )
+    return ok(", ".join(dict.fromkeys(images)))
+
+
+def _flyte_plugins(seen: Cluster) -> Outcome:
+    plugins = (seen.flyte.get("tasks") or {}).get("task-plugins") or {}
+    enabled = plugins.get("enabled-plugins") or []
+    if not enabled:
+        return problem("no configuration of Flyte names enabled-plugins, so pytorch is off", _DOCS)
+    missing = [name for name in ("container", "sidecar", "k8s-array", "pytorch") if name not in enabled]
+    if missing:
+        return problem(f"enabled-plugins lacks {', '.join(missing)}: runs of several pods are refused", _DOCS)
+    if (plugins.get("default-for-task-types") or {}).get("pytorch") != "pytorch":
+        return problem("default-for-task-types does not send pytorch to the plugin pytorch", _DOCS)
+    return ok(", ".join(enabled))
+
+
+def _flyte_rights(seen: Cluster) -> Outcome:
+    accounts = {
+        (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
+        for d in seen.running("flyte")
+    }
+    for namespace, account in sorted(accounts):
+        for verb in ("create", "get", "list", "watch", "delete"):
+            asked = {"group": "kubeflow.org", "resource": "pytorchjobs", "verb": verb}
+            review = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SubjectAccessReview",
+                "spec": {
+                    "user": f"system:serviceaccount:{namespace}:{account}",
+                    "resourceAttributes": asked,
+                },
+            }
+            answer = seen.ask("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
+            if not json.loads(answer.data)["status"]["allowed"]:
+                return problem(
+                    f"service account {account} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
+                    "never started",
+                    f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
+                )
+    return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
+
+
+def _training_operator(seen: Cluster) -> Outcome:
+    kinds = {
+        item["metadata"]["name"]: item for item in seen.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+    }
+    way_out = "apply the training operator's manifests of v1.9.3; docs/cluster.md has the command"
+    jobs = kinds.get("pytorchjobs.kubeflow.org")
+    if jobs is None:
+        if "trainjobs.trainer.kubeflow.org" in kinds:
+            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not make", way_out)
+        return problem("there are no PyTorchJobs", way_out)
+    operators = seen.running("training-operator")
+    if not operators:
+        return problem("PyTorchJobs can be made, and no training operator is there to run them", way_out)
+    image = _images(operators[0])[0]
+    if not (operators[0].get("status") or {}).get("availableReplicas"):
+        return problem(f"{image} is not available", "kubectl describe its pod; it says why")
+    # Images are named by commits. This field came with 1.9.
+    if "managedBy" not in str(jobs["spec"]["versions"]):
+        return warning(f"{image} is older than 1.9, with which runs were tested", way_out)
+    return ok(image)
+
+
+def _kueue(seen: Cluster) -> Outcome:
+    configurations = [found for found in seen.configurations("kueue") if found.get("kind") == "Configuration"]
+    if not configurations:
+        return problem("no configuration of Kueue beside a deployment of it", "install Kueue 0.19; docs/cluster.md")
+    frameworks = [name for c in configurations for name in (c.get("integrations") or {}).get("frameworks") or []]
+    if "kubeflow.org/pytorchjob" not in frameworks:
+        return problem(
+            "integrations.frameworks lacks kubeflow.org/pytorchjob, as Kueue is shipped: jobs start without waiting in "
+            "a queue",
+            f"add it and restart Kueue; {_DOCS}",
+        )
+    if "pod" not in frameworks:
+        return warning("integrations.frameworks lacks pod: runs of one pod do not wait in their queue", _DOCS)
+    return ok(", ".join(frameworks))
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _gpu_nodes(seen: Cluster) -> Outcome:
+    nodes = [
+        node
+        for node in seen.items("/api/v1/nodes")
+        if any(name.endswith("/gpu") for name in node["status"].get("allocatable") or {})
+    ]
+    if not nodes:
+        return warning("no node has GPUs to give: runs train on CPUs", "install the GPU operator, or add nodes")
+    label = seen.kubernetes_plugin.get("gpu-device-node-label")
+    if not label:
+        return warning(
+            f"{len(nodes)} nodes have GPUs, and Flyte is not told which label names their model: resources.gpu_type "
+            "chooses nothing",
+            "set plugins.k8s.gpu-device-node-label of Flyte, for example to nvidia.com/gpu.product",
+        )
+    bare = [node["metadata"]["name"] for node in nodes if label not in (node["metadata"].get("labels") or {})]
+    if bare:
+        return warning(
+            f"{len(bare)} of {len(nodes)} GPU nodes have no label {label}, such as {bare[0]}: resources.gpu_type does "
+            "not find them",
+            "install the GPU feature discovery, or label them",
+        )
+    return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
+
+
+def _tenants(seen: Cluster) -> Outcome:
+    if seen.tenants:
+        return ok(", ".join(seen.tenants))
+    return problem(
+        f"no namespace has the label {_TENANT}: no project can run anything",
+        "install charts/strata with the project and domain in tenants",
+    )
+
+
+def _queues(seen: Cluster, namespace: str) -> Outcome:
+    queues = seen.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
+    if not queues:
+        return problem("there is no queue: a run that names one waits for ever", "give the tenant queues in the chart")
+    for queue in queues:
+        conditions = (queue.get("status") or {}).get("conditions") or []
+        active = next((c for c in conditions if c["type"] == "Active"), None)
+        if active is None or active["status"] != "True":
+            why = active.get("message", "") if active else "Kueue says nothing of it"
+            return problem(f"queue {queue['metadata']['name']} is not active: {why}", "look at its cluster queue")
+    names = [queue["metadata"]["name"] for queue in queues]
+    if "default" not in names:
+        return warning(
+            f"there is no queue called default, only {', '.join(names)}: a run has to name one in resources.queue",
+            "call one of them default, if that is not what is wanted",
+        )
+    return ok(", ".join(names))
+
+
+def _pod_template(seen: Cluster, namespace: str) -> Outcome:
+    name = seen.kubernetes_plugin.get("default-pod-template-name")
+    if not name:
+        return problem(
+            "Flyte is told of no pod template, so pods have no cache and no limits to what they may do",
+            f"set plugins.k8s.default-pod-template-name of Flyte; {_DOCS}",
+        )
+    found = [
+        template
+        for template in seen.items(f"/api/v1/namespaces/{namespace}/podtemplates")
+        if template["metadata"]["name"] == name
+    ]
+    if not found:
+        return problem(
+            f"Flyte starts pods from the template {name}, and there is none here: it takes none, in silence",
+            "make the chart's tenantDefaults.podTemplate.name and Flyte's default-pod-template-name the same",
+        )
+    spec = found[0]["template"]["spec"]
+    environment = {e["name"] for c in spec["containers"] for e in c.get("env") or []}
+    if "TRITON_CACHE_DIR" not in environment:
+        return warning(
+            f"{name} does not set TRITON_CACHE_DIR: kernels go where the image says, and are gone with the pod",
+            "mount a folder of the node and name it there",
+        )
+    return ok(f"{name}, with a cache of kernels")
+
+
+def _rendezvous(seen: Cluster, namespace: str) -> Outcome:
+    """Whether pods of one job reach each other on any port."""
+    policies = seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
+    closed = [p["metadata"]["name"] for p in policies if _concerns(p, "Ingress") and _selects_jobs(p)]
+    if not policies:
+        return warning("there is none: whatever runs here is reached by every pod of the cluster", "see the chart's")
+    if not closed:
+        return ok("none keeps pods of a job apart")
+    opening = [p for p in policies if _selects_jobs(p) and any(_lets_peers_in(rule) for rule in _rules(p))]
+    if opening:
+        return ok(f"pods of a job reach each other ({opening[0]['metadata']['name']})")
+    return problem(
+        f"{', '.join(closed)} keep pods of a job apart: they wait for each other and time out (rendezvous is on port "
+        "23456, NCCL's ports are any)",
+        "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports",
+    )
+
+
+def _concerns(policy: Mapping[str, Any], direction: str) -> bool:
+    return direction in (policy["spec"].get("policyTypes") or ["Ingress"])
+
+
+def _selects_jobs(policy: Mapping[str, Any]) -> bool:
+    """Whether its pods are all, or those of training jobs."""
+    selector = policy["spec"].get("podSelector") or {}
+    keys = {*(selector.get("matchLabels") or {}), *(e["key"] for e in selector.get("matchExpressions") or [])}
+    return not keys or any(key.startswith("training.kubeflow.org/") for key in keys)
+
+
+def _rules(policy: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = policy["spec"].get("ingress") or []
+    return rules
+
+
+def _lets_peers_in(rule: Mapping[str, Any]) -> bool:
+    """Whether it lets in pods of this namespace, on any port."""
+    if rule.get("ports"):
+        return False
+    sources = rule.get("from")
+    return not sources or any("podSelector" in source and "namespaceSelector" not in source for source in sources)

@@ -1,0 +1,28 @@
+"""Findings as people and programs read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from strata_platform.doctor.finding import Finding
+
+_MARKS = {"ok": "ok", "skipped": "-", "warning": "warning", "problem": "PROBLEM"}
+
+
+def table(findings: Iterable[Finding]) -> str:
+    """A line for each, and the way out below what is not well."""
+    found = list(findings)
+    width = max((len(finding.check) for finding in found), default=0)
+    lines = []
+    for finding in found:
+        lines.append(f"{_MARKS[finding.verdict]:<8}  {finding.check:<{width}}  {finding.said}")
+        if finding.way_out:
+            lines.append(f"{'':<8}  {'':<{width}}  -> {finding.way_out}")
+    return "\n".join(lines)
+
+
+def to_json(findings: Iterable[Finding]) -> str:
+    """A list of objects with `check`, `verdict`, `said` and `way_out`."""
+    return json.dumps([asdict(finding) for finding in findings], indent=2)

@@ -1,0 +1,383 @@
+"""What the doctor finds: on machines made of folders and small programs, and in a cluster of plain answers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from copy import deepcopy
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+from typer.testing import CliRunner
+
+from strata_platform.cli import app
+from strata_platform.doctor import PLACES, examine
+from strata_platform.doctor.cluster import checks
+from strata_platform.doctor.machine import CHECKS, Machine
+
+
+def program(folder, name, *lines):
+    """A program that prints `lines`."""
+    path = folder / name
+    path.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    path.chmod(0o755)
+
+
+def machine(folder, torch=None, **environment):
+    """With its own PATH and home, and a torch that sees what is said."""
+    (folder / "bin").mkdir(exist_ok=True)
+    probe = f"print({json.dumps(json.dumps(torch or {'missing': 'no torch'}))})"
+    paths = {"PATH": str(folder / "bin"), "HOME": str(folder)}
+    return Machine(paths | environment, folder, 1000, probe=probe)
+
+
+def look(name, place, at):
+    """The finding of one check."""
+    return next(examine([(name, lambda: dict(CHECKS[place])[name](at))]))
+
+
+def seen(torch="2.15.0", cuda="13.2", gpus=(), archs=("sm_90",), error=None):
+    return {"torch": torch, "cuda": cuda, "hip": None, "gpus": gpus, "archs": archs, "error": error}
+
+
+H200 = ["NVIDIA H200", 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "verdict", "said"),
+    [
+        (None, None, "skipped", "torch is not installed"),
+        (seen(), None, "skipped", "no GPU: runs train on the CPU"),
+        (seen(gpus=[H200]), ["580.65.06"], "ok", "1 x NVIDIA H200, driver 580.65.06"),
+        (seen(error="no driver"), ["535.1"], "problem", "driver 535.1 is too old for torch 2.15.0, which is built for"),
+        (seen(error="unknown"), ["580.65.06"], "problem", "has 1 GPUs, and torch 2.15.0 sees none: unknown"),
+        (seen(cuda=None), ["580.65.06"], "problem", "built for the CPU alone"),
+        (seen(gpus=[["NVIDIA B200", 10, 0]]), ["580.1"], "problem", "no code for NVIDIA B200 (sm_100), only sm_90"),
+        (seen(gpus=[["NVIDIA B200", 10, 0]], archs=["compute_90"]), ["580.1"], "ok", "NVIDIA B200"),
+        (seen(gpus=[["NVIDIA L40S", 8, 9]], archs=["sm_80"]), ["580.1"], "ok", "NVIDIA L40S"),
+        (seen(gpus=[H200]), ["580.1", "580.1"], "warning", "the driver has 2 GPUs and torch sees 1"),
+    ],
+)
+def test_gpu_driver_and_torch_go_together(tmp_path, torch, driver, verdict, said):
+    at = machine(tmp_path, torch)
+    if driver:
+        program(tmp_path / "bin", "nvidia-smi", *driver)
+    found = look("GPU, driver and torch", "node", at)
+    assert (found.verdict, said in found.said) == (verdict, True), found
+    assert bool(found.way_out) == (verdict in ("warning", "problem"))
+
+
+def test_a_torch_that_does_not_start_is_a_finding(tmp_path):
+    at = Machine({"PATH": "", "HOME": str(tmp_path)}, tmp_path, 0, probe="raise SystemExit('broken wheel')")
+    found = look("GPU, driver and torch", "laptop", at)
+    assert found.verdict == "problem" and "broken wheel" in found.said
+
+
+def test_the_real_torch_is_asked():
+    found = look("GPU, driver and torch", "laptop", Machine(dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}, None, 0))
+    assert found.verdict in ("skipped", "problem") and "torch 2." in found.said
+
+
+@pytest.mark.parametrize("name", ["platform", "kernels"])
+def test_hidden_modules_are_named(tmp_path, name):
+    assert look("hidden modules", "laptop", machine(tmp_path)).verdict == "ok"
+    (tmp_path / name).mkdir()
+    assert look("hidden modules", "laptop", machine(tmp_path)).verdict == "ok"
+    (tmp_path / name / "__init__.py").touch()
+    found = look("hidden modules", "laptop", machine(tmp_path))
+    assert found.verdict == "problem" and f"remove {name}/__init__.py" in found.way_out
+
+
+def test_flytes_endpoint_is_tried(tmp_path, listening):
+    assert "runs stay on this machine" in look("Flyte", "laptop", machine(tmp_path)).said
+    file = tmp_path / ".flyte" / "config.yaml"
+    file.parent.mkdir()
+    for endpoint, verdict in ((f"dns:///{listening}", "ok"), ("dns:///127.0.0.1:1", "problem"), ("", "problem")):
+        file.write_text(f"admin: {{endpoint: '{endpoint}'}}")
+        assert look("Flyte", "laptop", machine(tmp_path)).verdict == verdict
+    other = tmp_path / "other.yaml"
+    file.rename(other)
+    assert "names no admin.endpoint" in look("Flyte", "laptop", machine(tmp_path, FLYTECTL_CONFIG=str(other))).said
+
+
+@pytest.fixture
+def listening():
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        yield f"127.0.0.1:{server.server_port}"
+
+
+def test_a_compiler_is_needed_for_what_is_not_baked(tmp_path):
+    assert "set CC" in look("C compiler", "node", machine(tmp_path)).way_out
+    assert look("C compiler", "node", machine(tmp_path, STRATA_BAKED_KERNELS="/opt")).verdict == "warning"
+    program(tmp_path / "bin", "my-cc")
+    assert "my-cc" in look("C compiler", "node", machine(tmp_path, CC="my-cc")).said
+    program(tmp_path / "bin", "tar")
+    assert look("tar", "image", machine(tmp_path)).verdict == "ok"
+
+
+def test_tritons_cache_is_of_the_node_and_can_be_written(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"none / overlay rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    at = machine(tmp_path, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert look("Triton's cache", "node", at).verdict == "ok"
+    shared = Machine(at.environment, at.folder, 0, mounts=mounts)
+    assert "is on nfs4" in look("Triton's cache", "node", shared).said
+    unset = Machine({"HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, at.folder, 0)
+    assert "one path on all nodes" in look("Triton's cache", "node", unset).way_out
+    # Root may write everywhere, but not into a file.
+    (tmp_path / "file").touch()
+    unwritable = machine(tmp_path, TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert "cannot be written" in look("Triton's cache", "node", unwritable).said
+
+
+def test_shared_memory_is_measured(tmp_path, monkeypatch):
+    at = machine(tmp_path, seen(gpus=[H200] * 4))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 64 * 2**20}))
+    found = look("shared memory", "node", Machine(at.environment, tmp_path, 0, tmp_path, probe=at.probe))
+    assert "64 MiB" in found.said and "resources.shared_memory of the spec to 4Gi" in found.way_out
+    assert look("shared memory", "node", Machine({}, tmp_path, 0, tmp_path / "gone")).verdict == "skipped"
+
+
+def test_an_image_is_not_root_and_brings_kernels(tmp_path):
+    assert look("user", "image", machine(tmp_path)).verdict == "ok"
+    assert look("user", "image", Machine({}, tmp_path, 0)).verdict == "warning"
+    assert look("baked kernels", "image", machine(tmp_path)).verdict == "warning"
+    at = machine(tmp_path, STRATA_BAKED_KERNELS=str(tmp_path))
+    assert look("baked kernels", "image", at).verdict == "problem"
+    (tmp_path / "sm_90").mkdir()
+    (tmp_path / "sm_90" / "manifest.json").touch()
+    assert "kernels of 1 bakes" in look("baked kernels", "image", at).said
+
+
+def test_packages_here_are_those_of_the_lock(tmp_path):
+    for name in ("Python", "packages"):
+        assert look(name, "laptop", machine(tmp_path)).verdict == "ok"
+
+
+def named(name, **more):
+    return {"metadata": {"name": name, "namespace": more.pop("namespace", "n")}, **more}
+
+
+def deployment(image, namespace, account="a", available=1):
+    pod = {"containers": [{"image": image}], "serviceAccountName": account}
+    return named(image, namespace=namespace, spec={"template": {"spec": pod}}, status={"availableReplicas": available})
+
+
+ACTIVE = {"conditions": [{"type": "Active", "status": "True"}]}
+FLYTE = {
+    "tasks.yaml": """\
+tasks: {task-plugins: {enabled-plugins: [container, sidecar, k8s-array, pytorch],
+  default-for-task-types: {pytorch: pytorch}}}""",
+    "k8s.yaml": "plugins: {k8s: {default-pod-template-name: strata, gpu-device-node-label: gpu}}",
+}
+KUEUE = "kind: Configuration\nintegrations: {frameworks: [kubeflow.org/pytorchjob, pod]}"
+TEMPLATE = {"spec": {"containers": [{"env": [{"name": "TRITON_CACHE_DIR"}]}]}}
+CLOSED = {"podSelector": {}, "policyTypes": ["Ingress"]}
+OPEN = {
+    "podSelector": {"matchExpressions": [{"key": "training.kubeflow.org/job-name", "operator": "Exists"}]},
+    "ingress": [{"from": [{"podSelector": {}}]}],
+}
+QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/team/localqueues"
+POLICIES = "/apis/networking.k8s.io/v1/namespaces/team/networkpolicies"
+TEMPLATES = "/api/v1/namespaces/team/podtemplates"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+DEPLOYMENTS = "/apis/apps/v1/deployments"
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+HEALTHY = {
+    "/version": {"major": "1", "minor": "36+", "gitVersion": "v1.36.3"},
+    DEPLOYMENTS: {
+        "items": [
+            deployment("cr.flyte.org/flyteorg/flyte-binary-release:v1.16.8", "flyte"),
+            deployment("kubeflow/training-operator:v1-9d3e5ad", "kubeflow"),
+            deployment("registry.k8s.io/kueue/kueue:v0.19.0", "kueue-system"),
+        ]
+    },
+    "/api/v1/namespaces/flyte/configmaps": {"items": [{"data": FLYTE}, {"data": {"other": "{{ no yaml"}}, {}]},
+    "/api/v1/namespaces/kueue-system/configmaps": {"items": [{"data": {"config.yaml": KUEUE}}]},
+    REVIEWS: {"status": {"allowed": True}},
+    DEFINITIONS: {"items": [named("pytorchjobs.kubeflow.org", spec={"versions": [{"schema": "managedBy"}]})]},
+    "/api/v1/nodes": {
+        "items": [
+            {"metadata": {"name": "a", "labels": {"gpu": "H200"}}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}},
+            {"metadata": {"name": "cpu"}, "status": {"allocatable": {"cpu": "8"}}},
+        ]
+    },
+    "/api/v1/namespaces": {"items": [named("team")]},
+    QUEUES: {"items": [named("default", status=ACTIVE)]},
+    TEMPLATES: {"items": [named("strata", template=TEMPLATE)]},
+    POLICIES: {"items": [named("closed", spec=CLOSED), named("open", spec=OPEN)]},
+}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A server of plain answers, which the kubeconfig names; `answers` may be changed, `off` is its clock's error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = answers.get(urlsplit(self.path).path)
+            self.send_response_only(404 if body is None else 200)
+            self.send_header("Date", format_datetime(datetime.now(UTC) + server.off, usegmt=True))
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    answers = deepcopy(HEALTHY)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.answers, server.off = answers, timedelta()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        file = tmp_path / "kubeconfig"
+        address = f"http://127.0.0.1:{server.server_port}"
+        file.write_text(
+            json.dumps(
+                {
+                    "clusters": [{"name": "c", "cluster": {"server": address}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "current-context": "x",
+                }
+            )
+        )
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+        yield server
+        server.shutdown()
+
+
+def findings():
+    return {finding.check: finding for finding in examine(checks())}
+
+
+def test_a_healthy_cluster_is_well(cluster):
+    found = findings()
+    assert {finding.verdict for finding in found.values()} == {"ok"}, found
+    assert len(found) == 12
+
+
+FLYTE_MAPS, KUEUE_MAPS = (f"/api/v1/namespaces/{name}/configmaps" for name in ("flyte", "kueue-system"))
+ILL = {
+    "an old Kubernetes": ("/version", {"major": "1", "minor": "29", "gitVersion": "v1.29"}, "API server", "1.30"),
+    "no Flyte": (DEPLOYMENTS, {"items": []}, "Flyte's version", "no deployment runs Flyte"),
+    "Flyte 2": (DEPLOYMENTS, {"items": [deployment("flyte:v2.0.1", "flyte")]}, "Flyte's version", "is Flyte 2"),
+    "an old Flyte": (DEPLOYMENTS, {"items": [deployment("flyte:v1.16.1", "f")]}, "Flyte's version", "suspends"),
+    "any Flyte": (DEPLOYMENTS, {"items": [deployment("flyte:latest", "f")]}, "Flyte's version", "names no version"),
+    "no plugin": (FLYTE_MAPS, {"items": []}, "Flyte's plugins", "pytorch is off"),
+    "a plugin less": (
+        FLYTE_MAPS,
+        {"items": [{"data": {"x": "tasks: {task-plugins: {enabled-plugins: [container]}}"}}]},
+        "Flyte's plugins",
+        "lacks sidecar, k8s-array, pytorch",
+    ),
+    "no right": (REVIEWS, {"status": {"allowed": False}}, "Flyte's rights", "may not create pytorchjobs"),
+    "no operator": (DEPLOYMENTS, {"items": []}, "training operator", "no training operator is there"),
+    "no jobs": (DEFINITIONS, {"items": []}, "training operator", "there are no PyTorchJobs"),
+    "Trainer 2": (
+        DEFINITIONS,
+        {"items": [named("trainjobs.trainer.kubeflow.org")]},
+        "training operator",
+        "Kubeflow Trainer 2",
+    ),
+    "an old operator": (
+        DEFINITIONS,
+        {"items": [named("pytorchjobs.kubeflow.org", spec={"versions": []})]},
+        "training operator",
+        "older than 1.9",
+    ),
+    "an operator that is down": (
+        DEPLOYMENTS,
+        {"items": [deployment("training-operator:1", "k", available=None)]},
+        "training operator",
+        "is not available",
+    ),
+    "no Kueue": (KUEUE_MAPS, {"items": []}, "Kueue's integration", "no configuration of Kueue"),
+    "Kueue as shipped": (
+        KUEUE_MAPS,
+        {"items": [{"data": {"x": "kind: Configuration\nintegrations: {frameworks: [batch/job]}"}}]},
+        "Kueue's integration",
+        "lacks kubeflow.org/pytorchjob",
+    ),
+    "no GPU": ("/api/v1/nodes", {"items": []}, "GPU nodes", "train on CPUs"),
+    "no label": (
+        "/api/v1/nodes",
+        {"items": [{"metadata": {"name": "bare"}, "status": {"allocatable": {"nvidia.com/gpu": "1"}}}]},
+        "GPU nodes",
+        "1 of 1 GPU nodes have no label gpu, such as bare",
+    ),
+    "no tenant": ("/api/v1/namespaces", {"items": []}, "tenants", "no project can run anything"),
+    "no queue": (QUEUES, {"items": []}, "team: queues", "there is no queue"),
+    "a queue that is off": (QUEUES, {"items": [named("default")]}, "team: queues", "default is not active"),
+    "no default queue": (QUEUES, {"items": [named("q", status=ACTIVE)]}, "team: queues", "has to name one"),
+    "no template": (TEMPLATES, {"items": []}, "team: pod template", "there is none here"),
+    "no cache": (
+        TEMPLATES,
+        {"items": [named("strata", template={"spec": {"containers": [{}]}})]},
+        "team: pod template",
+        "TRITON_CACHE_DIR",
+    ),
+    "no rendezvous": (POLICIES, {"items": [named("deny", spec=CLOSED)]}, "team: network policies", "deny keep pods"),
+    "one port": (
+        POLICIES,
+        {"items": [named("deny", spec=CLOSED), named("o", spec=OPEN | {"ingress": [{"ports": [{"port": 23456}]}]})]},
+        "team: network policies",
+        "time out",
+    ),
+    "no policy": (POLICIES, {"items": []}, "team: network policies", "reached by every pod"),
+}
+
+
+@pytest.mark.parametrize("ill", ILL)
+def test_what_a_cluster_lacks_is_said_with_the_way_out(cluster, ill):
+    path, answer, check, said = ILL[ill]
+    cluster.answers[path] = answer
+    found = findings()[check]
+    assert found.verdict in ("warning", "problem") and found.way_out
+    assert said in found.said
+
+
+def test_what_cannot_be_read_is_a_problem_and_the_rest_is_looked_at(cluster):
+    del cluster.answers[QUEUES]
+    found = findings()
+    assert found["team: queues"].verdict == "problem" and "cannot be looked at" in found["team: queues"].said
+    assert found["team: network policies"].verdict == "ok"
+
+
+def test_a_clock_that_is_off_is_told(cluster):
+    cluster.off = timedelta(minutes=-3)
+    assert findings()["clocks"].verdict == "problem" and "18" in findings()["clocks"].said
+
+
+def test_without_a_cluster_there_is_one_finding(tmp_path, monkeypatch):
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    (found,) = findings().values()
+    assert found.verdict == "problem" and "no cluster answers" in found.said and "KUBECONFIG" in found.way_out
+
+
+def test_the_command_prints_a_table_or_json():
+    done = CliRunner().invoke(app, ["doctor", "image", "--format", "json"])
+    found = json.loads(done.stdout)
+    assert [finding["check"] for finding in found] == [name for name, _ in CHECKS["image"]]
+    assert done.exit_code == any(finding["verdict"] == "problem" for finding in found)
+
+
+def test_the_command_ends_with_1_for_a_problem(cluster):
+    assert CliRunner().invoke(app, ["doctor", "cluster"]).exit_code == 0
+    cluster.answers["/api/v1/namespaces"] = {"items": []}
+    done = CliRunner().invoke(app, ["doctor", "cluster"])
+    assert done.exit_code == 1 and "PROBLEM   tenants" in done.stdout and "-> install charts/strata" in done.stdout
+    wrong = CliRunner().invoke(app, ["doctor", "phone"])
+    assert wrong.exit_code == 2 and all(place in wrong.output for place in PLACES)
+
+
+def test_the_client_of_kubernetes_is_loaded_for_a_cluster_alone():
+    said = "import sys, strata_platform.cli; print([m for m in ('kubernetes', 'torch') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", said], text=True, capture_output=True).stdout == "[]\n"
