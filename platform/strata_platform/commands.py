@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from strata_platform.client import BackendName, Client, connect
+from strata_platform import client as clients
+from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
 from strata_platform.runs import MetricPoint, Phase, Run
 from strata_platform.spec import load_spec
@@ -45,7 +46,7 @@ def submit(
 ) -> None:
     """Start a run, or continue one that was stopped. It goes on when this command ends."""
     with _errors():
-        client = connect(backend, image=image, poll=poll)
+        client = _connect(backend, image=image, poll=poll)
         run = client.submit(load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file), force=force)
         typer.echo(f"{run.name} is submitted: {run.where}")
         if follow:
@@ -58,7 +59,7 @@ def submit(
 def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Show a run as it is now."""
     with _errors():
-        run = connect(backend).get(name)
+        run = _connect(backend).get(name)
     if format == "json":
         typer.echo(json.dumps(asdict(run), indent=2))
         return
@@ -83,7 +84,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
 def list_(format: _Format = "text", backend: _Backend = "local") -> None:
     """List all runs, the newest first."""
     with _errors():
-        runs = connect(backend).list()
+        runs = _connect(backend).list()
     if format == "json":
         typer.echo(json.dumps([asdict(run) for run in runs], indent=2))
         return
@@ -103,7 +104,7 @@ def wait(
 ) -> None:
     """Show what a run is doing until it ends. Exit code 1 when it did not succeed."""
     with _errors(), _interruptible(name):
-        _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
+        _end(_connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
 
 
 @app.command()
@@ -117,7 +118,7 @@ def logs(
 ) -> None:
     """Print what the processes of a run printed. Exit code 1 when a run that was followed did not succeed."""
     with _errors():
-        client = connect(backend, poll=poll)
+        client = _connect(backend, poll=poll)
         if follow:
             _follow(client, name, times=times, rank=rank)
         else:
@@ -134,7 +135,7 @@ def metrics(
 ) -> None:
     """Print the steps of a run; as JSON, one object a line."""
     with _errors(), _interruptible(name):
-        for point in connect(backend, poll=poll).metrics(name, follow=follow):
+        for point in _connect(backend, poll=poll).metrics(name, follow=follow):
             typer.echo(json.dumps(asdict(point)) if format == "json" else _told(point))
 
 
@@ -142,7 +143,7 @@ def metrics(
 def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Print what happened to a run."""
     with _errors():
-        for event in connect(backend).events(name):
+        for event in _connect(backend).events(name):
             said = f"{_clock(event.time)}  {event.reason:<12} {event.message}{event.about and f' ({event.about})'}"
             typer.echo(json.dumps(asdict(event)) if format == "json" else said)
 
@@ -151,7 +152,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
 def cancel(name: _Name, backend: _Backend = "local") -> None:
     """End a run and wait for its end. Its checkpoints stay: submitted again, it continues."""
     with _errors():
-        client = connect(backend, poll=0.2)
+        client = _connect(backend, poll=0.2)
         before = client.get(name)
         after = client.cancel(name)
         typer.echo(f"{name} had ended before: {after.phase}" if before.is_done else f"{name} is {after.phase}")
@@ -166,12 +167,20 @@ def outputs(
 ) -> None:
     """Say where the model, the report and the record of a run are."""
     with _errors():
-        found = connect(backend).outputs(name, to=to)
+        found = _connect(backend).outputs(name, to=to)
     if format == "json":
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
         for kind, place in found.items():
             typer.echo(f"{kind:<8}{place}")
+
+
+def _connect(backend: BackendName, *, image: str | None = None, poll: float = 1.0) -> Client:
+    """A client for a console."""
+    client = clients.connect(backend, image=image, poll=poll)
+    # What goes wrong comes as exceptions; its log has open connections at every exit, with a trace each.
+    logging.getLogger("flytekit").setLevel(logging.CRITICAL)
+    return client
 
 
 @contextmanager

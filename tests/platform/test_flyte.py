@@ -285,12 +285,25 @@ def test_a_run_is_the_newest_of_its_executions(client, admin):
 
 
 def test_why_a_run_failed_is_told_without_its_trace(client, admin):
-    message = "Trace:\n\n    Traceback (most recent call last):\n\nMessage:\n\n    ValueError: too few rows\n\nMore"
-    admin.add("run", core_pb2.WorkflowExecution.FAILED, error=message)
-    assert client.wait("run").message == "ValueError: too few rows"
+    admin.add(
+        "run", core_pb2.WorkflowExecution.FAILED, error="Trace:\n\n    at x\n\nMessage:\n\n    ValueError: few rows"
+    )
+    assert client.wait("run").message == "ValueError: few rows"
     with pytest.raises(NotReady, match="run is failed"):
         client.outputs("run")
-    assert words("[3/3] currentAttempt done.\nOOMKilled") == "[3/3] currentAttempt done.\nOOMKilled"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("[3/3] currentAttempt done.\nOOMKilled", "[3/3] currentAttempt done.\nOOMKilled"),
+        ("\u256d frame \u256e\n\u2502 code\n\u2570 frame \u256f\nDownloadError: Access\n Denied.\n"
+         '{"asctime": "2026", "message": "Unclosed"}\n', "DownloadError: Access\nDenied."),
+    ],
+    ids=["of a pod", "in a frame, before a log"],
+)  # fmt: skip
+def test_the_words_of_a_failure(message, said):
+    assert words(message) == said
 
 
 def test_a_run_is_canceled_once(client, admin):

@@ -120,9 +120,11 @@ class FlyteBackend:
             str(Path(sys.executable).with_name("pyflyte")),
             *(["--config", self._config] if self._config else []),
         ]
-        place = ["--project", self._project, "--domain", self._domain, "--version", version, "--copy", "all"]
+        place = ["--project", self._project, "--domain", self._domain, "--version", version]
         assert self._image is not None
-        command = [*pyflyte, "register", *place, "--image", self._image, "workflows/finetune.py"]
+        # The folder that the image starts in, as pyflyte run has it; register's own default is root's.
+        code = ["--copy", "all", "--destination-dir", ".", "--image", self._image, "workflows/finetune.py"]
+        command = [*pyflyte, "register", *place, *code]
         if not (self._source / "workflows" / "finetune.py").is_file():
             raise BackendError(
                 f"{self._source.absolute()} has no workflows/finetune.py to register; start in the project's folder, "
@@ -382,10 +384,12 @@ def _message(execution: Execution) -> str:
 
 
 def words(message: str) -> str:
-    """Of what Flyte says of a failure, the error itself: without the trace, the pods and the code around it."""
-    said = message.rpartition("\nMessage:\n")[2] if "\nMessage:\n" in message else message
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[0] if "\nMessage:\n" in message and lines else "\n".join(lines[-20:])
+    """Of what Flyte says of a failure, the error itself: without the trace, the frames and the log around it."""
+    for start in ("\nMessage:\n", "\u256f\n"):
+        # What flytekit writes before an error, and the last corner of the frame that it draws around a trace.
+        message = message.rpartition(start)[2]
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith('{"asctime"')]
+    return "\n".join(lines[:20])
 
 
 def _promoted(execution: Execution) -> FlyteWorkflowExecution:
