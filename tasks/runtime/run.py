@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -28,6 +25,7 @@ from tasks.runtime.checkpoint.mirror import Mirror, mirror_of
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
+from tasks.runtime.completion import device_name, write_record
 from tasks.runtime.data import PreparedData
 from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
@@ -36,7 +34,6 @@ from tasks.runtime.guard import Guard
 from tasks.runtime.health import check_health
 from tasks.runtime.job import Job
 from tasks.runtime.layers import compile_layers
-from tasks.runtime.metrics import read_points
 from tasks.runtime.mfu import mfu_of
 from tasks.runtime.model import (
     adopt_tokenizer,
@@ -54,7 +51,7 @@ from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
-from tasks.runtime.recorder import Recorder, throughput, utilization
+from tasks.runtime.recorder import Recorder
 from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
 from tasks.runtime.tell import tell
 from tasks.runtime.tracking import require_trackers, serve_prometheus
@@ -179,7 +176,9 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             run.warmed.close()
             recorder.note("warmup", run.warmed.to_dict())
     warmup = run.warmed.to_dict()
-    return run.processes.on_main(lambda: _record(run, data, parameters, objective, patched, steps, attempt, warmup))
+    return run.processes.on_main(
+        lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
+    )
 
 
 def build_job(
@@ -373,83 +372,3 @@ def _announce(
     )
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
-
-
-def _record(
-    run: Session,
-    data: PreparedData,
-    parameters: tuple[int, int],
-    objective: Objective,
-    patched: PatchReport | None,
-    steps: int,
-    attempt: int,
-    warmup: dict[str, Any],
-) -> CompletionRecord:
-    """Write and return the record; for the main process."""
-    points = read_points(run.folder.metrics)
-    latest = checkpoint.folders(run.folder.checkpoints)[-1]
-    done = checkpoint.step_of(latest)
-    record = CompletionRecord(
-        status="complete" if done == steps == points[-1].step else "incomplete",
-        name=run.spec.name,
-        spec_hash=run.spec.hash(),
-        steps=done,
-        steps_asked=steps,
-        tokens=points[-1].tokens,
-        target_tokens=points[-1].target_tokens,
-        train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
-        loss_unit=objective.unit,
-        checkpoint=str(latest),
-        restarts=attempt,
-        skipped_steps=sum(point.skipped for point in points),
-        rollbacks=len(checkpoint.facts_of(latest).get("guard", {}).get("passed_over", ())),
-        seconds=sum(point.step_seconds for point in points),
-        tokens_per_second=throughput(points),
-        mfu=utilization(points),
-        data_wait_seconds=sum(point.data_wait_seconds for point in points),
-        peak_memory_bytes=max(point.memory_bytes for point in points),
-        parameters=parameters[0],
-        trainable_parameters=parameters[1],
-        device=device_name(run.processes),
-        world_size=run.processes.world_size,
-        data=_counts(data),
-        kernels=dict(patched.counts) if patched else {},
-        warmup=warmup,
-        versions=versions(),
-    )
-    record.save(run.folder.record)
-    return record
-
-
-def _counts(data: PreparedData) -> dict[str, int]:
-    """Every sample that was read is used or in one of the skips."""
-    manifest = data.manifest
-    return {
-        "read": manifest.samples_read,
-        "used": manifest.samples_used,
-        **{f"skipped_{reason}": number for reason, number in manifest.skipped.items()},
-        "truncated": manifest.truncated,
-        "train_rows": manifest.train.rows,
-        "train_tokens": manifest.train.tokens,
-        "train_target_tokens": manifest.train.target_tokens,
-        "validation_rows": manifest.validation.rows,
-        "validation_target_tokens": manifest.validation.target_tokens,
-    }
-
-
-def device_name(processes: Processes) -> str:
-    """The device by the name its maker gave it."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(processes.device)
-    return f"CPU ({torch.get_num_threads()} threads)"
-
-
-def versions() -> dict[str, str]:
-    """Versions of all that decides the numbers."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in ("strata", "torch", "triton", "transformers", "accelerate", "lightning", "peft", "tokenizers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source"
-    return found

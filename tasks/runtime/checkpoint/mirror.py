@@ -56,8 +56,10 @@ class Mirror:
                 self._at_start(partial(self._remote.fetch_file, path))
         theirs = self._folder.spec.with_name(".theirs.yaml")
         if self._at_start(partial(self._remote.fetch_file, self._folder.spec, theirs)):
-            require_same_run(theirs, self._spec, self._remote.url)
-            theirs.unlink()
+            try:
+                require_same_run(theirs, self._spec, self._remote.url)
+            finally:
+                theirs.unlink()
 
     def put_spec(self) -> None:
         """Claim the folder there, and see that it can be written. Raises ValueError when it cannot."""
