@@ -56,9 +56,13 @@ def begin(directory: Path, name: str) -> None:
     if given.name.startswith(_BY_ITSELF):
         given = directory
     folder = given / f"{_OURS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    _empty(folder)
+    os.environ[FOLDER] = str(folder)
+
+
+def _empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ[FOLDER] = str(folder)
 
 
 def key_of(spec: RunSpec) -> str:
@@ -92,6 +96,8 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
                 graphs.write(folder, files)
             except OSError as error:
                 patience.problems.append(f"{folder} takes no graphs: {error}")
+                # The last file may be torn.
+                _empty(folder)
                 break
             origin, count = name, len(files)
             if name == "store":
@@ -105,19 +111,19 @@ def _places(
 ) -> Iterator[tuple[str, Store]]:
     yield "cache", _of_pod(folder, environment)
     for image in images:
-        yield "image", _unsigned(image / IN_IMAGE, environment)
+        yield "image", _of_machine(image / IN_IMAGE, environment)
     store = open_store(spec.kernels.store, environment, graphs.GRAPHS, patience.problems)
     if store is not None:
         yield "store", store
 
 
 def _of_pod(folder: Path, environment: str) -> Store:
-    return _unsigned(folder.parent / _ARCHIVES, environment)
+    return _of_machine(folder.parent / _ARCHIVES, environment)
 
 
-def _unsigned(folder: Path, environment: str) -> Store:
-    """Archives on this machine: whoever can write there can change what runs anyway."""
-    return Store(Folder(folder), environment, allow_unsigned=True, size_limit=_POD_LIMIT, kind=graphs.GRAPHS)
+def _of_machine(folder: Path, environment: str) -> Store:
+    """Whoever can write there can change what runs anyway."""
+    return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graphs.GRAPHS, trusted=True)
 
 
 def _pull(store: Store, key: str) -> graphs.Files | None:
@@ -132,6 +138,7 @@ class Giver:
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         self._spec, self._processes = spec, processes
+        self._folder = Path(os.environ.get(FOLDER, ""))
         self._steps = self._given = 0
         self._before = graphs.counted()
         self._thread: Thread | None = None
@@ -163,30 +170,34 @@ class Giver:
 
     def _give(self) -> None:
         compiled = graphs.counted().compiled - self._before.compiled
-        if compiled == self._given or self._processes.local_rank != 0 or FOLDER not in os.environ:
+        # Of another name it is PyTorch's own, with graphs of whoever works on this machine.
+        ours = self._folder.name.startswith(_OURS)
+        if compiled == self._given or self._processes.local_rank != 0 or not ours:
             return
         if self._thread is not None:
             self._thread.join()
         self._given = compiled
-        self._thread = Thread(target=self._archive, args=(Path(os.environ[FOLDER]),), daemon=True, name="graphs")
+        self._thread = Thread(target=self._archive, daemon=True, name="graphs")
         self._thread.start()
 
-    def _archive(self, folder: Path) -> None:
+    def _archive(self) -> None:
         environment, key = graphs.environment(), key_of(self._spec)
         problems = self._patience.problems
+        files: graphs.Files = {}
         try:
-            files = graphs.read(folder)
-            pod = _of_pod(folder, environment)
+            files = graphs.read(self._folder)
+            pod = _of_pod(self._folder, environment)
             pod.replace(key, files)
             pod.trim()
         except OSError as error:
-            problems.append(f"{folder} could not be archived: {error}")
-            return
-        store = open_store(self._spec.kernels.store, environment, graphs.GRAPHS, problems)
-        if store is None or not self._processes.is_main:
-            return
-        if self._patience.ask("push to", lambda: [store.replace(key, files)]):
-            self._pushed += 1
-            self._patience.ask("trim", store.trim)
+            problems.append(f"{self._folder} could not be archived: {error}")
+        if files and self._processes.is_main:
+            self._push(environment, key, files)
         for problem in problems:
             log.warning("graphs: %s", problem)
+
+    def _push(self, environment: str, key: str, files: graphs.Files) -> None:
+        store = open_store(self._spec.kernels.store, environment, graphs.GRAPHS, self._patience.problems)
+        if store is not None and self._patience.ask("push to", lambda: [store.replace(key, files)]):
+            self._pushed += 1
+            self._patience.ask("trim", store.trim)

@@ -60,7 +60,8 @@ def warmed(spec: RunSpec, folder: RunFolder, processes: Processes, report: dict[
     Call when this process has its GPU.
     """
     with later_misses(folder) as misses:
-        loading = Loading(plan_in(report_in(folder)), processes)
+        planned = spec.kernels.enabled and spec.kernels.warmup
+        loading = Loading(plan_in(report_in(folder)) if planned else None, processes)
         try:
             yield Warmed(report, misses, loading, Giver(spec, processes) if keeps_graphs(spec) else None)
         finally:
@@ -74,12 +75,13 @@ class Loading:
     collective. Nothing is launched: loading is what takes long, and arguments of made-up sizes could write anywhere.
     """
 
-    def __init__(self, plan: Path, processes: Processes) -> None:
-        self._plan, self._device = plan, processes.device
+    def __init__(self, plan: Path | None, processes: Processes) -> None:
+        """`plan`: its file, which need not be there."""
+        self._device = processes.device
         self._modules, self._seconds, self._waited = 0, 0.0, 0.0
         self._thread: Thread | None = None
-        if self._device.type == "cuda" and plan.exists():
-            self._thread = Thread(target=self._load, daemon=True, name="kernels")
+        if self._device.type == "cuda" and plan is not None and plan.exists():
+            self._thread = Thread(target=self._load, args=(plan,), daemon=True, name="kernels")
             self._thread.start()
 
     def wait(self) -> None:
@@ -100,12 +102,12 @@ class Loading:
     def _said(self) -> tuple[int, float, float]:
         return self._modules, self._seconds, self._waited
 
-    def _load(self) -> None:
+    def _load(self, plan: Path) -> None:
         start = time.perf_counter()
         try:
             with torch.cuda.device(self._device):
                 # One at a time: every process of the pod loads, and none may keep its model waiting.
-                report = warmup(Plan.from_json(self._plan.read_text(encoding="utf-8")), workers=1)
+                report = warmup(Plan.from_json(plan.read_text(encoding="utf-8")), workers=1)
         except (OSError, ValueError) as error:
             log.warning("warm-up: modules are loaded when they are launched: %s", error)
             return

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITCallable
 
 from images import check as images
@@ -216,11 +217,13 @@ def test_what_changes_a_key(tmp_path, library, monkeypatch):
     assert of("other", source.replace("BLOCK == 0", "BLOCK == 1")) == first
 
 
-def test_no_kernel_of_the_package_is_known_by_its_line():
+def test_no_kernel_of_the_package_is_known_by_its_line_or_tuned_when_it_is_launched():
     modules = [import_module(f"strata_kernels.ops.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
-    functions = [value for module in modules for value in vars(module).values() if isinstance(value, JITCallable)]
+    values = [value for module in modules for value in vars(module).values()]
+    functions = [value for value in values if isinstance(value, JITCallable)]
     assert len(functions) > 20
     assert [function.__name__ for function in functions if function.starting_line_number != 1] == []
+    assert [value for value in values if isinstance(value, Autotuner)] == []
 
 
 def test_other_chips_are_compiled_for_and_told_apart(monkeypatch, tmp_path, library):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -62,7 +63,8 @@ def shared(tmp_path: Path, key: bytes | None = SECRET.encode()) -> Store:
 def test_a_start_takes_what_is_nearest(tmp_path):
     spec = make_spec(tmp_path)
     key = graphs.key_of(spec)
-    image = Store(Folder(tmp_path / "image" / "graphs"), kept.environment(), allow_unsigned=True, kind=kept.GRAPHS)
+    # A copy of the store's archive, whose signature says nothing in an image.
+    image = Store(Folder(tmp_path / "image" / "graphs"), kept.environment(), b"of another team", kind=kept.GRAPHS)
     assert take(spec, tmp_path / "pod")[0]["graphs_from"] is None
     shared(tmp_path).replace(key, FILES)
     report, problems = take(spec, tmp_path / "pod")
@@ -114,6 +116,32 @@ def test_names_that_lead_elsewhere_are_refused(name):
 def test_a_library_that_is_cut_is_refused():
     with pytest.raises(Refused, match="is cut"):
         unpack("key", pack("key", {"a/b.so": elf(b"text")[:-1]}), kept.GRAPHS)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_torn(tmp_path):
+    """A limit on the size of files stands for it."""
+    spec = make_spec(tmp_path)
+    shared(tmp_path).replace(graphs.key_of(spec), FILES | {"z/large": bytes(200_000)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        report, problems = take(spec, tmp_path / "pod")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert report["graphs_from"] is None and "takes no graphs: [Errno 27] File too large" in problems[0]
+    assert not list(here().iterdir())
+
+
+def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
+    """As where no folder could be made for this start."""
+    spec = make_spec(tmp_path)
+    monkeypatch.setenv(graphs.FOLDER, str(tmp_path / "torchinductor_user"))
+    kept.write(here(), FILES)
+    counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 3)
+    monkeypatch.setattr(kept, "counted", lambda: next(counts))
+    giver = graphs.Giver(spec, Processes())
+    giver.close()
+    assert giver.to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
