@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from strata_platform.backends.backend import Backend, Pause
+from strata_platform.backends.backend import Backend, Outage, Pause
 from strata_platform.backends.local import LocalBackend
-from strata_platform.errors import BackendError, DoesNotFit, SpecError, WaitTimeout
+from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
 from strata_platform.estimate import Estimate, Gpu, cheapest, estimate, shape_of
 from strata_platform.estimate.show import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
@@ -82,13 +82,20 @@ class Client:
             WaitTimeout: it goes on after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not (run := self.get(name)).is_done:
-            if show is not None:
-                show(run)
+        outage = Outage()
+        while True:
+            try:
+                run = self.get(name)
+                outage.is_over()
+                if run.is_done:
+                    return run
+                if show is not None:
+                    show(run)
+            except Unreachable as error:
+                outage.bear(error)
             if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout(f"{name} is {run.phase}, {run.stage}, after {timeout:g} s; it goes on")
+                raise WaitTimeout(f"{name} has not ended after {timeout:g} s; it goes on")
             time.sleep(self._poll)
-        return run
 
     def logs(self, name: str, *, follow: bool = False) -> Iterator[LogLine]:
         """What the run's processes printed, all ranks in the order of time.

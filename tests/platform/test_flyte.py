@@ -155,6 +155,8 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
         ),
         ([pod("a", phase="Pending", conditions=UNSCHEDULABLE)], [workload("uid-a", **RESERVED)],
          Place(Stage.ADMITTED, "a: 0/1 nodes are available")),
+        ([pod("a", phase="Pending") | {"spec": {"containers": [], "schedulingGates": [{"name": "kueue"}]}}], [],
+         Place(Stage.WAITING)),
         ([pod("a"), pod("b", phase="Pending")], [], Place(Stage.PULLING)),
         ([pod("a", phase="Pending") | {"status": {"phase": "Pending", "containerStatuses": BACK_OFF}}], [],
          Place(Stage.PULLING, "a: ImagePullBackOff: no such image")),
@@ -163,8 +165,8 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
         ([pod("e", "tasks-evaluate-evaluate")], [workload("x", Finished={"status": "True"})], Place(Stage.EVALUATING)),
         ([pod("x", "tasks-export-export")], [], Place(Stage.EXPORTING)),
     ],
-    ids=["nothing yet", "in the queue", "evicted", "no node", "one of two", "no image", "prepares", "starts",
-         "evaluates", "exports"],
+    ids=["nothing yet", "in the queue", "evicted", "no node", "held back", "one of two", "no image", "prepares",
+         "starts", "evaluates", "exports"],
 )  # fmt: skip
 def test_where_a_run_is(kubernetes, pods, workloads, expected):
     assert place_of(pods_of(kubernetes, *pods), workloads, {"mine", "uid-a"}) == expected
@@ -211,10 +213,11 @@ def test_a_cluster_without_kueue_and_without_the_operator_has_no_queue(kubernete
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
-    """Executions of a project, in memory; `refusal` is what every call is answered instead."""
+    """Executions of a project, in memory; `refusal` is what the next `refusals` calls are answered instead."""
 
     def __init__(self):
-        self.executions, self.refusal, self.terminated = {}, None, []
+        self.executions, self.terminated = {}, []
+        self.refusal, self.refusals = None, 0
 
     def add(self, name, phase, label=None, error=None):
         spec = execution_pb2.ExecutionSpec(
@@ -230,7 +233,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         self.executions[name] = execution_pb2.Execution(id=identifier, spec=spec, closure=closure)
 
     def GetExecution(self, request, context):
-        if self.refusal:
+        if self.refusals:
+            self.refusals -= 1
             context.abort(*self.refusal)
         if request.id.name not in self.executions:
             context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
@@ -320,7 +324,7 @@ def test_a_run_is_canceled_once(client, admin):
     ],
 )
 def test_what_flyte_refuses_keeps_its_status_and_its_words(client, admin, code, kind, status):
-    admin.refusal = (code, "not today")
+    admin.refusal, admin.refusals = (code, "not today"), 100
     with pytest.raises(kind, match="Flyte refused to look for run: not today") as caught:
         client.get("run")
     assert (caught.value.status, caught.value.reason) == (status, code.name)
@@ -331,6 +335,18 @@ def test_a_flyte_that_does_not_answer(client, admin):
     with pytest.raises(Unreachable) as caught:
         client.get("run")
     assert (caught.value.status, caught.value.reason) == (503, "UNAVAILABLE")
+
+
+def test_who_waits_bears_that_flyte_is_away_for_a_while(client, admin, caplog, monkeypatch):
+    admin.add("run", core_pb2.WorkflowExecution.FAILED)
+    # flytekit itself asks four times.
+    admin.refusal, admin.refusals = (grpc.StatusCode.UNAVAILABLE, "starting"), 10
+    assert client.wait("run").phase is Phase.FAILED
+    assert caplog.messages == ["Flyte refused to look for run: starting; trying again"]
+    monkeypatch.setattr("strata_platform.backends.backend.OUTAGE_SECONDS", 0.0)
+    admin.refusals = 100
+    with pytest.raises(Unreachable):
+        client.wait("run")
 
 
 def test_errors_of_kubernetes_without_a_body():
@@ -357,6 +373,14 @@ def test_a_run_that_trains_tells_its_step_and_when_it_will_be_done(client, admin
     assert (run.loss, run.eta) == (2.0, 18.0)
     # What was told once is remembered.
     assert (client.get("run").stage, client.get("run").steps) == (Stage.TRAINING, 10)
+    # The pod that comes after has not told anything yet; one that is not there yet is waited for.
+    kubernetes.content["pods"] = [pod("again", replica=0)]
+    kubernetes.content["logs"] = {"again": [log_of("hello")]}
+    assert client.get("run").stage is Stage.STARTING
+    kubernetes.content["logs"]["again"] = [log_of(told.encode({"stage": "warming up kernels"}))]
+    assert client.get("run").stage is Stage.WARM_UP
+    kubernetes.content["pods"].append(pod("w1", phase="Pending", replica=1))
+    assert client.get("run").stage is Stage.PULLING
 
 
 def test_all_pods_are_followed_over_lost_connections_and_preemptions_to_the_end(client, admin, kubernetes):

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from strata_platform.errors import Unreachable
 from strata_platform.estimate import Gpu
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
 
 Pause = Callable[[], None]
 """Called when there is nothing new, until there may be."""
+
+OUTAGE_SECONDS = 300.0
+"""How long those who follow a run bear that its backend does not answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Outage:
+    """Bears that a backend does not answer, as it does while parts of a cluster start anew."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def bear(self, error: Unreachable) -> None:
+        """Say it once. Raises `error` when it has been so for OUTAGE_SECONDS."""
+        if self._since is None:
+            log.warning("%s; trying again", error)
+            self._since = time.monotonic()
+        if time.monotonic() - self._since > OUTAGE_SECONDS:
+            raise error
+
+    def is_over(self) -> None:
+        """It has answered."""
+        self._since = None
 
 
 class Backend(Protocol):

@@ -107,7 +107,10 @@ def place_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: se
 
 
 def _pending(pod: client.V1Pod) -> Place:
-    """A pod that is not running yet: unscheduled, or about to be started."""
+    """A pod that is not running yet: held back, unscheduled, or about to be started."""
+    if pod.spec.scheduling_gates:
+        # Kueue's, which has not made its workload yet.
+        return Place(Stage.WAITING)
     for condition in pod.status.conditions or []:
         if condition.type == "PodScheduled" and condition.status != "True":
             return Place(Stage.ADMITTED, f"{pod.metadata.name}: {condition.message or condition.reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,8 @@ from strata_platform.estimate import Gpu
 from strata_platform.estimate.gpus import gpu_called
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
+
+log = logging.getLogger(__name__)
 
 WORKFLOW = "workflows.finetune.finetune"
 NAME = "strata/run"
@@ -140,8 +143,11 @@ class FlyteBackend:
         return self._detailed(self._newest(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """What the pods print that are still there; those of several-pod trainings go when they have ended."""
-        return (line for line in self._lines(self._newest(name), pause) if told.decode(line.text) is None)
+        """What the pods that are still there have printed, and those to come will."""
+        execution = self._newest(name)
+        if _phase(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
+            log.warning("the pods that %s trained in are removed, with their logs; the cluster may keep them", name)
+        return (line for line in self._lines(execution, pause) if told.decode(line.text) is None)
 
     def _lines(self, execution: Execution, pause: Pause | None) -> Iterator[LogLine]:
         pods = PodLogs(self._kubernetes(), execution.id.name)
@@ -205,15 +211,10 @@ class FlyteBackend:
             places = self._places(execution)
             if to is not None:
                 to.mkdir(parents=True, exist_ok=True)
-                for kind, into in (
-                    ("model", to / "model"),
-                    ("report", to / "report.html"),
-                    ("record", to / "record.json"),
-                ):
-                    if into.is_dir():
-                        shutil.rmtree(into)
-                    self._remote.file_access.get_data(places[kind], str(into), is_multipart=kind == "model")
-                    places[kind] = str(into)
+                shutil.rmtree(to / "model", ignore_errors=True)
+                for kind, file in (("model", "model"), ("report", "report.html"), ("record", "record.json")):
+                    self._remote.file_access.get_data(places[kind], str(to / file), is_multipart=kind == "model")
+                    places[kind] = str(to / file)
         return Outputs(**places)
 
     def _executions(self, name: str) -> list[Execution]:
@@ -296,7 +297,8 @@ class FlyteBackend:
         last: list[MetricPoint] = []
         for pod in main_pods(pods):
             seen = known.get("pod") == pod.metadata.uid
-            known["pod"] = pod.metadata.uid
+            if not seen:
+                known |= {"pod": pod.metadata.uid, "stage": Stage.STARTING}
             with answered(f"to read the log of {pod.metadata.name}"):
                 lines = [
                     line_of(pod, raw)[1].text for raw in read(cluster, pod, follow=False, last=200 if seen else None)
@@ -305,16 +307,20 @@ class FlyteBackend:
             for value in values:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
             last = list(points(value["point"] for value in values if "point" in value))
-            if "stage" in known:
+            if run.stage is Stage.STARTING:
                 run = replace(run, stage=Stage(known["stage"]))
         run = replace(run, steps=known.get("steps"), restarts=known.get("attempt", 0))
         return with_progress(run, last)
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
-        with answered(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
-            place = str(Path(folder) / "record.json")
-            self._remote.file_access.get_data(self._places(execution)["record"], place)
-            record = json.loads(Path(place).read_text(encoding="utf-8"))
+        try:
+            with answered(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
+                place = str(Path(folder) / "record.json")
+                self._remote.file_access.get_data(self._places(execution)["record"], place)
+                record = json.loads(Path(place).read_text(encoding="utf-8"))
+        except BackendError as error:
+            # It has succeeded, whether or not the object store can be reached from here.
+            return replace(run, message=str(error))
         return replace(
             run,
             step=record["steps"],

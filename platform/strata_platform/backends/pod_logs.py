@@ -17,8 +17,9 @@ from kubernetes import client
 from urllib3.exceptions import HTTPError
 
 from strata_platform.backends.answers import answered
-from strata_platform.backends.backend import Pause
+from strata_platform.backends.backend import Outage, Pause
 from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
+from strata_platform.errors import Unreachable
 from strata_platform.runs import LogLine
 
 PATIENCE = 20.0
@@ -105,11 +106,16 @@ class PodLogs:
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
         """What they print, and those that come, until the run `is_over` and all of it is read."""
-        merged = Merged()
+        merged, outage = Merged(), Outage()
         try:
             while True:
-                over = is_over()
-                self._attend(self._cluster.pods(self._execution))
+                try:
+                    over = is_over()
+                    self._attend(self._cluster.pods(self._execution))
+                    outage.is_over()
+                except Unreachable as error:
+                    outage.bear(error)
+                    over = False
                 if over:
                     self._let_end()
                 while not self._arrived.empty():
