@@ -114,6 +114,7 @@ class MetricPoint:
     metrics: Mapping[str, float] = field(default_factory=dict)
     data_wait_seconds: float = 0.0
     mfu: float | None = None
+    skipped: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MetricPoint:
