@@ -6,6 +6,9 @@
 #
 # The first runs every task, on CPU and GPU nodes: torch brings its CUDA libraries, the node brings the driver. The kernels
 # of MODELS are in it, compiled for ARCHS. The second is small: the `strata` command alone, without torch.
+#
+# The base is pinned to a tag of whole versions. To have the very bytes of a build again, give its digest:
+# --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
 # What both are made from: tini, as process 1, passes SIGTERM on.
@@ -46,11 +49,11 @@ COPY kernels kernels
 COPY platform platform
 RUN uv pip install --no-cache --python /opt/strata --no-deps ./kernels ./platform
 
-# Triton builds what was not baked at run time: a C compiler, its headers and Python's (in the base image). Flyte's fast
-# registration unpacks code with tar.
+# Triton builds what was not baked at run time: a C compiler, its headers and Python's (in the base image); torch.compile
+# takes a C++ compiler for what runs on the CPU. Flyte's fast registration unpacks code with tar.
 FROM base AS runtime
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev tar \
+    && apt-get install --yes --no-install-recommends gcc g++ libc6-dev tar \
     && rm -rf /var/lib/apt/lists/* \
     && install --directory --owner strata --group strata \
         /app /var/cache/strata/triton /var/cache/strata/graphs /var/cache/strata/huggingface

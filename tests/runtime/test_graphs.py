@@ -186,9 +186,10 @@ def test_the_sources_of_operators_are_part_of_the_environment(tmp_path, monkeypa
 def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "_TEMPORARY", (tmp_path,))
     spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "training": {"compile": True}})
-    start = time.perf_counter()
+    # Of this process: others may have the machine meanwhile.
+    start = time.process_time()
     report = warm.ensure_warm(spec, RunFolder.of(spec))
-    assert time.perf_counter() - start < 0.05
+    assert time.process_time() - start < 0.05
     assert report["skipped"].startswith("no GPU here") and report["graphs_from"] is None
 
 

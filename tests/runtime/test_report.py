@@ -212,8 +212,19 @@ def test_warmup_in_total_and_by_kernel():
 )
 def test_warmup_says_why_nothing_was_warmed(report, said):
     page = page_of(warmup=report)
-    assert f"Nothing was warmed up: {said}." in page.sections["Kernel warm-up"]
+    assert f"No kernels were warmed up: {said}." in page.sections["Kernel warm-up"]
     assert "Warm-up by kernel" not in page.sections
+
+
+def test_graphs_of_the_compiler_are_told_also_without_kernels():
+    report = {"skipped": "no GPU here", "graphs_from": "store", "graphs_found": 2, "graphs_compiled": 0}
+    page = page_of(warmup={**report, "graph_problems": ["could not trim the store"]})
+    assert page.tables["Kernel warm-up"][1:] == [
+        ("Graphs of torch.compile taken from the", "store"),
+        ("Graphs found", "2"),
+        ("Graphs compiled", "0"),
+    ]
+    assert "could not trim the store" in page.sections["Kernel warm-up"]
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def warmup(record: CompletionRecord) -> Html:
     return element(
         "section",
         element("h2", "Kernel warm-up"),
-        _note(f"Nothing was warmed up: {reason}.") if reason else None,
+        _note(f"No kernels were warmed up: {reason}.") if reason else None,
         _table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
         *(
             element("p", problem, class_="note problem")
