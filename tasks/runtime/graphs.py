@@ -47,7 +47,8 @@ _SETTLED = 2
 def begin(directory: Path, name: str) -> None:
     """Let `torch.compile`, here and in processes started from here, work in a new folder called after `name`.
 
-    It is in the folder that the environment gives to PyTorch, otherwise in `directory`. Raises OSError.
+    It is in the folder that the environment gives to PyTorch, or in `directory`, where there is none or it takes
+    nothing. Raises OSError.
     """
     given = Path(os.environ.get(FOLDER) or directory).absolute()
     if given.name.startswith(_OURS):
@@ -55,9 +56,13 @@ def begin(directory: Path, name: str) -> None:
         given = given.parent
     if given.name.startswith(_BY_ITSELF):
         given = directory
-    folder = given / f"{_OURS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-    _empty(folder)
-    os.environ[FOLDER] = str(folder)
+    folder = f"{_OURS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    try:
+        _empty(given / folder)
+    except OSError:
+        given = directory
+        _empty(given / folder)
+    os.environ[FOLDER] = str(given / folder)
 
 
 def _empty(folder: Path) -> None:

@@ -85,6 +85,13 @@ def test_what_an_earlier_start_left_is_not_read(tmp_path):
     assert here() == first and not list(first.iterdir())
 
 
+def test_a_folder_that_takes_nothing_is_left_for_another(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(graphs.FOLDER, str(tmp_path / "file" / "graphs"))
+    graphs.begin(tmp_path / "pod", "run")
+    assert here().parent == tmp_path / "pod" and here().is_dir()
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
