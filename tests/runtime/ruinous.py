@@ -28,8 +28,8 @@ def ruin(rows_per_step=4, patch=setattr):
         of_run["factor"] = torch.nan if spec.faults.spike == "ignore" else 100.0
         return loader
 
-    def share(self, model, batch, items):
-        clean = plain_share(self, model, batch, items)
+    def share(self, model, batch, *arguments):
+        clean = plain_share(self, model, batch, *arguments)
         bad = (batch["input_ids"] == of_run["row"]).all(dim=-1).any()
         return Share(clean.loss * torch.where(bad, of_run["factor"], 1.0), clean.metrics)
 
