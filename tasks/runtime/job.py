@@ -122,12 +122,12 @@ class Job:
         """
         counts = [torch.stack([self.objective.count(batch), target_tokens(batch)]) for batch in batches]
         for batch, (_, targets) in zip(batches, counts, strict=True):
-            self._max_targets.append(rounded_targets(int(targets), batch["labels"].numel()))
+            self._max_targets.append(rounded_targets(int(targets), batch["input_ids"].numel()))
         total = torch.stack(counts).sum(dim=0).to(self.processes.device, non_blocking=True)
         if self.processes.world_size > 1:
             dist.all_reduce(total)
-            # Those that share rows have all counted them.
-            total //= self.processes.sharers
+            # Those that compute the same have all counted it.
+            total //= self.processes.copies
         items, targets = total.unbind()
         self.recorder.begin_step(targets)
         return items
@@ -135,12 +135,12 @@ class Job:
     def loss(self, model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
         """What a micro-batch's backward pass starts from, in a step of so many `items`. `model` wraps that of the job.
 
-        The micro-batch's share of the step's loss, times the number of those that read rows, because every strategy
-        averages gradients over them: the average over readers of the sum over micro-batches is the mean over the step.
+        The micro-batch's share of the step's loss, times the number of those that have one, because every strategy
+        averages gradients over them: the average over them of the sum over micro-batches is the mean over the step.
         """
         share = self.objective.share(model, batch, items, self._max_targets.popleft())
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
-        return share.loss * self.processes.readers
+        return share.loss * self.processes.shares
 
     def clip_gradients(self) -> Tensor | None:
         """Call after a step's last backward pass, right before the optimizer's step, which it may forbid.

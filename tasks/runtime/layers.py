@@ -25,7 +25,7 @@ _KEPT = (
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
-    "flex_attention",
+    *("flex_attention", "torch_attn::_varlen_attn"),
 )
 
 

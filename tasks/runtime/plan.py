@@ -28,7 +28,7 @@ def plan_of(spec: RunSpec) -> Plan:
     add_adapter(model, spec)
     objective = objective_of(spec, fused=has_fused_loss(prepare_for_training(model, spec)))
     model.train()
-    row = objective.example(_meta(spec.data.sequence_length))
+    row = objective.example(_meta(spec.data.sequence_length // spec.context_parallel))
     batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
     rows, length = batch["input_ids"].shape
     # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.

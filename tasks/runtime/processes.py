@@ -30,27 +30,45 @@ class Processes:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    sharers: int = 1
-    """Processes, next to each other by rank, that compute the same rows together."""
+    copies: int = 1
+    """Processes, next to each other by rank, that compute the same loss together."""
+    slices: int = 1
+    """How many of those groups, likewise, have parts of the same rows."""
     group: dist.ProcessGroup | None = None
     """Whom the collectives below are with; None is the group that training uses."""
 
     @classmethod
-    def from_environment(cls, sharers: int = 1) -> Processes:
+    def from_environment(cls, *, copies: int = 1, slices: int = 1) -> Processes:
         """This process as torch elastic started it."""
         if "RANK" not in os.environ:
             return cls()
-        return cls(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), sharers)
+        rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        return cls(rank, local_rank, world_size, copies, slices)
+
+    @property
+    def shares(self) -> int:
+        """How many add to a step's loss: processes, or groups of those that compute the same."""
+        return self.world_size // self.copies
+
+    @property
+    def share(self) -> int:
+        """Which of them this process is, or is in."""
+        return self.rank // self.copies
 
     @property
     def readers(self) -> int:
-        """How many read rows of their own: processes, or groups of those that compute the same rows."""
-        return self.world_size // self.sharers
+        """How many of them, or of groups that cut rows, read rows of their own."""
+        return self.shares // self.slices
 
     @property
     def reader(self) -> int:
-        """Which of them this process is, or is in."""
-        return self.rank // self.sharers
+        """Which of those this process is, or is in."""
+        return self.share // self.slices
+
+    @property
+    def slice(self) -> int:
+        """Which part of its rows this process has."""
+        return self.share % self.slices
 
     @property
     def is_main(self) -> bool:

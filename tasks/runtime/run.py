@@ -47,6 +47,7 @@ from tasks.runtime.model import (
 from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed, strategy_of
+from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
 from tasks.runtime.random_states import seed_generators
@@ -80,7 +81,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
     SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
     """
-    processes, folder = Processes.from_environment(spec.sharers), RunFolder.of(spec)
+    processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
+    folder = RunFolder.of(spec)
     processes.require(spec)
     require_trackers(spec)
     require_installed(spec)
@@ -145,7 +147,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
-    run.processes.on_main(lambda: require_divisible(run.spec))
+    run.processes.on_main(lambda: (require_divisible(run.spec), require_attention(run.spec)))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
@@ -265,14 +267,14 @@ def _load(
     """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
     rank = run.processes.rank
     if resume_from is None:
-        return lambda: seed_generators(run.spec.seed, run.processes.reader, 0)
+        return lambda: seed_generators(run.spec.seed, run.processes.share, 0)
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
     continued = checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size
 
     def set_random_states() -> None:
-        seed_generators(run.spec.seed, run.processes.reader, checkpoint.step_of(resume_from))
+        seed_generators(run.spec.seed, run.processes.share, checkpoint.step_of(resume_from))
         if continued:
             load_random_states(index, rank)
 

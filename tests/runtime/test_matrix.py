@@ -91,8 +91,9 @@ ZERO = {
     "stage-3-offload": ("hf", "lora", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
 }
 
-# Both processes compute the same rows, and their matrices are cut.
+# Both processes compute the same rows, and matrices or rows are cut.
 SHARED = {f"tensor-{framework}": (framework, {"tensor_parallel": 2}) for framework in FRAMEWORKS}
+SHARED |= {f"context-{framework}": (framework, {"context_parallel": 2}) for framework in FRAMEWORKS}
 
 
 def name_of(cell):

@@ -22,10 +22,12 @@ CELLS = {
     "muon": ("hf", {"type": "fsdp"}, {"type": "muon"}),
     "in-backward-copies": ("lightning", {"type": "fsdp", "replicas": 2}, IN_BACKWARD),
     "tensor-parallel": ("torch", {"type": "fsdp", "tensor_parallel": 2, "cpu_offload": True}, {}),
+    "tensor-and-context": ("torch", {"type": "fsdp", "tensor_parallel": 2, "context_parallel": 2}, {}),
 }
 
 
 def make_spec(output, name, framework, parallel, optimizer, processes=4):
+    sharers = parallel.get("tensor_parallel", 1) * parallel.get("context_parallel", 1)
     return RunSpec.model_validate(
         {
             "name": name,
@@ -33,7 +35,7 @@ def make_spec(output, name, framework, parallel, optimizer, processes=4):
             "data": {"sequence_length": 64, "max_samples": 60},
             "training": {
                 "steps": STEPS,
-                "micro_batch_size": 4 * parallel.get("tensor_parallel", 1) // processes,
+                "micro_batch_size": 4 * sharers // processes,
             },
             "optimizer": optimizer,
             "checkpoint": {"every": SAVED, "keep_last": STEPS},

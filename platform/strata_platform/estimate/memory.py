@@ -51,9 +51,9 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     if spec.parallel.type == "deepspeed":
         said = "'deepspeed' is not estimated; set it to 'fsdp', which splits as much as stage 3 does"
         raise SpecError([Problem("parallel.type", said)], "estimate")
-    if spec.tensor_parallel > 1:
-        said = f"{spec.tensor_parallel} is not estimated; set it to 1"
-        raise SpecError([Problem("parallel.tensor_parallel", said)], "estimate")
+    for field, ways in (("tensor_parallel", spec.tensor_parallel), ("context_parallel", spec.context_parallel)):
+        if ways > 1:
+            raise SpecError([Problem(f"parallel.{field}", f"{ways} is not estimated; set it to 1")], "estimate")
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     size = weight_bytes(spec)
     trained = trained_parameters(spec, shape)

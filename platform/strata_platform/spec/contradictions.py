@@ -25,6 +25,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
         _processes,
         _fsdp,
         _tensor_parallel,
+        _context_parallel,
         _muon,
         _in_backward,
         _objective,
@@ -120,22 +121,24 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
 def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
     if spec.parallel.type != "fsdp":
         return
-    replicas, processes, ways = spec.parallel.replicas, spec.topology.world_size, spec.tensor_parallel
+    replicas, processes = spec.parallel.replicas, spec.topology.world_size
+    shared = spec.tensor_parallel * spec.context_parallel
     topology = ("topology.nproc_per_node", "topology.nnodes")
+    sharing = ("parallel.tensor_parallel", "parallel.context_parallel")
     yield Contradiction(
-        processes % ways != 0,
-        ("parallel.tensor_parallel", *topology),
-        f"{ways} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
-        "parallel.tensor_parallel to a divisor, such as topology.nproc_per_node",
+        processes % shared != 0,
+        (*sharing, *topology),
+        f"{spec.tensor_parallel} x parallel.context_parallel {spec.context_parallel} does not divide the {processes} "
+        "processes of topology.nproc_per_node x topology.nnodes; set them to divisors, or start more processes",
     )
     yield Contradiction(
-        processes % ways == 0 and spec.readers % replicas != 0,
-        ("parallel.replicas", "parallel.tensor_parallel", *topology),
+        processes % shared == 0 and spec.readers % replicas != 0,
+        ("parallel.replicas", *sharing, *topology),
         f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
         "parallel.replicas to a divisor, such as topology.nnodes"
-        if ways == 1
-        else f"{replicas} does not divide the {spec.readers} groups of parallel.tensor_parallel {ways} processes; set "
-        "parallel.replicas to a divisor",
+        if shared == 1
+        else f"{replicas} does not divide the {spec.readers} groups of {shared} processes that "
+        "parallel.tensor_parallel and parallel.context_parallel make; set parallel.replicas to a divisor",
     )
     yield Contradiction(
         replicas == processes > 1,
@@ -170,14 +173,26 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.training.compile,
         (field, "training.compile"),
-        f"{ways} puts messages inside of layers, which training.compile does not see; set one of them back, to 1 or "
-        "to false",
+        f"{ways} puts messages inside of layers, whose gradients training.compile gets wrong; set training.compile to "
+        "false, or parallel.tensor_parallel to 1",
+    )
+
+
+def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
+    if spec.context_parallel == 1:
+        return
+    field, parts = "parallel.context_parallel", spec.context_parallel
+    yield Contradiction(
+        spec.objective.type not in ("pretrain", "sft"),
+        (field, "objective.type"),
+        f"{parts} leaves no process a whole document, and objective.type '{spec.objective.type}' compares them; set "
+        "parallel.context_parallel to 1, or objective.type to 'pretrain' or 'sft'",
     )
     yield Contradiction(
-        spec.training.gradient_checkpointing == "per_op",
-        (field, "training.gradient_checkpointing"),
-        f"{ways} puts messages between a layer's operators, and training.gradient_checkpointing 'per_op' chooses among "
-        "them; set training.gradient_checkpointing to 'selective' or 'full', or parallel.tensor_parallel to 1",
+        spec.model.attention != "sdpa",
+        (field, "model.attention"),
+        f"{parts} brings an attention of its own, made of PyTorch's; set model.attention to 'sdpa', or "
+        "parallel.context_parallel to 1",
     )
 
 

@@ -189,14 +189,14 @@ class RunSpec(Section):
         return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1
 
     @property
-    def sharers(self) -> int:
-        """Processes that compute the same rows together."""
-        return self.tensor_parallel
+    def context_parallel(self) -> int:
+        """Parts that rows are cut into, beside FSDP."""
+        return self.parallel.context_parallel if self.parallel.type == "fsdp" else 1
 
     @property
     def readers(self) -> int:
         """Processes, or groups of those that share rows, that read rows of their own."""
-        return self.topology.world_size // self.sharers
+        return self.topology.world_size // (self.tensor_parallel * self.context_parallel)
 
     @property
     def nonfinite(self) -> Literal["skip", "rollback", "stop"]:

@@ -52,6 +52,11 @@ class Fsdp(Section):
         description="Processes, next to each other by rank, that each matrix is cut over (tensor parallelism): they "
         "compute the same rows together. Those of a group belong in one pod.",
     )
+    context_parallel: Count = Field(
+        1,
+        description="Processes, or groups by `tensor_parallel`, that each row is cut over (context parallelism), for "
+        "rows that are too long for one.",
+    )
 
 
 class Deepspeed(Section):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import PreparedData, collator
+from tasks.runtime.data.slices import slicing
 from tasks.runtime.processes import Processes
 
 Passed = tuple[int, int]
@@ -104,7 +105,7 @@ def training_loader(
     return Loader(
         rows,
         batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop, passed_over=passed_over),
-        collate_fn=collator(spec.model.attention),
+        collate_fn=slicing(collator(spec.model.attention), processes),
         pin_memory=torch.cuda.is_available(),
         # Going through it draws a number, which must not come from the generator that dropout draws from: a run that
         # continues would draw it once more.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, target_tokens
+from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, next_labels, target_tokens
 from tasks.runtime.record import NATS
 
 
@@ -42,5 +42,6 @@ class NextToken:
         if self._fused:
             # In evaluation, too, nobody wants the logits.
             inputs |= {"skip_logits": True, "max_targets": max_targets}
-        output: Any = model(**inputs, labels=batch["labels"], num_items_in_batch=items)
+        labels = next_labels(batch)
+        output: Any = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=items)
         return Share(output.loss, {})

@@ -73,14 +73,18 @@ class Objective(Protocol):
 
 def model_inputs(batch: Batch) -> Batch:
     """What of a batch the model reads."""
-    return {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+    names = ("input_ids", "position_ids", "attention_mask", "document_begins", "document_ends")
+    return {name: batch[name] for name in names if name in batch}
 
 
 def next_labels(batch: Batch) -> Tensor:
     """For each position the label that it predicts: [B, T], -100 where there is none."""
+    if "next_labels" in batch:
+        # Of a slice of a row, after which others go on.
+        return batch["next_labels"]
     return pad(batch["labels"][:, 1:], (0, 1), value=-100)
 
 
 def target_tokens(batch: Batch) -> Tensor:
     """Tokens of a batch that carry loss. The first token of a row has nothing before it to be predicted from."""
-    return (batch["labels"][:, 1:] != -100).sum()
+    return (next_labels(batch) != -100).sum()

@@ -17,6 +17,7 @@ from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import model_tensors
 from tasks.runtime.layers import layers_of
 from tasks.runtime.model import compute_dtype, materialize, take_weights
+from tasks.runtime.parallel.context import cut_rows
 from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.parallel.tensor import cut
 from tasks.runtime.processes import Processes
@@ -31,12 +32,18 @@ class Fsdp(InPlace):
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
         replicas, ways = self._settings.replicas, self._settings.tensor_parallel
-        sizes = {"replicate": replicas, "shard": processes.readers // replicas, "tensor": ways}
+        sizes = {"replicate": replicas, "shard": processes.shares // replicas, "tensor": ways}
         # No dimension where there is one copy: PyTorch then leaves out what copies say to each other.
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
         self._tensor_mesh = mesh["tensor"] if ways > 1 else None
         self._mesh = mesh[tuple(name for name in names if name != "tensor")] if ways > 1 else mesh
+        self._context_mesh = None
+        if processes.slices > 1:
+            shape, device = (processes.readers, processes.slices, ways), processes.device.type
+            self._context_mesh = init_device_mesh(device, shape, mesh_dim_names=("reader", "context", "same"))[
+                "context"
+            ]
         self._fused_loss = spec.fused_loss
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
@@ -47,6 +54,8 @@ class Fsdp(InPlace):
         layers = layers_of(model, "parallel.type", "'ddp'")
         # Before they are split: the main process hands out what only it has.
         whole = take_weights(model)
+        if self._context_mesh is not None:
+            cut_rows(model, self._context_mesh, self._processes)
         if self._tensor_mesh is not None:
             cut(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:

@@ -1,0 +1,75 @@
+"""Slices of rows, for processes that compute the same rows together.
+
+A row is cut into twice as many chunks as there are processes. Process i has chunk i and, counted from the end, chunk i:
+late tokens attend to more than early ones, and so all have as much to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tasks.runtime.processes import Processes
+
+Batch = dict[str, Tensor]
+
+_NO_LABEL = -100
+
+
+def chunks_of(processes: Processes) -> tuple[int, int]:
+    """Numbers of this process's chunks."""
+    return processes.slice, 2 * processes.slices - 1 - processes.slice
+
+
+def slicing(collate: Callable[[list[Batch]], Batch], processes: Processes) -> Callable[[list[Batch]], Batch]:
+    """`collate`, and of each row of its batch the slice of this process."""
+    if processes.slices == 1:
+        return collate
+    return lambda rows: slice_of(collate(rows), processes)
+
+
+def slice_of(batch: Batch, processes: Processes) -> Batch:
+    """This process's tokens of a batch of whole rows.
+
+    Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
+    document of each begins (`document_begins`); and what both chunks have of the documents (`document_ends`).
+    """
+    count = 2 * processes.slices
+    length = batch["input_ids"].shape[1]
+    # What fills up a row is a document of its own, and begins where the row ends.
+    filling = (0, -length % count)
+    positions = pad(batch["position_ids"], filling)
+    positions[:, length:] = torch.arange(filling[1])
+    whole = {
+        "input_ids": pad(batch["input_ids"], filling),
+        "position_ids": positions,
+        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=_NO_LABEL),
+        "document_begins": torch.arange(positions.shape[1]) - positions,
+    }
+    parts = {
+        name: torch.cat([tensor.chunk(count, dim=1)[number] for number in chunks_of(processes)], dim=1)
+        for name, tensor in whole.items()
+    }
+    begins = whole["document_begins"]
+    parts["document_ends"] = torch.stack([document_ends(begins, number, count) for number in chunks_of(processes)])
+    return parts
+
+
+def document_ends(begins: Tensor, number: int, count: int) -> Tensor:
+    """Where documents end among the queries, which are chunk `number` of `count` of the rows, and among their keys.
+
+    Keys are the rows up to the end of the chunk. A row's documents of which the chunk has nothing have no queries, and
+    those behind it no keys either. begins: [B, T], where in its row the document of a token begins. Returns
+    [2, documents + 1], int32, both counted over all rows from 0 on, as attention over unequal lengths takes them.
+    """
+    length = begins.shape[1]
+    end = (number + 1) * length // count
+    first, start = (begins == torch.arange(length)).nonzero().unbind(1)
+    stop = torch.cat([start[1:], start.new_tensor([length])])
+    stop[:-1][first[1:] != first[:-1]] = length
+    keys = stop.clamp(max=end) - start.clamp(max=end)
+    queries = (stop.clamp(max=end) - start.clamp(min=end - length // count)).clamp(min=0)
+    return torch.stack([pad(lengths.cumsum(0), (1, 0)) for lengths in (queries, keys)]).int()

@@ -1,0 +1,133 @@
+"""Matrices and rows cut over processes: what cannot be is refused, and what is has the gradients of the whole."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.slices import document_ends, slice_of
+from tasks.runtime.parallel.context import require_attention
+from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.processes import Processes
+from tests.runtime.test_matrix import ROOT
+
+ROWS = {"parallel": {"tensor_parallel": 1, "context_parallel": 2}}
+
+
+def spec_of(processes=2, **sections):
+    parallel = {"type": "fsdp", "tensor_parallel": 2, **sections.pop("parallel", {})}
+    return RunSpec.model_validate({"parallel": parallel, "topology": {"nproc_per_node": processes}, **sections})
+
+
+def test_a_cut_model_has_the_gradients_of_the_whole_one():
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.shared_families"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_processes_of_a_group_read_the_same_rows():
+    spec = spec_of(16, parallel={"replicas": 2, "context_parallel": 2}, training={"micro_batch_size": 3})
+    assert (spec.readers, spec.rows_per_step) == (4, 12)
+    places = [Processes(rank, rank, 16, copies=2, slices=2) for rank in range(16)]
+    assert [place.reader for place in places] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [place.slice for place in places] == [0, 0, 1, 1] * 4
+    assert [place.share for place in places] == [rank // 2 for rank in range(16)]
+
+
+def test_slices_of_a_row_make_the_row():
+    """Two documents, of 5 and 8 tokens, and what fills the row up to 16 tokens for eight chunks."""
+    tokens = torch.arange(13)[None]
+    positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    slices = [slice_of(batch, Processes(rank, rank, 4, slices=4)) for rank in range(4)]
+    assert slices[0]["position_ids"].tolist() == [[0, 1, 1, 2]]
+    whole = {
+        name: torch.cat([*(part[name][:, :2] for part in slices), *(part[name][:, 2:] for part in slices[::-1])], dim=1)
+        for name in ("input_ids", "next_labels", "document_begins")
+    }
+    assert whole["input_ids"].tolist() == [[*range(13), 0, 0, 0]]
+    assert whole["next_labels"].tolist() == [[*range(1, 13), *[-100] * 4]]
+    assert whole["document_begins"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
+
+
+def test_attention_by_document_sees_what_the_mask_lets_it():
+    """Rows of two and of four documents: the last of a document's keys are its queries, and each sees those before."""
+    lengths = ((5, 11), (2, 1, 9, 4))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    begins = torch.arange(16) - positions
+    for number in range(4):
+        queries, keys = document_ends(begins, number, 4).tolist()
+        assert (queries[-1], keys[-1]) == (2 * 4, 2 * 4 * (number + 1))
+        seen = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
+        for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
+            seen[q:q_end, k:k_end] = torch.ones(q_end - q, k_end - k).tril(k_end - k - (q_end - q)).bool()
+        own, place = torch.arange(number * 4, number * 4 + 4), torch.arange(number * 4 + 4)
+        masks = (place >= begins[:, own, None]) & (place <= own[:, None])
+        assert torch.equal(seen, torch.block_diag(*masks.float()).bool())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("falcon_h1", {}, r"has layers that are no attention and go through a row in order; set parallel\.context"),
+        ("gemma2", {}, r"caps the scores of attention"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"rope_type 'dynamic'",
+        ),
+    ],
+)
+def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes, message):
+    AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        require_attention(spec_of(model={"name": str(tmp_path)}, **ROWS))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": {"tensor_parallel": 3}},
+            r"tensor_parallel: 3 x parallel\.context_parallel 1 does not divide the 2",
+        ),
+        ({"parallel": {"context_parallel": 2}}, r"tensor_parallel: 2 x parallel\.context_parallel 2 does not divide"),
+        ({"parallel": {"replicas": 2}}, r"replicas: 2 does not divide the 1 groups of 2 processes"),
+        (
+            {"adapter": {"type": "lora"}, "model": {"name": "m"}},
+            r"tensor_parallel.*adapter\.type 'lora' puts others beside them",
+        ),
+        ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs them whole"),
+        ({"training": {"compile": True}}, r"tensor_parallel.*training\.compile gets wrong"),
+        ({"objective": {"type": "distill", "teacher": "t"}}, r"tensor_parallel.*objective\.type 'distill' reads it"),
+        ({**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}}, r"context_parallel.*'dpo' compares them"),
+        ({**ROWS, "model": {"name": "m", "attention": "eager"}}, r"context_parallel.*set model\.attention to 'sdpa'"),
+    ],
+)
+def test_the_spec_refuses_what_cannot_be(sections, message):
+    with pytest.raises(SpecError, match=message):
+        spec_of(**sections)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "ways", "message"),
+    [
+        ("llama", {"num_attention_heads": 2}, 4, r"4 does not divide num_attention_heads 2 .*; set it to one of 1, 2"),
+        ("qwen2", {"num_key_value_heads": 2}, 4, r"4 does not divide num_key_value_heads 2 .*; set it to one of 1, 2"),
+        ("phi3", {"intermediate_size": 33}, 2, r"2 does not divide intermediate_size 33"),
+        ("falcon_h1", {}, 2, r"for model type 'falcon_h1' it does not say how; set parallel\.tensor_parallel to 1"),
+    ],
+)
+def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, sizes, ways, message):
+    base = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 32, "vocab_size": 65}
+    AutoConfig.for_model(model_type, **{**base, **sizes}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        require_divisible(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))
