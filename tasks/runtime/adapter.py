@@ -38,7 +38,7 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
         return None
     _require_targets(model, settings)
     config = LoraConfig(
-        **settings.model_dump(exclude={"type", "target_modules"}),
+        **settings.model_dump(exclude={"type", "target_modules", "quantization"}),
         target_modules=list(settings.target_modules) or "all-linear",
     )
     torch.manual_seed(spec.seed)

@@ -50,6 +50,7 @@ from tasks.runtime.parallel import require_installed, strategy_of
 from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
+from tasks.runtime.quantized import is_quantized, quantized
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder
@@ -253,8 +254,11 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     if spec.adapter.type == "none" and resume_from:
         return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
-    model = build_model(spec, dtype=dtype) if run.processes.is_main else build_empty_model(spec, dtype=dtype)
-    add_adapter(model, spec)
+    # What is quantized is more than a weight that the main process could hand out: each process reads it.
+    reads = run.processes.is_main or is_quantized(spec)
+    model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
+    with quantized(model, spec):
+        add_adapter(model, spec)
     if resume_from:
         expected = checkpoint.facts_of(resume_from)["base"]
         run.processes.on_main(lambda: require_base(model, spec, expected))

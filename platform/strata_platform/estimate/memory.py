@@ -54,6 +54,9 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     for field, ways in (("tensor_parallel", spec.tensor_parallel), ("context_parallel", spec.context_parallel)):
         if ways > 1:
             raise SpecError([Problem(f"parallel.{field}", f"{ways} is not estimated; set it to 1")], "estimate")
+    if isinstance(spec.adapter, Lora) and spec.adapter.quantization != "none":
+        said = f"'{spec.adapter.quantization}' is not estimated; set it to 'none'"
+        raise SpecError([Problem("adapter.quantization", said)], "estimate")
     tokens = spec.training.micro_batch_size * spec.data.sequence_length
     size = weight_bytes(spec)
     trained = trained_parameters(spec, shape)

@@ -26,6 +26,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
         _fsdp,
         _tensor_parallel,
         _context_parallel,
+        _quantization,
         _muon,
         _in_backward,
         _objective,
@@ -193,6 +194,24 @@ def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         (field, "model.attention"),
         f"{parts} brings an attention of its own, made of PyTorch's; set model.attention to 'sdpa', or "
         "parallel.context_parallel to 1",
+    )
+
+
+def _quantization(spec: RunSpec) -> Iterator[Contradiction]:
+    if spec.adapter.type != "lora" or spec.adapter.quantization == "none":
+        return
+    kind = spec.adapter.quantization
+    yield Contradiction(
+        spec.parallel.type not in ("single", "ddp"),
+        ("adapter.quantization", "parallel.type"),
+        f"'{kind}' packs weights in a way that parallel.type '{spec.parallel.type}' cannot split; set parallel.type to "
+        "'ddp', or adapter.quantization to 'none'",
+    )
+    yield Contradiction(
+        spec.adapter.use_dora,
+        ("adapter.quantization", "adapter.use_dora"),
+        f"'{kind}' hides the lengths of weight vectors that adapter.use_dora starts from; set adapter.use_dora to "
+        "false, or adapter.quantization to 'none'",
     )
 
 

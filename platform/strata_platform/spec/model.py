@@ -49,4 +49,9 @@ class Lora(Section):
         (), description="Linear layers to adapt, by the ends of their names; empty: all but the head."
     )
     use_dora: Flag = Field(False, description="DoRA: learn the length of each weight vector apart from its direction.")
+    quantization: Literal["none", "nf4"] = Field(
+        "none",
+        description="Hold the frozen weights of linear layers in four bits (QLoRA), by bitsandbytes; needs the extra "
+        "`bitsandbytes`.",
+    )
     use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")

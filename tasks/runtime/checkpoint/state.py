@@ -52,9 +52,10 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Those of `model_tensors` that a checkpoint has: under an adapter not the frozen ones, which are read anew."""
     tensors = model_tensors(model)
     if has_adapter(model):
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                del tensors[_MODEL + name]
+        learned = {_MODEL + name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Beside parameters and buffers a state dict has what quantized weights are read by.
+        kept = learned | {_MODEL + name for name, _ in model.named_buffers()}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
     return tensors
 
 

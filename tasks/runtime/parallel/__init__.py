@@ -17,6 +17,7 @@ from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.processes import Processes
+from tasks.runtime.quantized import is_quantized
 
 
 class Strategy(Protocol):
@@ -56,9 +57,14 @@ def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
 
 
 def require_installed(spec: RunSpec) -> None:
-    """Raises ValueError when the strategy needs a package that is not there."""
+    """Raises ValueError when the run needs a package that is not there."""
     if spec.parallel.type == "deepspeed" and find_spec("deepspeed") is None:
         raise ValueError(
             "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install strata[deepspeed], "
             "or set parallel.type to 'fsdp', which splits as much"
+        )
+    if is_quantized(spec) and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "adapter.quantization 'nf4' needs the package bitsandbytes, which is not installed; install "
+            "strata[bitsandbytes], or set adapter.quantization to 'none'"
         )
