@@ -55,8 +55,7 @@ FROM base AS runtime
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc g++ libc6-dev tar \
     && rm -rf /var/lib/apt/lists/* \
-    && install --directory --owner strata --group strata \
-        /app /var/cache/strata/triton /var/cache/strata/graphs /var/cache/strata/huggingface
+    && install --directory --owner strata --group strata /app /var/cache/strata/triton /var/cache/strata/huggingface
 COPY --from=packages /opt/strata /opt/strata
 # The folder of the driver's library is part of what Triton's helper is found by, and differs between nodes: this one does
 # not. In it is a library to link to, with the names of the driver's functions; when a program runs, the node's is used.
@@ -64,7 +63,6 @@ ENV TRITON_LIBCUDA_PATH=/opt/libcuda \
     STRATA_BAKED_KERNELS=/opt/kernels \
     # One absolute path everywhere: Triton's cache entries hold absolute paths.
     TRITON_CACHE_DIR=/var/cache/strata/triton \
-    TORCHINDUCTOR_CACHE_DIR=/var/cache/strata/graphs \
     HF_HOME=/var/cache/strata/huggingface
 
 # No GPU is needed, nor a driver.

@@ -38,10 +38,15 @@ _OURS = "strata-"
 # Where PyTorch writes by itself, and says so in the environment: a name that anybody could have made before.
 _BY_ITSELF = "torchinductor_"
 _LAYERS = Path(__file__).with_name("layers.py")
-_ARCHIVES = f"{_OURS}archives"
+_ARCHIVES = f"{_OURS}graphs"
 _POD_LIMIT = 1 << 30
 # Steps after which no process compiles any more: to begin the second one, all of them have ended the first.
 _SETTLED = 2
+
+
+def triton_directory() -> Path:
+    """Triton's cache directory."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
 
 
 def begin(directory: Path, name: str) -> None:
@@ -93,7 +98,7 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
     start = time.perf_counter()
     folder, environment, key = Path(os.environ[FOLDER]), graphs.environment(), key_of(spec)
     origin, count = None, 0
-    for name, store in _places(spec, folder, environment, images, patience):
+    for name, store in _places(spec, environment, images, patience):
         files = patience.ask("read", lambda store=store: store.pull(key)) if name == "store" else _pull(store, key)
         patience.problems += store.refusals()
         if files:
@@ -111,10 +116,8 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
     return {"graphs_from": origin, "graph_files": count, "graph_seconds": time.perf_counter() - start}
 
 
-def _places(
-    spec: RunSpec, folder: Path, environment: str, images: Sequence[Path], patience: Patience
-) -> Iterator[tuple[str, Store]]:
-    yield "cache", _of_pod(folder, environment)
+def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: Patience) -> Iterator[tuple[str, Store]]:
+    yield "cache", _of_pod(environment)
     for image in images:
         yield "image", _of_machine(image / IN_IMAGE, environment)
     store = open_store(spec.kernels.store, environment, graphs.GRAPHS, patience.problems)
@@ -122,8 +125,9 @@ def _places(
         yield "store", store
 
 
-def _of_pod(folder: Path, environment: str) -> Store:
-    return _of_machine(folder.parent / _ARCHIVES, environment)
+def _of_pod(environment: str) -> Store:
+    """Beside kernels, where what a pod keeps for its next start belongs; the folder of a start goes with it."""
+    return _of_machine(triton_directory() / _ARCHIVES, environment)
 
 
 def _of_machine(folder: Path, environment: str) -> Store:
@@ -191,7 +195,7 @@ class Giver:
         files: graphs.Files = {}
         try:
             files = graphs.read(self._folder)
-            pod = _of_pod(self._folder, environment)
+            pod = _of_pod(environment)
             pod.replace(key, files)
             pod.trim()
         except OSError as error:

@@ -131,7 +131,7 @@ def _baked() -> list[Path]:
 def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
     """Into the first directory that takes them; returns the report."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
-    configured = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
+    configured = graphs.triton_directory()
     problems: list[str] = []
     result: dict[str, Any] = {}
     for directory in [configured, *(folder / "triton" for folder in _own_folders())]:

@@ -34,6 +34,7 @@ def environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("KEY", SECRET)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "pod" / "triton"))
 
 
 def make_spec(tmp_path: Path, **changes) -> RunSpec:
@@ -72,7 +73,7 @@ def test_a_start_takes_what_is_nearest(tmp_path):
     assert kept.read(here()) == FILES
     image.replace(key, FILES)
     assert take(spec, tmp_path / "pod", [tmp_path / "nothing", tmp_path / "image"])[0]["graphs_from"] == "image"
-    graphs._of_pod(here(), kept.environment()).replace(key, FILES)
+    graphs._of_pod(kept.environment()).replace(key, FILES)
     assert take(spec, tmp_path / "pod", [tmp_path / "image"])[0]["graphs_from"] == "cache"
 
 
@@ -248,6 +249,7 @@ def test_what_one_process_compiled_the_next_one_finds(tmp_path):
         (tmp_path / pod).mkdir()
         environment = {**os.environ, "TMPDIR": str(tmp_path / pod), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
         environment[graphs.FOLDER] = str(tmp_path / pod / "graphs")
+        environment["TRITON_CACHE_DIR"] = str(tmp_path / pod / "triton")
         environment["OMP_NUM_THREADS"] = "1"
         done = subprocess.run(
             [sys.executable, "-c", STEPS, spec.model_dump_json()], env=environment, capture_output=True, text=True
@@ -287,5 +289,5 @@ def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatc
         return list(tmp_path.rglob("*.tar.gz"))
 
     assert given(Processes(9, 1, 16)) == []
-    assert {path.parents[4].name for path in given(Processes(8, 0, 16))} == {"pod"}
-    assert {path.parents[4].name for path in given(Processes(0, 0, 16))} == {"pod", tmp_path.name}
+    assert {path.parents[4].name for path in given(Processes(8, 0, 16))} == {"triton"}
+    assert {path.parents[4].name for path in given(Processes(0, 0, 16))} == {"triton", tmp_path.name}

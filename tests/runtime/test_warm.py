@@ -186,7 +186,7 @@ from tasks.runtime.folder import RunFolder
 torch.cuda.is_available = lambda: True
 root, sys.executable = Path(sys.argv[1]), sys.argv[2]
 warm._TEMPORARY = (root,)
-spec = RunSpec(output=str(root))
+spec = RunSpec(output=str(root), training={"compile": True})
 children = []
 for rank in range(8):
     if (child := os.fork()) == 0:
@@ -194,6 +194,9 @@ for rank in range(8):
         report = warm.ensure_warm(spec, RunFolder.of(spec))
         assert report == ({"skipped": "its process ended with code -9"} if rank == 0 else {}), report
         assert os.environ["TRITON_CACHE_DIR"] == str(root / "cache")
+        # Made once, for what all of them compile.
+        [folder] = (root / f"strata-{os.getuid()}" / "graphs").iterdir()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
         os._exit(0 if (root / "came").read_text() == "came\\n" else 1)
     children.append(child)
 sys.exit(max(os.waitpid(child, 0)[1] for child in children))
