@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from strata_platform.backends.backend import known_gpu
 from strata_platform.backends.journal import Journal, tail
 from strata_platform.backends.local import LocalBackend
 from strata_platform.backends.supervisor import Attempt
@@ -97,6 +98,8 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, place):
     copied = client.outputs("run", to=place / "mine")
     assert (Path(copied.model) / "config.json").read_text() == "{}"
     assert {path.name for path in (place / "mine").iterdir()} == {"model", "report.html", "record.json"}
+    with pytest.raises(BackendError, match=r"mine/model, .* is there already; give another folder"):
+        client.outputs("run", to=place / "mine")
 
 
 @pytest.mark.parametrize("shape", [{}, TWO], ids=["one process", "two processes"])
@@ -240,6 +243,24 @@ def test_what_cannot_fit_is_refused_unless_told_otherwise(place, behave):
     assert client.estimate(spec(**LARGE), GPUS["b200"]).fits
 
 
+def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(client, behave):
+    behave("goes on")
+    run = client.submit(spec())
+    until_it_trains(client)
+    journal = Journal(Path(run.where))
+    there = journal.state()
+    # A process that has the number of a supervisor on another machine.
+    journal.set_state(replace(there, pid=os.getpid()))
+    with pytest.raises(BackendError, match=rf"process {os.getpid()}, is not on this machine"):
+        client.cancel("run")
+    journal.set_state(there)
+
+
+def test_a_gpu_of_an_unknown_kind_is_told(caplog):
+    assert known_gpu("NVIDIA GeForce RTX 4090") is None
+    assert "whether the run fits is not known: NVIDIA GeForce RTX 4090 is not among h200," in caplog.text
+
+
 def test_a_model_of_unknown_shape_is_submitted_with_a_warning(place, behave, caplog):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
@@ -268,7 +289,7 @@ def test_points_have_the_fields_that_the_runtime_writes():
     ("codes", "again"),
     [
         ([], True), ([2, -15], False), ([1], False), ([1, -15], False), ([-9, 1], True), ([75, -15], True),
-        ([143], True), ([-15, 143], True), ([-11], True),
+        ([143], True), ([-15, 143], True), ([-11], True), ([-35], True),
     ],
 )  # fmt: skip
 def test_what_is_started_again(codes, again):

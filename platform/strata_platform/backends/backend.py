@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from strata_platform.errors import Unreachable
-from strata_platform.estimate import Gpu
+from strata_platform.errors import BackendError, Unreachable
+from strata_platform.estimate import GPUS, Gpu
+from strata_platform.estimate.gpus import gpu_called
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
 
@@ -75,6 +76,24 @@ class Backend(Protocol):
 
     def list(self) -> list[Run]:
         """All runs, the newest first."""
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """The kind of GPU that is called so; says that nothing is known of one that is not in the table."""
+    found = gpu_called(name)
+    if found is None:
+        log.warning("whether the run fits is not known: %s is not among %s", name, ", ".join(GPUS))
+    return found
+
+
+def destinations(to: Path) -> dict[str, Path]:
+    """Where outputs are copied to in the folder `to`, which is made. Raises BackendError when something is there."""
+    places = {"model": to / "model", "report": to / "report.html", "record": to / "record.json"}
+    there = [str(place) for place in places.values() if place.exists()]
+    if there:
+        raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")
+    to.mkdir(parents=True, exist_ok=True)
+    return places
 
 
 def points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:

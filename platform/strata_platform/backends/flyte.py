@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,12 +27,11 @@ from kubernetes import client
 
 from strata_platform import told
 from strata_platform.backends.answers import answered
-from strata_platform.backends.backend import Pause, points, with_progress
+from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
 from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
 from strata_platform.backends.pod_logs import PodLogs, has_begun, line_of, read
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
-from strata_platform.estimate.gpus import gpu_called
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
 
@@ -86,7 +84,7 @@ class FlyteBackend:
     def gpu(self, spec: RunSpec) -> Gpu | None:
         """The kind that `resources.gpu_type` names."""
         asked = spec.resources
-        return gpu_called(asked.gpu_type) if asked.gpu and asked.gpu_type else None
+        return known_gpu(asked.gpu_type or "a GPU without resources.gpu_type") if asked.gpu else None
 
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow."""
@@ -210,11 +208,9 @@ class FlyteBackend:
         with answered(f"to read the outputs of {name}"):
             places = self._places(execution)
             if to is not None:
-                to.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(to / "model", ignore_errors=True)
-                for kind, file in (("model", "model"), ("report", "report.html"), ("record", "record.json")):
-                    self._remote.file_access.get_data(places[kind], str(to / file), is_multipart=kind == "model")
-                    places[kind] = str(to / file)
+                for kind, into in destinations(to).items():
+                    self._remote.file_access.get_data(places[kind], str(into), is_multipart=kind == "model")
+                    places[kind] = str(into)
         return Outputs(**places)
 
     def _executions(self, name: str) -> list[Execution]:

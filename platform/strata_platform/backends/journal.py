@@ -127,12 +127,10 @@ def tail(path: Path, is_over: Callable[[], bool], pause: Callable[[], None]) -> 
         if path.exists():
             with path.open("rb") as file:
                 file.seek(position)
-                new = file.read()
-            position += len(new)
-            *lines, rest = (rest + new).split(b"\n")
-            for line in lines:
-                if (values := _object(line)) is not None:
-                    yield values
+                while new := file.read(1 << 20):
+                    position += len(new)
+                    *lines, rest = (rest + new).split(b"\n")
+                    yield from (values for line in lines if (values := _object(line)) is not None)
         if over:
             return
         pause()

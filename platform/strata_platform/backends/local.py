@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strata_platform.backends.backend import Pause, points, with_progress
+from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
 from strata_platform.backends.journal import Journal, State, recent, tail
 from strata_platform.backends.supervisor import CANCEL
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
-from strata_platform.estimate.gpus import gpu_called
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 from strata_platform.spec import RunSpec, dump_spec
 
@@ -51,7 +50,7 @@ class LocalBackend:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
             answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-            return gpu_called(answer.stdout.partition("\n")[0])
+            return known_gpu(answer.stdout.partition("\n")[0])
         return None
 
     def submit(self, spec: RunSpec) -> Run:
@@ -144,8 +143,7 @@ class LocalBackend:
         while journal.is_held:
             pid = journal.state().pid
             if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, CANCEL)
+                _send(pid, journal)
                 return
             time.sleep(0.05)
 
@@ -162,8 +160,9 @@ class LocalBackend:
                 f"{name} has succeeded, and is without {', '.join(missing)}: somebody removed it", status=410
             )
         if to is not None:
-            to.mkdir(parents=True, exist_ok=True)
-            places = {kind: _copy(place, to) for kind, place in places.items()}
+            for kind, into in destinations(to).items():
+                copy = shutil.copytree if places[kind].is_dir() else shutil.copy2
+                places[kind] = Path(copy(places[kind], into))
         return Outputs(**{kind: str(place) for kind, place in places.items()})
 
     def list(self) -> list[Run]:
@@ -213,12 +212,20 @@ def _exists(name: str, journal: Journal) -> RunExists:
     )
 
 
+def _send(pid: int, journal: Journal) -> None:
+    """Tell the supervisor, and no other process that has its number now, to end the run."""
+    try:
+        if b"strata_platform.backends.supervisor" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            raise ProcessLookupError
+        os.kill(pid, CANCEL)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        if journal.is_held:
+            raise BackendError(
+                f"the supervisor of {journal.run}, process {pid}, is not on this machine; cancel the run where it was "
+                "submitted"
+            ) from error
+
+
 def _last_line(file: Path) -> str:
     lines = file.read_text(errors="replace").split("\n") if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _copy(place: Path, to: Path) -> Path:
-    if place.is_dir():
-        return Path(shutil.copytree(place, to / place.name, dirs_exist_ok=True))
-    return Path(shutil.copy2(place, to / place.name))

@@ -159,15 +159,21 @@ class PodLogs:
 def read(cluster: Cluster, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
     """A pod's log, each line with its time stamp; with `last`, so many lines of its end."""
     more = {} if last is None else {"tail_lines": last}
-    answer = cluster.core.read_namespaced_pod_log(
-        pod.metadata.name,
-        pod.metadata.namespace,
-        container=pod.spec.containers[0].name,
-        follow=follow,
-        timestamps=True,
-        _preload_content=False,
-        **more,
-    )
+    try:
+        answer = cluster.core.read_namespaced_pod_log(
+            pod.metadata.name,
+            pod.metadata.namespace,
+            container=pod.spec.containers[0].name,
+            follow=follow,
+            timestamps=True,
+            _preload_content=False,
+            **more,
+        )
+    except client.ApiException as error:
+        # It was removed since it was listed, or its container was.
+        if error.status not in (400, 404):
+            raise
+        return
     try:
         for raw in answer:
             yield raw.decode(errors="replace")

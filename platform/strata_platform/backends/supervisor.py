@@ -75,7 +75,7 @@ class Attempt:
             return False, "\n".join(words).removeprefix("error: ")
         killed = next((-code for code in codes if code < 0 and code != -signal.SIGTERM), None)
         if killed is not None:
-            return True, f"a process was killed by {signal.Signals(killed).name}"
+            return True, f"a process was killed by {_named(killed)}"
         if _EXIT_HUNG in codes:
             return True, "training hung; the stacks of its processes are in the run's folder, in hangs"
         if set(codes) <= {_EXIT_PREEMPTED, -signal.SIGTERM}:
@@ -118,8 +118,7 @@ class Supervisor:
         elif self._stopped_by == CANCEL:
             self._finish(Phase.ABORTED, "Canceled", f"canceled; {_CONTINUE}")
         elif self._stopped_by:
-            how = signal.Signals(self._stopped_by).name
-            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {how}; {_CONTINUE}")
+            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {_CONTINUE}")
         elif lost:
             self._finish(Phase.FAILED, "GivenUp", f"given up after {self._retries + 1} starts: {why}")
         else:
@@ -213,6 +212,11 @@ class Supervisor:
 
     def _event(self, reason: str, message: str, kind: Any = "normal") -> None:
         self._journal.add_event(Event(time.time(), reason, message, kind))
+
+
+def _named(number: int) -> str:
+    """A signal by its name; those for real-time use have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _end_with_parent() -> None:
