@@ -122,7 +122,8 @@ def _spoken(chart: Chart, finite: list[float]) -> str:
     return "; ".join(parts)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A place, 0 to 1, as SVG has it."""
     assert -1e-6 <= share <= 1 + 1e-6, share
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
@@ -130,11 +131,11 @@ def _percent(share: float) -> str:
 def _grid(x: Axis, y: Axis) -> list[Html]:
     drawn = []
     for tick, label in zip(y.ticks, y.labels, strict=True):
-        place = _percent(1 - y.at(tick))
+        place = percent(1 - y.at(tick))
         drawn.append(element("line", x1="0", x2="100%", y1=place, y2=place, class_="grid"))
         drawn.append(element("text", label, x="-8", y=place, dy="0.33em", class_="y"))
     for tick, label in zip(x.ticks, ("step 0", *x.labels[1:]), strict=True):
-        drawn.append(element("text", label, x=_percent(x.at(tick)), y="100%", dy="1.6em", class_="x"))
+        drawn.append(element("text", label, x=percent(x.at(tick)), y="100%", dy="1.6em", class_="x"))
     return drawn
 
 
@@ -160,15 +161,15 @@ def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Ht
     edges = [0.0, *((left + right) / 2 for left, right in pairwise(places)), 1.0]
     drawn = []
     for index, place, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
-        value, at = chart.values[index], _percent(place)
+        value, at = chart.values[index], percent(place)
         mean = f" (mean {number(means[index], chart.digits)})" if means else ""
         drawn.append(
             element(
                 "g",
                 element("title", f"step {chart.steps[index]:,}: {number(value, chart.digits)} {chart.unit}{mean}"),
-                element("rect", x=_percent(left), width=_percent(right - left), height="100%"),
+                element("rect", x=percent(left), width=percent(right - left), height="100%"),
                 element("line", x1=at, x2=at, y2="100%"),
-                element("circle", cx=at, cy=_percent(1 - y.at(value)), r="3.5"),
+                element("circle", cx=at, cy=percent(1 - y.at(value)), r="3.5"),
                 class_="band",
             )
         )
@@ -176,7 +177,7 @@ def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Ht
 
 
 def _restart(step: int, x: Axis) -> Html:
-    at = _percent(x.at(step))
+    at = percent(x.at(step))
     title = element("title", f"restart: a new attempt begins with step {step:,}")
     # The second line is the first one's target for a pointer: wide and unseen.
     lines = join(element("line", x1=at, x2=at, y2="100%", class_=kind) for kind in ("restart", "target"))
@@ -185,6 +186,4 @@ def _restart(step: int, x: Axis) -> Html:
 
 def _mark(chart: Chart, mark: Mark, x: Axis, y: Axis) -> Html:
     title = element("title", f"{mark.label}: {number(mark.value, chart.digits)} {chart.unit}")
-    return element(
-        "circle", title, cx=_percent(x.at(mark.step)), cy=_percent(1 - y.at(mark.value)), r="5", class_="mark"
-    )
+    return element("circle", title, cx=percent(x.at(mark.step)), cy=percent(1 - y.at(mark.value)), r="5", class_="mark")

@@ -214,12 +214,12 @@ def warmup(record: CompletionRecord) -> Html:
         "section",
         element("h2", "Kernel warm-up"),
         _note(f"No kernels were warmed up: {reason}.") if reason else None,
-        _table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
+        table(("Warm-up", "Value"), [(label, _value(value)) for label, value in rows]) if rows else None,
         *(
             element("p", problem, class_="note problem")
             for problem in (*report.get("problems", ()), *report.get("graph_problems", ()))
         ),
-        _table(("Compiled during training", "Difference from what was planned"), missed) if missed else None,
+        table(("Compiled during training", "Difference from what was planned"), missed) if missed else None,
     )
 
 
@@ -258,8 +258,8 @@ def warmed_kernels(record: CompletionRecord) -> Html | None:
     return element(
         "section",
         element("h2", "Warm-up by kernel"),
-        _table(("Kernel", "Error"), failed) if failed else None,
-        _table(("Kernel", "Cache", "Seconds"), ready) if ready else None,
+        table(("Kernel", "Error"), failed) if failed else None,
+        table(("Kernel", "Cache", "Seconds"), ready) if ready else None,
     )
 
 
@@ -270,14 +270,14 @@ def _kernel(kernel: Mapping[str, Any]) -> Html:
 def kernels(record: CompletionRecord) -> Html:
     """Modules that run a fused operator, by operator."""
     patched = [(element("code", name), f"{modules:,}") for name, modules in record.kernels.items()]
-    body = _table(("Operator", "Modules patched"), patched) if patched else _note("No module was patched.")
+    body = table(("Operator", "Modules patched"), patched) if patched else _note("No module was patched.")
     return element("section", element("h2", "Fused operators"), body)
 
 
 def data(record: CompletionRecord) -> Html:
     """Counts of the prepared data, and whether every sample that was read is accounted for."""
     rows = [(_words(key), f"{value:,}") for key, value in record.data.items()]
-    body = _table(("Data", "Count"), rows) if rows else _note("No count was reported.")
+    body = table(("Data", "Count"), rows) if rows else _note("No count was reported.")
     return element("section", element("h2", "Data"), body, _accounting(record.data))
 
 
@@ -295,7 +295,7 @@ def _accounting(counts: Mapping[str, int]) -> Html | None:
 def versions(record: CompletionRecord) -> Html:
     """Packages of the run."""
     rows = [(name, element("code", version)) for name, version in record.versions.items()]
-    body = _table(("Package", "Version"), rows) if rows else _note("No version was recorded.")
+    body = table(("Package", "Version"), rows) if rows else _note("No version was recorded.")
     return element("section", element("h2", "Versions"), body)
 
 
@@ -303,7 +303,7 @@ def completion(record: CompletionRecord) -> Html:
     """The record's own fields under their own names, exactly."""
     values = record.model_dump(exclude=set(_NESTED))
     rows = [(element("code", name), "none" if value is None else _value(value)) for name, value in values.items()]
-    return element("section", element("h2", "Completion record"), _table(("Field", "Value"), rows))
+    return element("section", element("h2", "Completion record"), table(("Field", "Value"), rows))
 
 
 def spec(spec_yaml: str) -> Html:
@@ -338,7 +338,7 @@ def _value(value: Any) -> str:
             return str(value)
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """A table whose first column names the row; a column of numbers alone stands to the right."""
     rows = list(rows)
     classes = [_column_class([row[column] for row in rows]) if column else None for column in range(len(headers))]

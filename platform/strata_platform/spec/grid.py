@@ -1,0 +1,74 @@
+"""Several runs from one spec: every combination of the values that some of its fields take."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from strata_platform.errors import Problem, SpecError
+from strata_platform.spec.models import RunSpec
+
+# So many runs nobody asks for but by a slip.
+_MOST = 256
+
+
+class Grid(BaseModel):
+    """Fields of a spec, by their paths, and the values that each takes in turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fields: dict[str, list[Any]] = Field(description="`optimizer.lr: [1.0e-4, 2.0e-4]`: a path and its values.")
+
+    def runs(self, base: RunSpec) -> list[RunSpec]:
+        """A spec for each combination, named `<name>-001` and so on, in the order of the fields and their values.
+
+        Where a section's `type` changes, its other fields start from their defaults.
+
+        Raises SpecError with every problem of any combination, each once.
+
+        >>> runs = Grid(fields={"optimizer.lr": [1e-4, 2e-4], "seed": [0, 1]}).runs(RunSpec())
+        >>> [(run.name, run.optimizer.lr, run.seed) for run in runs][1]
+        ('finetune-002', 0.0001, 1)
+        """
+        problems = dict.fromkeys(self._problems())
+        found = []
+        combinations = [] if problems else list(product(*self.fields.values()))
+        for number, values in enumerate(combinations, start=1):
+            changes = dict(zip(self.fields, values, strict=True))
+            try:
+                found.append(_changed(base, {"name": f"{base.name}-{number:03d}", **changes}))
+            except SpecError as error:
+                problems |= dict.fromkeys(error.problems)
+        if problems:
+            raise SpecError(list(problems), "grid")
+        return found
+
+    def _problems(self) -> list[Problem]:
+        said = [Problem("fields", "empty; give a field and its values, such as optimizer.lr: [1.0e-4, 2.0e-4]")]
+        problems = [] if self.fields else said
+        runs = 1
+        for path, values in self.fields.items():
+            if path in ("name", "output"):
+                problems.append(Problem(f"fields.{path}", "every run has its own name in the one output; leave it out"))
+            if not values:
+                problems.append(Problem(f"fields.{path}", "has no values; give some, or leave it out"))
+            runs *= len(values)
+        if runs > _MOST:
+            problems.append(Problem("fields", f"{runs} combinations, more than {_MOST}; sweep fewer fields at a time"))
+        return problems
+
+
+def _changed(base: RunSpec, changes: dict[str, Any]) -> RunSpec:
+    values = base.model_dump()
+    # A section's type first: it decides which other fields there are.
+    for path, value in sorted(changes.items(), key=lambda change: not change[0].endswith(".type")):
+        section, _, field = path.rpartition(".")
+        at = values
+        for name in filter(None, section.split(".")):
+            at = at.setdefault(name, {})
+        if field == "type" and at.get("type") != value:
+            at.clear()
+        at[field] = value
+    return RunSpec.model_validate(values)

@@ -1,0 +1,118 @@
+"""Flyte tasks of a sweep: the runs of a grid, and what came of them side by side."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flytekit import Deck, FlyteContext, LaunchPlan, task
+from flytekit.core.array_node import ArrayNode
+from flytekit.core.promise import Promise
+from flytekit.core.type_engine import TypeEngine
+from flytekit.types.file import FlyteFile
+
+from strata_platform.spec import RunSpec, dump_spec
+from strata_platform.spec.grid import Grid
+from tasks.paths import file
+from tasks.resources import SMALL
+from tasks.runtime.log import configure_logging
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.report.comparison import Trial, render_comparison
+from tasks.runtime.signals import Preempted
+
+log = logging.getLogger(__name__)
+
+
+class Swept(NamedTuple):
+    """What a sweep leaves: the spec of its best run, and a table of all."""
+
+    best: RunSpec
+    table: FlyteFile
+
+
+class EachAlone(ArrayNode):
+    """flytekit's map over a launch plan, an execution for each item, which on one machine says why an item failed."""
+
+    def local_execute(self, ctx: FlyteContext, **kwargs: Any) -> Any:
+        """As flytekit's own, which wants lists where a workflow hands on promises, and is silent about failures."""
+        given = {
+            name: TypeEngine.to_python_value(ctx, value.val, self.python_interface.inputs[name])
+            if isinstance(value, Promise)
+            else value
+            for name, value in kwargs.items()
+        }
+        launch_plan = self.target
+        self.target = _Telling(launch_plan)
+        try:
+            return super().local_execute(ctx, **given)
+        finally:
+            self.target = launch_plan
+
+
+class _Telling:
+    """A launch plan that says what it fails with. A signal to this process ends all that would come after it, too."""
+
+    def __init__(self, launch_plan: LaunchPlan) -> None:
+        self.python_interface = launch_plan.python_interface
+        self._launch_plan = launch_plan
+        self._stopped: Preempted | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        if self._stopped:
+            raise self._stopped
+        try:
+            return self._launch_plan(**inputs)
+        except Exception as error:
+            signal = next((e for e in (error, error.__cause__) if isinstance(e, Preempted)), None)
+            self._stopped = signal or self._stopped
+            log.error("a run of the sweep did not finish: %s", error)
+            raise
+
+
+@task(**SMALL)
+def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
+    """Refuse a grid that has a run which cannot be, before any is started."""
+    configure_logging()
+    runs = grid.runs(spec)
+    log.info("sweep: %d runs of %s", len(runs), ", ".join(grid.fields))
+    return runs
+
+
+@task(**SMALL)
+def read_record(record: FlyteFile) -> CompletionRecord:
+    """Of an exported run."""
+    return CompletionRecord.load(Path(record.download()))
+
+
+@task(**SMALL, enable_deck=True, deck_fields=())
+def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[CompletionRecord | None]) -> Swept:
+    """Order the runs by their loss on the validation split; those that did not finish come last."""
+    configure_logging()
+    trials = sorted(
+        (
+            Trial(run.name, tuple(_value(run, path) for path in grid.fields), record)
+            for run, record in zip(runs, records, strict=True)
+        ),
+        key=lambda trial: (trial.loss is None, trial.loss),
+    )
+    folder = Path(spec.output) / spec.name
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / "sweep.csv"
+    with table.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["run", *grid.fields, *Trial.MEASURED])
+        writer.writerows([trial.name, *trial.values, *trial.measured()] for trial in trials)
+    Deck("Sweep", render_comparison(spec.name, tuple(grid.fields), trials))
+    best = next(run for run in runs if run.name == trials[0].name)
+    log.info("best of %d runs: %s, validation loss %s", len(trials), best.name, trials[0].loss)
+    (folder / "best.yaml").write_text(dump_spec(best), encoding="utf-8")
+    return Swept(best, file(table))
+
+
+def _value(run: RunSpec, path: str) -> Any:
+    value: Any = run
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,83 @@
+"""Many runs side by side, on one machine: what `pyflyte run workflows/sweep.py sweep` leaves."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from strata_platform.spec import RunSpec, load_spec
+from strata_platform.spec.grid import Grid
+from tasks.runtime.record import CompletionRecord
+from tasks.runtime.report.comparison import Trial, render_comparison
+from tasks.sweep import compare
+
+ROOT = Path(__file__).parents[2]
+PYFLYTE = Path(sys.executable).with_name("pyflyte")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Of two runs one ends with weights that are not numbers."""
+    folder = tmp_path_factory.mktemp("sweep")
+    spec = {
+        "name": "sweep",
+        "output": str(folder / "out"),
+        "data": {"sequence_length": 64, "max_samples": 60},
+        "training": {"steps": 2, "micro_batch_size": 1},
+        "evaluation": {"samples": 0, "max_batches": 1},
+        "optimizer": {"lr": 1.0, "max_grad_norm": 0},
+    }
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    (folder / "grid.yaml").write_text("fields: {optimizer.eps: [1.0e-8, 1.0e-300]}")
+    files = ["--spec", str(folder / "spec.yaml"), "--grid", str(folder / "grid.yaml")]
+    command = [PYFLYTE, "run", "workflows/sweep.py", "sweep", *files]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, text=True, capture_output=True, timeout=400
+    )
+    return folder / "out" / "sweep", ended
+
+
+def record(name, loss):
+    return CompletionRecord(
+        status="complete", name=name, spec_hash="", steps=1, steps_asked=1, tokens=1, target_tokens=1, train_loss=1.0,
+        eval_loss_after=loss, checkpoint="", restarts=0, seconds=1.0, tokens_per_second=1.0, peak_memory_bytes=0,
+        parameters=1, trainable_parameters=1, device="", world_size=1, data={}, kernels={}, warmup={}, versions={},
+    )  # fmt: skip
+
+
+def test_runs_are_ordered_by_their_loss_and_the_lost_come_last(tmp_path):
+    spec, grid = RunSpec(name="s", output=str(tmp_path)), Grid(fields={"optimizer.lr": [1e-4, 2e-4, 3e-4, 4e-4]})
+    runs = grid.runs(spec)
+    losses = {"s-001": 2.0, "s-002": 1.5, "s-004": 1.8}
+    records = [record(run.name, losses[run.name]) if run.name in losses else None for run in runs]
+    found = compare(spec=spec, grid=grid, runs=runs, records=records)
+    assert found.best == runs[1] == load_spec(tmp_path / "s" / "best.yaml")
+    rows = list(csv.reader((tmp_path / "s" / "sweep.csv").read_text().splitlines()))
+    assert rows[0][:3] == ["run", "optimizer.lr", "validation loss"]
+    assert [row[0] for row in rows[1:]] == ["s-002", "s-004", "s-001", "s-003"]
+    assert rows[4][2:] == ["", "", "", ""]
+
+
+def test_the_page_has_every_run_and_a_dot_for_those_that_finished():
+    trials = [
+        Trial("a", (1e-4, "<b>"), record("a", 1.5)),
+        Trial("b", (1e-3, "<c>"), record("b", 2.5)),
+        Trial("c", (1e-2, "<c>"), None),
+    ]
+    page = render_comparison("name", ("optimizer.lr", "objective.type"), trials)
+    assert "2 of 3 runs finished" in page and "did not finish" in page
+    assert page.count("<circle") == 4 and "<b>" not in page
+
+
+def test_a_sweep_leaves_a_table_and_the_best_spec(swept):
+    folder, ended = swept
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = list(csv.DictReader((folder / "sweep.csv").read_text().splitlines()))
+    assert {row["run"] for row in rows} == {"sweep-001", "sweep-002"}
+    assert float(rows[0]["validation loss"]) > 0
+    assert load_spec(folder / "best.yaml").name == rows[0]["run"]
+    assert (folder.parent / rows[0]["run"] / "record.json").exists()

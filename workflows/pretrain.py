@@ -1,0 +1,22 @@
+"""Pretrain a language model: `pyflyte run workflows/pretrain.py pretrain [--spec my.yaml]`."""
+
+from __future__ import annotations
+
+from flytekit import workflow
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Pretrain
+from tasks.export import Exported
+from workflows.finetune import finetune
+
+DEFAULT = RunSpec(name="pretrain", objective=Pretrain())
+
+
+@workflow
+def pretrain(spec: RunSpec = DEFAULT) -> Exported:
+    """Learn to predict every token of the data, from scratch or from a model that is there.
+
+    The same steps as `finetune`, from another default: without a spec a small Llama learns all text of Python's
+    standard library's docstrings.
+    """
+    return finetune(spec=spec)
