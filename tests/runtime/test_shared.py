@@ -80,6 +80,11 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
         ("falcon_h1", {}, r"has layers that are no attention and go through a row in order; set parallel\.context"),
         ("gemma2", {}, r"caps the scores of attention"),
         (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
+            r"rope_type 'dynamic'",
+        ),
+        (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             r"rope_type 'dynamic'",

@@ -48,9 +48,12 @@ def _obstacle(config: PretrainedConfig) -> str | None:
         return "has layers that are no attention and go through a row in order"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the scores of attention (attn_logit_softcapping)"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        return f"has rotary embeddings that go by the length of a row (rope_type {rope!r})"
+    rope = getattr(config, "rope_parameters", None) or {}
+    # For all layers, or by their type.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            kind = parameters["rope_type"]
+            return f"has rotary embeddings that go by the length of a row (rope_type {kind!r})"
     return None
 
 

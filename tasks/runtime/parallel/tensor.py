@@ -42,7 +42,7 @@ def require_divisible(spec: RunSpec) -> None:
         return
     config = load_config(spec)
     _plan(config)
-    sizes = {name: getattr(config, name) for name in _CUT}
+    sizes = {name: getattr(config, name) for name in _CUT if getattr(config, name, None)}
     for name, size in sizes.items():
         if size % ways:
             others = ", ".join(str(n) for n in range(1, ways) if not any(size % n for size in sizes.values()))
