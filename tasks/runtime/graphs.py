@@ -70,6 +70,12 @@ def begin(directory: Path, name: str) -> None:
     os.environ[FOLDER] = str(given / folder)
 
 
+def _folder() -> Path | None:
+    """The folder of this start; any other is PyTorch's own, with graphs of whoever works on this machine."""
+    folder = Path(os.environ.get(FOLDER, ""))
+    return folder if folder.name.startswith(_OURS) else None
+
+
 def _empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +100,14 @@ def key_of(spec: RunSpec) -> str:
 
 
 def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
-    """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report."""
+    """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report.
+
+    {} where none could be made.
+    """
     start = time.perf_counter()
-    folder, environment, key = Path(os.environ[FOLDER]), graphs.environment(), key_of(spec)
+    folder, environment, key = _folder(), graphs.environment(), key_of(spec)
+    if folder is None:
+        return {}
     origin, count = None, 0
     for name, store in _places(spec, environment, images, patience):
         files = patience.ask("read", lambda store=store: store.pull(key)) if name == "store" else _pull(store, key)
@@ -147,7 +158,7 @@ class Giver:
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         self._spec, self._processes = spec, processes
-        self._folder = Path(os.environ.get(FOLDER, ""))
+        self._folder = _folder()
         self._steps = self._given = 0
         self._before = graphs.counted()
         self._thread: Thread | None = None
@@ -179,27 +190,25 @@ class Giver:
 
     def _give(self) -> None:
         compiled = graphs.counted().compiled - self._before.compiled
-        # Of another name it is PyTorch's own, with graphs of whoever works on this machine.
-        ours = self._folder.name.startswith(_OURS)
-        if compiled == self._given or self._processes.local_rank != 0 or not ours:
+        if compiled == self._given or self._processes.local_rank != 0 or self._folder is None:
             return
         if self._thread is not None:
             self._thread.join()
         self._given = compiled
-        self._thread = Thread(target=self._archive, daemon=True, name="graphs")
+        self._thread = Thread(target=self._archive, args=(self._folder,), daemon=True, name="graphs")
         self._thread.start()
 
-    def _archive(self) -> None:
+    def _archive(self, folder: Path) -> None:
         environment, key = graphs.environment(), key_of(self._spec)
         problems = self._patience.problems
         files: graphs.Files = {}
         try:
-            files = graphs.read(self._folder)
+            files = graphs.read(folder)
             pod = _of_pod(environment)
             pod.replace(key, files)
             pod.trim()
         except OSError as error:
-            problems.append(f"{self._folder} could not be archived: {error}")
+            problems.append(f"{folder} could not be archived: {error}")
         if files and self._processes.is_main:
             self._push(environment, key, files)
         for problem in problems:

@@ -150,6 +150,8 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     giver = graphs.Giver(spec, Processes())
     giver.close()
     assert giver.to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
+    shared(tmp_path).replace(graphs.key_of(spec), {"new": b""})
+    assert graphs.take(spec, [], Patience()) == {} and kept.read(here()) == FILES
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
