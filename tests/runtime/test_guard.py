@@ -18,11 +18,18 @@ from tasks.runtime.metrics import Point, read_points
 from tasks.runtime.optimizer import build_optimizer, withhold
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord
+from tests.runtime import test_matrix
 from tests.runtime.ruinous import BAD, ruin
-from tests.runtime.test_matrix import approx, curve, file_of, launch, make_spec
+from tests.runtime.test_matrix import approx, curve, file_of, launch
 from tests.runtime.train_only import train_spec
 
 STEPS, SAVED = 6, 2
+
+
+def make_spec(*cell, **options):
+    """With data of more than these steps: what ruins one is read once."""
+    values = test_matrix.make_spec(*cell, **options).model_dump()
+    return RunSpec.model_validate({**values, "data": {**values["data"], "max_samples": 120}})
 
 
 def with_faults(spec, optimizer=None, **faults):

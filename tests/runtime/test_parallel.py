@@ -48,7 +48,7 @@ def make_spec(output, name, framework, parallel, optimizer, processes=4):
 
 
 def points(spec, attempt=None):
-    """As `curve`, without the norm where nothing is clipped."""
+    """As `curve`; the norm is 0 where steps are taken before it is known."""
     return [(step, loss, norm or 0.0, *counts) for step, loss, norm, *counts in curve(spec, attempt)]
 
 
@@ -62,13 +62,15 @@ def alone(output):
     """The curve of one process, by the optimizer's settings."""
     curves = {}
 
-    def curve_of(optimizer):
-        optimizer = {name: value for name, value in optimizer.items() if name != "in_backward"}
+    def curve_of(settings):
+        optimizer = {name: value for name, value in settings.items() if name != "in_backward"}
         key = json.dumps(optimizer)
         if key not in curves:
             spec = make_spec(output, f"alone-{len(curves)}", "torch", {"type": "single"}, optimizer, 1)
             assert train_spec(spec).status == "complete"
             curves[key] = points(spec)
+        if "in_backward" in settings:
+            return [(step, loss, 0.0, *counts) for step, loss, _, *counts in curves[key]]
         return curves[key]
 
     return curve_of
