@@ -12,10 +12,10 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
 
-.PHONY: help setup finetune test lint format lock docs clean
+.PHONY: help setup finetune test e2e lint format lock docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv with the locked packages and the project itself
 
@@ -33,6 +33,11 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
+	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \
+		test -n "$${!name}" || { echo "error: set $$name; docs/testing.md says to what" >&2; exit 2; }; done
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 lint: $(READY) ## Check style, types, layering, spelling and the images
 	$(BIN)/ruff check .

@@ -35,6 +35,9 @@ from tasks.runtime.watchdog import EXIT_HUNG
 
 log = logging.getLogger(__name__)
 
+# Of a pod that ends by SIGTERM, as a shell counts.
+EXIT_STOPPED = 128 + signal.SIGTERM
+
 
 @dataclass
 class Training(Elastic):
@@ -63,9 +66,11 @@ class TrainingTask(PytorchElasticFunctionTask):
         except IgnoreOutputs as end:
             # Also how a node without rank 0 ends well; a signal is told by what the plugin was handling.
             if isinstance(end.__context__, SignalException):
-                _recoverable(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
+                _stopped(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
             if not is_local():
                 outlive_main_pod()
+                # Were this pod told to stop for a reason of its own, a good end would end the job.
+                raise SystemExit(EXIT_STOPPED) from end
             raise
         except (RendezvousError, dist.DistError) as error:
             _recoverable(f"this pod lost the others, or never found them: {error}", error)
@@ -97,6 +102,19 @@ def outlive_main_pod() -> None:
     # The agent leaves a handler of its own behind, which may be the one that is called.
     except (Preempted, SignalException):
         return
+
+
+def _stopped(reason: str, cause: BaseException) -> NoReturn:
+    """End a pod that was told to stop.
+
+    In a cluster without Flyte's error file: a job that is suspended and resumed stays in its attempt, and Flyte would
+    call it failed, once it has succeeded, for the file that its earlier pods left there. A pod that fails is known to
+    Flyte without one.
+    """
+    if is_local():
+        _recoverable(reason, cause)
+    log.warning("%s; what comes next continues from the last checkpoint", reason)
+    raise SystemExit(EXIT_STOPPED) from cause
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig
-from peft.tuners.lora import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
+
+# Imported where there is an adapter: PEFT loads every quantization library that is installed, which takes seconds.
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraModel
 
 # Of every tensor so many values are looked at: any further training of a model moves some of them.
 _SAMPLED = 256
@@ -36,6 +38,9 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
     settings = spec.adapter
     if not isinstance(settings, Lora):
         return None
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
     _require_targets(model, settings)
     config = LoraConfig(
         **settings.model_dump(exclude={"type", "target_modules", "quantization"}),
@@ -55,6 +60,8 @@ def has_adapter(model: nn.Module) -> bool:
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """What `model`, wrapped or not, computes in this block is what it would without its adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers, "no adapter is switched off"
     # PEFT's own switch, but for the freezing that `enable_adapters` adds: FSDP remembers which weights learn.

@@ -1,0 +1,47 @@
+"""Tests on a cluster with everything installed, skipped where there is none; docs/testing.md says how to get one."""
+
+import os
+
+import pytest
+
+NEEDED = {
+    "KUBECONFIG": "a cluster, with an administrator's rights",
+    "FLYTECTL_CONFIG": "the file of flytectl and pyflyte for its Flyte",
+    "STRATA_E2E_IMAGE": "the project's image there",
+}
+MISSING = [name for name in NEEDED if not os.environ.get(name)]
+
+
+def pytest_configure(config):
+    if not MISSING:
+        # Flyte's and Kubernetes' clients leave connections for the garbage collector to close.
+        config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")
+        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def pytest_collection_modifyitems(items):
+    if MISSING:
+        skip = pytest.mark.skip(reason=f"no cluster: {', '.join(MISSING)} not set; docs/testing.md")
+        for item in items:
+            if "tests/e2e" in item.path.as_posix():
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    from kubernetes import config
+
+    from tests.e2e.cluster import Cluster, Window, until
+
+    config.load_kube_config()
+    found = Cluster(os.environ["STRATA_E2E_IMAGE"])
+    with found.pod(["sleep", "86400"]) as name:
+        until("the window is open", lambda: found.is_running(name))
+        found.window = Window(name)
+        yield found
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster, tmp_path_factory):
+    """The run that others are compared with, started as a person does."""
+    return cluster.launched(tmp_path_factory.mktemp("spec") / "spec.yaml")

@@ -1,0 +1,164 @@
+"""What a tenant must not do is tried, and refused for the right reason."""
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+from kubernetes import client
+from kubernetes.client import ApiException
+
+from tests.e2e.cluster import JOBS, NAMESPACE, QUEUES, RIVAL_NAMESPACE, TENANT, until
+
+MEMBER = TENANT["members"][0]["name"]
+RUNS = f"system:serviceaccount:{NAMESPACE}:strata"
+CONTAINER = {"name": "c", "image": "none", "resources": {"limits": {"cpu": "10m", "memory": "16Mi"}}}
+SAFE = {
+    "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+    "containers": [
+        CONTAINER | {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
+    ],
+}
+
+
+@contextmanager
+def refused(*reasons):
+    """The block's request is refused, and told why in these words."""
+    with pytest.raises(ApiException) as refusal:
+        yield
+    assert refusal.value.status in (403, 422), refusal.value
+    said = json.loads(refusal.value.body)["message"]
+    for reason in reasons:
+        assert reason in said
+
+
+def impersonated(user):
+    api = client.ApiClient()
+    api.set_default_header("Impersonate-User", user)
+    return client.CoreV1Api(api), client.CustomObjectsApi(api)
+
+
+def pod(spec, **metadata):
+    return {"metadata": {"name": "e2e-refused", **metadata}, "spec": SAFE | spec}
+
+
+def test_the_pod_that_the_others_differ_from_is_taken(cluster):
+    cluster.core.create_namespaced_pod(NAMESPACE, pod({}), dry_run="All")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"containers": [CONTAINER | {"securityContext": {"privileged": True}}]}, "privileged"),
+        ({"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}, "hostPath"),
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"hostPID": True}, "hostPID"),
+        ({"securityContext": {"runAsUser": 0}}, "runAsNonRoot"),
+        ({"containers": [CONTAINER | {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}]}, "capabilities"),
+    ],
+    ids=["privileged", "host-path", "host-network", "host-processes", "root", "capability"],
+)
+def test_a_pod_that_reaches_for_the_machine(cluster, spec, reason):
+    with refused('violates PodSecurity "restricted', reason):
+        cluster.core.create_namespaced_pod(NAMESPACE, pod(spec), dry_run="All")
+
+
+@pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/queue-name": "rival"}], ids=["none", "of-another-tenant"])
+@pytest.mark.parametrize("kind", ["job", "pod-with-gpu"])
+def test_a_queue_that_is_not_the_tenants(cluster, kind, labels):
+    with refused("has to name a queue of its namespace", "set resources.queue in the spec of the run"):
+        if kind == "job":
+            worker = {"replicas": 2, "restartPolicy": "Never", "template": {"spec": SAFE}}
+            job = {
+                "metadata": {"name": "e2e-refused", "labels": labels},
+                "spec": {"pytorchReplicaSpecs": {"Worker": worker}},
+            }
+            job |= {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
+            cluster.custom.create_namespaced_custom_object(*JOBS, job, dry_run="All")
+        else:
+            (container,) = SAFE["containers"]
+            gpu = container | {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": "1", "memory": "1Gi"}}}
+            cluster.core.create_namespaced_pod(NAMESPACE, pod({"containers": [gpu]}, labels=labels), dry_run="All")
+
+
+@pytest.mark.parametrize("user", [MEMBER, RUNS], ids=["member", "run"])
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda core, custom: core.list_namespaced_secret(NAMESPACE),
+        lambda core, custom: core.list_namespaced_secret(RIVAL_NAMESPACE),
+        lambda core, custom: core.list_namespaced_pod(RIVAL_NAMESPACE),
+        lambda core, custom: core.read_namespaced_pod_log("any", RIVAL_NAMESPACE),
+        lambda core, custom: core.connect_get_namespaced_pod_exec("any", RIVAL_NAMESPACE, command="id"),
+        lambda core, custom: core.create_namespaced_pod(NAMESPACE, pod({}), dry_run="All"),
+        lambda core, custom: core.create_namespaced_pod(RIVAL_NAMESPACE, pod({}), dry_run="All"),
+        lambda core, custom: custom.patch_namespaced_custom_object(
+            *QUEUES, "research", {"spec": {"stopPolicy": "Hold"}}, dry_run="All"
+        ),
+        lambda core, custom: custom.list_namespaced_custom_object("kubeflow.org", "v1", RIVAL_NAMESPACE, "pytorchjobs"),
+        lambda core, custom: core.list_node(),
+    ],
+    ids=[
+        "own-secrets",
+        "their-secrets",
+        "their-pods",
+        "their-logs",
+        "a-shell-in-their-pod",
+        "a-pod",
+        "a-pod-of-theirs",
+        "a-queue-held",
+        "their-jobs",
+        "machines",
+    ],
+)
+def test_what_members_and_runs_ask_of_kubernetes(user, attempt):
+    with refused("forbidden", user):
+        attempt(*impersonated(user))
+
+
+def test_a_pod_cannot_have_a_secret_of_another_tenant(cluster):
+    secret = client.V1Secret(metadata={"name": "e2e-theirs"}, string_data={"key": "theirs"})
+    cluster.core.create_namespaced_secret(RIVAL_NAMESPACE, secret)
+    (container,) = SAFE["containers"]
+    asking = container | {
+        "image": cluster.image,
+        "command": ["true"],
+        "envFrom": [{"secretRef": {"name": "e2e-theirs"}}],
+    }
+    wanted = pod({"containers": [asking], "restartPolicy": "Never"}, name="e2e-thief")
+
+    def waiting():
+        found = cluster.core.read_namespaced_pod("e2e-thief", NAMESPACE).status.container_statuses or []
+        return found and found[0].state.waiting and found[0].state.waiting.message
+
+    try:
+        cluster.core.create_namespaced_pod(NAMESPACE, wanted)
+        assert 'secret "e2e-theirs" not found' in until("the pod waits", waiting, 30)
+    finally:
+        cluster.core.delete_namespaced_pod("e2e-thief", NAMESPACE, grace_period_seconds=0)
+        cluster.core.delete_namespaced_secret("e2e-theirs", RIVAL_NAMESPACE)
+
+
+def test_a_run_has_no_token_of_kubernetes_and_no_root(cluster):
+    assert "No such file" in cluster.window("ls", "/var/run/secrets/kubernetes.io/serviceaccount/token")
+    assert "uid=1000" in cluster.window("id")
+    assert "CapEff:\t0000000000000000" in cluster.window("cat", "/proc/self/status")
+
+
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3); print('connected')"
+
+
+@pytest.mark.skipif("STRATA_E2E_UNREACHABLE" not in os.environ, reason="STRATA_E2E_UNREACHABLE names no address")
+def test_an_address_outside_of_the_list_does_not_answer(cluster):
+    for address in os.environ["STRATA_E2E_UNREACHABLE"].split(","):
+        host, _, port = address.rpartition(":")
+        assert "connected" not in cluster.window("python", "-c", CONNECT, host, port), address
+
+
+BUCKET = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)"
+
+
+@pytest.mark.skipif("FLYTE_AWS_ENDPOINT" not in os.environ, reason="FLYTE_AWS_ENDPOINT names no object store")
+def test_the_object_store_asks_who_it_is(cluster):
+    said = cluster.window("python", "-c", BUCKET, f"{os.environ['FLYTE_AWS_ENDPOINT']}/flyte?list-type=2")
+    assert "HTTP Error 403" in said
