@@ -44,7 +44,7 @@ class EachAlone(ArrayNode):
             for name, value in kwargs.items()
         }
         launch_plan = self.target
-        self.target = _Telling(launch_plan)
+        self.target: Any = _Telling(launch_plan)
         try:
             return super().local_execute(ctx, **given)
         finally:

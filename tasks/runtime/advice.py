@@ -75,7 +75,11 @@ def _changes(spec: RunSpec) -> Iterator[_Change]:
         if more > processes and (rows * passes) % (more // processes) == 0 and nodes == 1:
             share = rows * passes // (more // processes)
             step = {"micro_batch_size": min(rows, share), "gradient_accumulation_steps": max(1, share // rows)}
-            shape = {"topology": {"nproc_per_node": more}, "parallel": {"type": "fsdp"}, "training": step}
+            shape: dict[str, dict[str, Any]] = {
+                "topology": {"nproc_per_node": more},
+                "parallel": {"type": "fsdp"},
+                "training": step,
+            }
             if spec.resources.gpu:
                 shape["resources"] = {"gpu": more}
             yield _Change(shape, "more GPUs, the same rows in a step")

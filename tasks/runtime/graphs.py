@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -110,7 +111,7 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
         return {}
     origin, count = None, 0
     for name, store in _places(spec, environment, images, patience):
-        files = patience.ask("read", lambda store=store: store.pull(key)) if name == "store" else _pull(store, key)
+        files = patience.ask("read", partial(store.pull, key)) if name == "store" else _pull(store, key)
         patience.problems += store.refusals()
         if files:
             try:
@@ -216,6 +217,13 @@ class Giver:
 
     def _push(self, environment: str, key: str, files: graphs.Files) -> None:
         store = open_store(self._spec.kernels.store, environment, graphs.GRAPHS, self._patience.problems)
-        if store is not None and self._patience.ask("push to", lambda: [store.replace(key, files)]):
+        if store is None:
+            return
+
+        def push() -> bool:
+            store.replace(key, files)
+            return True
+
+        if self._patience.ask("push to", push):
             self._pushed += 1
             self._patience.ask("trim", store.trim)

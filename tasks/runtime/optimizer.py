@@ -145,7 +145,8 @@ def withhold(optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients down to a global norm of `max_norm`, 0 for any, and return that before. A collective if split."""
     learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
-    norms = [nn.utils.get_total_norm([parameter.grad for parameter in alike]) for alike in learned]
+    gradients = [[p.grad for p in alike if p.grad is not None] for alike in learned]
+    norms = [nn.utils.get_total_norm(alike) for alike in gradients]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     for alike in learned if max_norm else ():

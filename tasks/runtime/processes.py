@@ -103,7 +103,9 @@ class Processes:
         # torchrun's static rendezvous keeps its store over restarts, and over the sessions of a process: without a
         # prefix of its own, one that comes back first would meet the addresses that its peers had before.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"restart-{restart}/connection-{next(_CONNECTIONS)}", store)
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"restart-{restart}/connection-{next(_CONNECTIONS)}", store
+        )
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
         )
@@ -156,7 +158,9 @@ class Processes:
         """The same processes, whose collectives, on the CPU, do not mix with those of any other group. A collective."""
         if self.world_size == 1:
             return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup), "new_group is called by its members alone"
+        return replace(self, group=group)
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true in every process. A collective."""

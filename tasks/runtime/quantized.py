@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,7 +45,7 @@ def _four_bits(layer: nn.Linear) -> nn.Linear:
     """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    settings = {"quant_type": "nf4", "compress_statistics": True}
+    settings: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
     packed: nn.Linear = Linear4bit(
         layer.in_features,
         layer.out_features,

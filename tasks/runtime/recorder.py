@@ -152,7 +152,7 @@ class Recorder:
         """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
         now, count = time.monotonic(), steps[-1].step - self._flushed_step
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
-        of_all = {
+        of_all: dict[str, Any] = {
             "attempt": self.attempt,
             "time": time.time(),
             "tokens_per_second": rate,

@@ -148,7 +148,8 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
-    run.processes.on_main(lambda: (require_divisible(run.spec), require_attention(run.spec)))
+    run.processes.on_main(lambda: require_divisible(run.spec))
+    run.processes.on_main(lambda: require_attention(run.spec))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())

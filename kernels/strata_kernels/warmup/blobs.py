@@ -106,7 +106,7 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         try:
-            import fsspec  # type: ignore[import-untyped]
+            import fsspec
         except ImportError as error:
             raise ImportError(
                 f"a store at {url} needs fsspec and its library for that scheme, such as s3fs; install them, or give a "

@@ -58,15 +58,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     encoded += b" " * (-len(encoded) % 8)
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
-        for part in (len(encoded).to_bytes(8, "little"), encoded, *map(_bytes, tensors.values())):
+        before = memoryview(len(encoded).to_bytes(8, "little") + encoded)
+        for part in (before, *map(_bytes, tensors.values())):
             digest.update(part)
-            size += _write(file, memoryview(part))
+            size += _write(file, part)
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _write(file: Any, part: memoryview) -> int:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,9 @@ def facts_of(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def amend(folder: Path, facts: dict[str, Any]) -> None:
+def amend(folder: Path, facts: Mapping[str, Any]) -> None:
     """Change what the manifest of a whole checkpoint notes of its run."""
-    write_json(folder / MANIFEST, _manifest(folder) | facts)
+    write_json(folder / MANIFEST, {**_manifest(folder), **facts})
 
 
 def latest(root: Path) -> Path | None:

@@ -82,7 +82,7 @@ class _Trainer(Trainer):
         self._job = job
         # Wrapped already; the marker keeps accelerate from doing it again where the wrapper is the model itself.
         self.model_wrapped = job.model
-        job.model._is_accelerate_prepared = True
+        job.model._is_accelerate_prepared = True  # type: ignore[assignment]
 
     def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
         return self._job.loader()

@@ -117,9 +117,9 @@ def _by_document(
     query, *others = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     queries, keys = ends.unbind()
     left = -1 if window is None else window - 1
-    attended: Tensor = varlen_attn(
-        query, *others, queries, keys, *longest, scale=scale, window_size=(left, 0), **_GROUPED
-    )
+    # Its signature is not the same in every version.
+    attend: Any = varlen_attn
+    attended: Tensor = attend(query, *others, queries, keys, *longest, scale=scale, window_size=(left, 0), **_GROUPED)
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 

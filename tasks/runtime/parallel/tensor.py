@@ -68,9 +68,9 @@ def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None
         base.get_submodule(parent).register_forward_pre_hook(_Shared(mesh), with_kwargs=True)
     for path, module in base.named_modules():
         # Between projections, and not said to have all columns: it has seen those of this process alone.
-        style = paths.get(path)
-        between = style is None and "colwise" in _styles_in(paths, path.rpartition(".")[0])
-        if (style == _OF_HEADS or between) and next(module.parameters(recurse=False), None) is not None:
+        known = paths.get(path)
+        between = known is None and "colwise" in _styles_in(paths, path.rpartition(".")[0])
+        if (known == _OF_HEADS or between) and next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(_Summing(mesh))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -145,7 +145,7 @@ class _Summing:
         # FSDP puts the same whole parameters there whenever it has gathered them.
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and not hasattr(parameter, "_strata_summed"):
-                parameter._strata_summed = parameter.register_hook(self._sum)
+                parameter._strata_summed = parameter.register_hook(self._sum)  # type: ignore[attr-defined]
 
     def _sum(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

@@ -80,8 +80,8 @@ def _plot(field: str, index: int, trials: Sequence[Trial]) -> Html:
         drawn.append(element("text", value, x=percent(place), y="100%", dy="1.6em", class_="x"))
     for trial, found in zip(trials, losses, strict=True):
         title = element("title", f"{trial.name}: {loss(found)}")
-        place = percent(across[str(trial.values[index])])
-        drawn.append(element("circle", title, cx=place, cy=percent(1 - axis.at(found)), r="5", class_="mark"))
+        x = percent(across[str(trial.values[index])])
+        drawn.append(element("circle", title, cx=x, cy=percent(1 - axis.at(found)), r="5", class_="mark"))
     spoken = f"validation loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
     caption = element("figcaption", element("h3", field, element("span", "validation loss", class_="unit")))
     return element("figure", caption, element("svg", *drawn, role="img", aria_label=spoken), class_="chart")
