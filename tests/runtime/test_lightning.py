@@ -103,7 +103,7 @@ def test_sigterm_is_answered_as_the_spec_says(output, reference, at_micro_batch,
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(output, at_micro_batch):
-    spec = make_spec(output, "lost")
+    spec = make_spec(output, "lost", faults={"nonfinite": "stop"})
     at_micro_batch(8, lambda share: type(share)(share.loss * torch.nan, share.metrics))
     with pytest.raises(ValueError, match=r"step 3: the loss is nan .* lower optimizer\.lr"):
         train_spec(spec)
