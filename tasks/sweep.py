@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import logging
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from flytekit.core.array_node import ArrayNode
 from flytekit.core.promise import Promise
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
@@ -52,23 +55,28 @@ class EachAlone(ArrayNode):
 
 
 class _Telling:
-    """A launch plan that says what it fails with. A signal to this process ends all that would come after it, too."""
+    """A launch plan that says what it fails with, and ends the whole sweep where a signal ended its run."""
 
     def __init__(self, launch_plan: LaunchPlan) -> None:
         self.python_interface = launch_plan.python_interface
         self._launch_plan = launch_plan
-        self._stopped: Preempted | None = None
 
     def __call__(self, **inputs: Any) -> Any:
-        if self._stopped:
-            raise self._stopped
         try:
             return self._launch_plan(**inputs)
         except Exception as error:
-            signal = next((e for e in (error, error.__cause__) if isinstance(e, Preempted)), None)
-            self._stopped = signal or self._stopped
+            if any(isinstance(cause, Preempted | SignalException) for cause in causes(error)):
+                # flytekit goes on with the next run after any Exception; this is none.
+                raise SystemExit(128 + signal.SIGTERM) from error
             log.error("a run of the sweep did not finish: %s", error)
             raise
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or beside."""
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @task(**SMALL)

@@ -115,7 +115,7 @@ def doctor(
         raise typer.BadParameter(f"{place!r} is not one of {', '.join(PLACES)}", param_hint="PLACE")
     found = list(examine(checks_of(place)))
     typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
-    raise typer.Exit(1 if any(finding.verdict == "problem" for finding in found) else 0)
+    raise typer.Exit(1 if any(finding.verdict == "problem" for _, finding in found) else 0)
 
 
 def _read(file: Path | None) -> RunSpec:

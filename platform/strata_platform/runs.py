@@ -101,20 +101,32 @@ class MetricPoint:
     """One optimizer step, over all processes: a line of the run's `metrics.jsonl`, field by field."""
 
     step: int
+    """Optimizer steps done, from 1."""
     attempt: int
+    """0 for the first start of the run, one more for every restart."""
     time: float
     loss: float
+    """Mean over the step: over its target tokens, nats, or over what else the objective counts."""
     learning_rate: float
     grad_norm: float | None
+    """Global gradient norm before clipping; None with `optimizer.in_backward`."""
     tokens: int
+    """Tokens processed since the run's first step, padding included."""
     target_tokens: int
+    """Tokens that carried a loss since the run's first step."""
     tokens_per_second: float
+    """Over the steps since the last flush."""
     step_seconds: float
     memory_bytes: int
+    """Peak so far of the busiest process: allocated on the GPU, resident on the CPU."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the objective tells of the step beside its loss, each a mean over the same items."""
     data_wait_seconds: float = 0.0
+    """Of `step_seconds`: what the process that waited longest for its data spent on that."""
     mfu: float | None = None
+    """Model FLOPs utilization, 0 to 1; None where the peak of the device is not known."""
     skipped: int = 0
+    """1 where the step was not taken, because of its loss or its gradients."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MetricPoint:

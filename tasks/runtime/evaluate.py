@@ -15,8 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
+from tasks.runtime.data.dataset import Batch
 from tasks.runtime.model import adopt_tokenizer, build_model, has_fused_loss, patch
-from tasks.runtime.objectives import Batch, Objective, validation_objective_of
+from tasks.runtime.objectives import Objective, validation_objective_of
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord, Sample
 from tasks.runtime.weights import build_trained_model

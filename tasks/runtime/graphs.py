@@ -111,7 +111,10 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
         return {}
     origin, count = None, 0
     for name, store in _places(spec, environment, images, patience):
-        files = patience.ask("read", partial(store.pull, key)) if name == "store" else _pull(store, key)
+        if name == "store":
+            files = patience.ask("read", partial(store.pull, key))
+        else:
+            files = _pull(store, key, patience.problems)
         patience.problems += store.refusals()
         if files:
             try:
@@ -147,10 +150,11 @@ def _of_machine(folder: Path, environment: str) -> Store:
     return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graphs.GRAPHS, trusted=True)
 
 
-def _pull(store: Store, key: str) -> graphs.Files | None:
+def _pull(store: Store, key: str, problems: list[str]) -> graphs.Files | None:
     try:
         return store.pull(key)
-    except OSError:
+    except OSError as error:
+        problems.append(f"graphs kept on this machine could not be read: {error}")
         return None
 
 

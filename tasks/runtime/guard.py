@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.order import Passed
-from tasks.runtime.metrics import Point
 from tasks.runtime.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Guard:
             self._losses = torch.where(withheld, self._losses, torch.cat([self._losses[1:], loss[None]]))
         return withheld.float()
 
-    def follow(self, points: Sequence[Point], *, newest: int, steps: int) -> None:
+    def follow(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
         """What follows steps that are done, of `steps` in all, with a checkpoint of step `newest`, 0 for none.
 
         Raises `RollBack` when the run is to go back, ValueError when it ends here; both on every process.
@@ -115,7 +115,7 @@ class Guard:
             )
         self.passed_over.append((step, fault.bad - step))
 
-    def _skip(self, point: Point, why: str, steps: int) -> None:
+    def _skip(self, point: MetricPoint, why: str, steps: int) -> None:
         self._skips += 1
         limit = self._spec.faults.max_skips
         if self._skips > limit or self._skips == steps:
@@ -135,7 +135,7 @@ def spike_limit(losses: Tensor, deviations: float) -> Tensor:
     return median + deviations * torch.maximum(deviation, _LEAST_DEVIATION * median.abs())
 
 
-def _reason(point: Point) -> tuple[str, str] | None:
+def _reason(point: MetricPoint) -> tuple[str, str] | None:
     """The field that says what follows, and why; None for a step as any other."""
     values = [value for value in (point.loss, point.grad_norm) if value is not None]
     if not all(map(math.isfinite, values)):
@@ -146,7 +146,7 @@ def _reason(point: Point) -> tuple[str, str] | None:
     return None
 
 
-def _end(point: Point, field: str, why: str, action: str) -> str:
+def _end(point: MetricPoint, field: str, why: str, action: str) -> str:
     state = "the step was not taken" if point.skipped else "the weights are lost"
     if action == "rollback":
         more = "There is no checkpoint to go back to; lower checkpoint.every, or start"

@@ -16,15 +16,16 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from strata_kernels.targets import rounded_targets
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.fragment import values_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.order import training_loader
 from tasks.runtime.guard import Guard, RollBack
-from tasks.runtime.metrics import Point
-from tasks.runtime.objectives import Batch, Objective, target_tokens
+from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optimizer import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
@@ -181,7 +182,7 @@ class Job:
         if step < self.steps:
             self.watchdog.expect(f"step {step + 1}")
 
-    def _follow(self, points: list[Point]) -> None:
+    def _follow(self, points: list[MetricPoint]) -> None:
         self.guard.follow(points, newest=self.newest, steps=self.steps)
 
     def _go_back(self, fault: RollBack) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +23,7 @@ def require_targets(spec: RunSpec) -> None:
                 "environment variable HF_TOKEN, also where the model is exported, or leave export.push_to_hub out"
             )
     if spec.export.url is not None:
-        from fsspec.core import url_to_fs
-
-        try:
-            url_to_fs(spec.export.url)
-        except (ImportError, ValueError) as error:
-            raise ValueError(
-                f"export.url {spec.export.url!r} cannot be opened: {error}; install what fsspec needs for it, or "
-                "choose another store"
-            ) from error
+        open_url(spec.export.url, "export.url")
 
 
 def publish(spec: RunSpec, model: Path) -> list[str]:
@@ -73,10 +66,8 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
 
 def _to_store(spec: RunSpec, model: Path) -> str:
     """Its configuration comes last and goes first: a folder without one is no model."""
-    from fsspec.core import url_to_fs
-
     address = f"{str(spec.export.url).rstrip('/')}/{spec.name}"
-    store, root = url_to_fs(address)
+    store, root = open_url(address, "export.url")
     store.makedirs(root, exist_ok=True)
     # Files of an earlier export that this one has not.
     for old in sorted(store.find(root), key=lambda path: not path.endswith("/config.json")):

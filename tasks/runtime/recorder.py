@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import MetricsFile, Point, read_points
+from tasks.runtime.metrics import MetricsFile, read_points
 from tasks.runtime.mfu import Mfu
 from tasks.runtime.objectives import Share
 from tasks.runtime.processes import Processes
@@ -114,7 +115,7 @@ class Recorder:
 
     def end_step(
         self, step: int, grad_norm: Tensor | float | None, learning_rate: float, withheld: Tensor | None
-    ) -> list[Point]:
+    ) -> list[MetricPoint]:
         """An optimizer step is done, or was not taken where `withheld` is 1. Returns what is written by that."""
         assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
@@ -122,7 +123,7 @@ class Recorder:
         self._targets = None
         return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
 
-    def flush(self) -> list[Point]:
+    def flush(self) -> list[MetricPoint]:
         """Write what is pending, and return it. A collective: every process calls it at the same step."""
         steps, self._pending = self._pending, []
         if not steps:
@@ -148,7 +149,7 @@ class Recorder:
             self._prometheus.report(points[-1], memory_bytes=memory, data_wait_seconds=data_wait)
         return points
 
-    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[Point]:
+    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[MetricPoint]:
         """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
         now, count = time.monotonic(), steps[-1].step - self._flushed_step
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
@@ -168,7 +169,7 @@ class Recorder:
             norm = None if step.grad_norm is None else float(step.grad_norm)
             # One strategy looks at the gradients itself, when it is to take the step.
             ruined = norm is not None and not math.isfinite(norm)
-            point = Point(
+            point = MetricPoint(
                 step=step.step,
                 loss=told.pop(_LOSS),
                 learning_rate=step.learning_rate,
@@ -211,7 +212,7 @@ class Recorder:
         if self._prometheus is not None:
             self._prometheus.close()
 
-    def _show(self, point: Point) -> None:
+    def _show(self, point: MetricPoint) -> None:
         left = (self._steps - point.step) * point.step_seconds
         width = len(str(self._steps))
         log.info(
@@ -235,12 +236,12 @@ def _peak_memory(processes: Processes) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def throughput(points: list[Point]) -> float:
+def throughput(points: list[MetricPoint]) -> float:
     """Median tokens per second over a run's steps; 0 when it has none."""
     return statistics.median(point.tokens_per_second for point in points) if points else 0.0
 
 
-def utilization(points: list[Point]) -> float | None:
+def utilization(points: list[MetricPoint]) -> float | None:
     """Median MFU over a run's steps; None when it was not measured."""
     measured = [point.mfu for point in points if point.mfu is not None]
     return statistics.median(measured) if measured else None

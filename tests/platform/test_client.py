@@ -7,22 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from strata_platform.backends.backend import known_gpu
+from strata_platform.backends.backend import known_gpu, points
 from strata_platform.backends.journal import Journal, tail
 from strata_platform.backends.local import LocalBackend
 from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_called
-from strata_platform.runs import MetricPoint, Phase, Stage
+from strata_platform.runs import Phase, Stage
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics import Point
 
 STRATA = Path(sys.executable).with_name("strata")
 TWO = {"topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}}
@@ -261,6 +260,26 @@ def test_a_gpu_of_an_unknown_kind_is_told(caplog):
     assert "whether the run fits is not known: NVIDIA GeForce RTX 4090 is not among h200," in caplog.text
 
 
+def test_a_driver_that_does_not_answer_is_told_and_none_at_all_is_not(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert LocalBackend().gpu(spec()) is None
+    assert not caplog.text
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed: no driver'; exit 9\n")
+    driver.chmod(0o755)
+    assert LocalBackend().gpu(spec()) is None
+    assert "nvidia-smi does not tell the GPU: NVIDIA-SMI has failed: no driver" in caplog.text
+
+
+def test_points_of_another_version_are_told_once(caplog):
+    point = dict.fromkeys(
+        "step attempt time loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds "
+        "memory_bytes".split(), 1,
+    )  # fmt: skip
+    assert [found.loss for found in points([{"step": 1}, point, {"step": 2}, {**point, "newer": 2}])] == [1, 1]
+    assert caplog.text.count("left out") == 1
+
+
 def test_a_model_of_unknown_shape_is_submitted_with_a_warning(place, behave, caplog):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
@@ -279,10 +298,6 @@ def test_a_model_of_unknown_shape_is_submitted_with_a_warning(place, behave, cap
 )  # fmt: skip
 def test_kinds_of_gpus_by_their_drivers_names(name, kind):
     assert gpu_called(name) == (kind and GPUS[kind])
-
-
-def test_points_have_the_fields_that_the_runtime_writes():
-    assert [field.name for field in fields(MetricPoint)] == [field.name for field in fields(Point)]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from strata_platform.errors import SpecError
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.guard import Guard, RollBack, spike_limit
-from tasks.runtime.metrics import Point, read_points
+from tasks.runtime.metrics import read_points
 from tasks.runtime.optimizer import build_optimizer, withhold
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord
@@ -86,7 +87,7 @@ def test_a_checkpoint_has_what_is_needed_to_judge_on():
 
 def point(step, loss=2.0, norm=1.0, skipped=0):
     names = ("attempt", "time", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
-    return Point(step=step, loss=loss, grad_norm=norm, skipped=skipped, memory_bytes=0, **dict.fromkeys(names, 0))
+    return MetricPoint(step=step, loss=loss, grad_norm=norm, skipped=skipped, memory_bytes=0, **dict.fromkeys(names, 0))
 
 
 def nan(step):

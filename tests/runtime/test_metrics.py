@@ -4,9 +4,10 @@ import json
 import logging
 from dataclasses import replace
 
-from tasks.runtime.metrics import MetricsFile, Point, read_points
+from strata_platform.runs import MetricPoint
+from tasks.runtime.metrics import MetricsFile, read_points
 
-POINT = Point(
+POINT = MetricPoint(
     step=1,
     attempt=0,
     time=1.0,

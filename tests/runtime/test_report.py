@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
-from tasks.runtime.metrics import Point
+from strata_platform.runs import MetricPoint
 from tasks.runtime.record import CompletionRecord, Sample
 from tasks.runtime.report import numbers, render_body, render_report
 from tasks.runtime.report.markup import Html, element, text
@@ -67,7 +67,7 @@ RECORD = CompletionRecord(
 def make_points(n, restart=None, **changes):
     noise = random.Random(0)
     return [
-        Point(
+        MetricPoint(
             step=step,
             attempt=int(restart is not None and step >= restart),
             time=1.76e9 + step,

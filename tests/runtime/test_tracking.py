@@ -8,16 +8,16 @@ from importlib.util import find_spec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import Point
 from tasks.runtime.tracking import Trackers, require_trackers
 from tasks.runtime.tracking import channel as channel_module
 from tasks.runtime.tracking.channel import Channel
 from tasks.runtime.tracking.tracker import values_of
 from tests.runtime.free_port import free_port
 
-POINT = Point(
+POINT = MetricPoint(
     step=1,
     attempt=0,
     time=1.76e9,

@@ -1,19 +1,24 @@
 """Many runs side by side, on one machine: what `pyflyte run workflows/sweep.py sweep` leaves."""
 
 import csv
+import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from flytekit import LaunchPlan, task, workflow
+from flytekit.exceptions.user import FlyteRecoverableException
 
 from strata_platform.spec import RunSpec, load_spec
 from strata_platform.spec.grid import Grid
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report.comparison import Trial, render_comparison
-from tasks.sweep import compare
+from tasks.runtime.signals import Preempted
+from tasks.sweep import EachAlone, compare
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
@@ -71,6 +76,38 @@ def test_the_page_has_every_run_and_a_dot_for_those_that_finished():
     page = render_comparison("name", ("optimizer.lr", "objective.type"), trials)
     assert "2 of 3 runs finished" in page and "did not finish" in page
     assert page.count("<circle") == 4 and "<b>" not in page
+
+
+STARTED = []
+
+
+@task
+def told_to_stop(number: int) -> int:
+    STARTED.append(number)
+    if number == 1:
+        raise FlyteRecoverableException("stopped before the last step") from Preempted("SIGTERM")
+    return number
+
+
+@workflow
+def stopped(number: int) -> int:
+    return told_to_stop(number=number)
+
+
+@workflow
+def stopped_one_by_one(numbers: list[int]) -> list[int | None]:
+    return EachAlone(LaunchPlan.get_or_create(stopped), min_successes=1, run_all_sub_nodes=True)(number=numbers)
+
+
+# flytekit leaves its temporary folder to the garbage collector, which is to come here and not in another test.
+@pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
+def test_a_signal_to_a_run_ends_the_sweep():
+    with pytest.raises(SystemExit) as ended:
+        stopped_one_by_one(numbers=[1, 2])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert STARTED == [1]
+    del ended
+    gc.collect()
 
 
 def test_a_sweep_leaves_a_table_and_the_best_spec(swept):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
 import time
@@ -86,21 +85,33 @@ def known_gpu(name: str) -> Gpu | None:
     return found
 
 
+def places(folder: Path) -> dict[str, Path]:
+    """Where in a run's folder, or in one that they are copied to, outputs are."""
+    return {"model": folder / "model", "report": folder / "report.html", "record": folder / "record.json"}
+
+
 def destinations(to: Path) -> dict[str, Path]:
-    """Where outputs are copied to in the folder `to`, which is made. Raises BackendError when something is there."""
-    places = {"model": to / "model", "report": to / "report.html", "record": to / "record.json"}
-    there = [str(place) for place in places.values() if place.exists()]
+    """The places of outputs in the folder `to`, which is made. Raises BackendError when something is there."""
+    found = places(to)
+    there = [str(place) for place in found.values() if place.exists()]
     if there:
         raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")
     to.mkdir(parents=True, exist_ok=True)
-    return places
+    return found
 
 
 def points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
-    """As points; what is not one is left out."""
+    """As points. What is not one is left out, and the first is told of."""
+    left_out = False
     for item in values:
-        with contextlib.suppress(TypeError):
-            yield MetricPoint.of(item)
+        try:
+            point = MetricPoint.of(item)
+        except TypeError as error:
+            if not left_out:
+                log.warning("metrics that are of another version, or torn, are left out: %s", error)
+            left_out = True
+        else:
+            yield point
 
 
 def with_progress(run: Run, last: Sequence[MetricPoint]) -> Run:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -14,16 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
+from strata_platform.backends.backend import Pause, destinations, known_gpu, places, points, with_progress
 from strata_platform.backends.journal import Journal, State, recent, tail
-from strata_platform.backends.supervisor import CANCEL
+from strata_platform.backends.supervisor import CANCEL, CONTINUE
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 from strata_platform.spec import RunSpec, dump_spec
 
+log = logging.getLogger(__name__)
+
 _GONE = "its processes are gone: killed, or the machine was restarted"
-_CONTINUE = "submit it again to continue from its last checkpoint"
 
 
 def default_registry() -> Path:
@@ -47,11 +48,16 @@ class LocalBackend:
 
     def gpu(self, spec: RunSpec) -> Gpu | None:
         """The kind of this machine's first GPU, as its driver names it."""
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
             answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-            return known_gpu(answer.stdout.partition("\n")[0])
-        return None
+        except FileNotFoundError:
+            return None
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stdout", None) or error
+            log.warning("whether the run fits is not known: nvidia-smi does not tell the GPU: %s", str(said).strip())
+            return None
+        return known_gpu(answer.stdout.partition("\n")[0])
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run; it goes on when this process ends."""
@@ -153,17 +159,17 @@ class LocalBackend:
         folder = Path(run.where)
         if run.phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {run.phase}: outputs are there when a run has succeeded; it writes to {folder}")
-        places = {"model": folder / "model", "report": folder / "report.html", "record": folder / "record.json"}
-        missing = [str(place) for place in places.values() if not place.exists()]
+        found = places(folder)
+        missing = [str(place) for place in found.values() if not place.exists()]
         if missing:
             raise NotReady(
                 f"{name} has succeeded, and is without {', '.join(missing)}: somebody removed it", status=410
             )
         if to is not None:
             for kind, into in destinations(to).items():
-                copy = shutil.copytree if places[kind].is_dir() else shutil.copy2
-                places[kind] = Path(copy(places[kind], into))
-        return Outputs(**{kind: str(place) for kind, place in places.items()})
+                copy = shutil.copytree if found[kind].is_dir() else shutil.copy2
+                found[kind] = Path(copy(found[kind], into))
+        return Outputs(**{kind: str(place) for kind, place in found.items()})
 
     def list(self) -> list[Run]:
         """The runs of the registry whose folders are still there, the newest first."""
@@ -184,7 +190,7 @@ class LocalBackend:
         if not held and not state.phase.is_end:
             failed = _last_line(journal.output)
             why = f"its supervisor failed: {failed}, see {journal.output}" if failed else _GONE
-            state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {_CONTINUE}")
+            state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {CONTINUE}")
         run = Run(
             name=journal.run.name,
             backend=self.name,

@@ -28,6 +28,8 @@ from strata_platform.spec import RunSpec, load_spec
 
 CANCEL = signal.SIGUSR1
 """What the supervisor is sent to cancel the run. SIGTERM is what a machine sends that shuts down."""
+CONTINUE = "submit it again to continue from its last checkpoint"
+"""What to do about a run that ended before its end."""
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_BAD_INPUT, _EXIT_HUNG, _EXIT_PREEMPTED = 2, 75, 128 + signal.SIGTERM
@@ -36,8 +38,6 @@ _OF_WORKER = re.compile(r"\[default(\d+)\]:")
 _CODE_OF_WORKER = re.compile(r"^\s*exitcode\s*: (-?\d+)")
 # What a worker of a rank other than 0 puts before its warnings; the rank is known here.
 _OF_RANK = re.compile(r"\[rank \d+\] ")
-
-_CONTINUE = "submit it again to continue from its last checkpoint"
 
 
 def command(spec: Path, processes: int, scratch: str) -> list[str]:
@@ -116,9 +116,9 @@ class Supervisor:
         if code == 0:
             self._finish(Phase.SUCCEEDED, "Succeeded", "all steps are done, measured and exported")
         elif self._stopped_by == CANCEL:
-            self._finish(Phase.ABORTED, "Canceled", f"canceled; {_CONTINUE}")
+            self._finish(Phase.ABORTED, "Canceled", f"canceled; {CONTINUE}")
         elif self._stopped_by:
-            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {_CONTINUE}")
+            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {CONTINUE}")
         elif lost:
             self._finish(Phase.FAILED, "GivenUp", f"given up after {self._retries + 1} starts: {why}")
         else:

@@ -20,6 +20,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from strata_platform.cluster import PYTORCHJOB, access_review, frameworks, why_inactive
+
 _TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
@@ -131,7 +133,7 @@ def cluster_checks(expected: Cluster) -> Iterator[Check]:
     from kubernetes import config
 
     config.load_incluster_config()
-    yield "Kueue's integration kubeflow.org/pytorchjob is on", partial(_integrated, *expected.kueue_config)
+    yield f"Kueue's integration {PYTORCHJOB} is on", partial(_integrated, *expected.kueue_config)
     for tenant in expected.tenants:
         yield from _object_checks(tenant)
         yield from _right_checks(tenant, expected.flyte)
@@ -145,8 +147,7 @@ def _integrated(namespace: str, name: str) -> str | None:
     from kubernetes import client
 
     found = client.CoreV1Api().read_namespaced_config_map(name, namespace).data or {}
-    configurations = [yaml.safe_load(text) or {} for text in found.values()]
-    if any("kubeflow.org/pytorchjob" in c.get("integrations", {}).get("frameworks", []) for c in configurations):
+    if PYTORCHJOB in frameworks(yaml.safe_load(text) or {} for text in found.values()):
         return None
     return "add it to integrations.frameworks in Kueue's configuration and restart Kueue"
 
@@ -190,8 +191,7 @@ def _may(account: tuple[str, str], verb: str, group: str, resource: str, namespa
     """Whether a service account, given as its namespace and name, has a right."""
     from kubernetes import client
 
-    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
-    review = {"spec": {"user": f"system:serviceaccount:{':'.join(account)}", "resourceAttributes": attributes}}
+    review = access_review(account, verb, group, resource, namespace)
     return bool(client.AuthorizationV1Api().create_subject_access_review(review).status.allowed)
 
 
@@ -214,11 +214,7 @@ def _exists(read: Callable[[str, str], Any], name: str, namespace: str) -> str |
 
 
 def _active(read: Callable[[], dict[str, Any]]) -> str | None:
-    conditions = read().get("status", {}).get("conditions", [])
-    active = next((condition for condition in conditions if condition["type"] == "Active"), None)
-    if active is None:
-        return "Kueue says nothing of it; is Kueue running?"
-    return None if active["status"] == "True" else f"{active.get('reason')}: {active.get('message')}"
+    return why_inactive(read())
 
 
 def _if(is_so: Callable[[], bool], problem: str) -> str | None:

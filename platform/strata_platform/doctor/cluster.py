@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from strata_platform.doctor.finding import Check, Nothing, Outcome, ok, problem, skipped, warning
+from strata_platform.cluster import PYTORCHJOB, access_review, frameworks, why_inactive
+from strata_platform.doctor.finding import Check, Finding, Nothing, ok, problem, skipped, warning
 
 _TENANT = "strata/tenant"
 _DOCS = "docs/cluster.md has the values"
@@ -126,7 +127,7 @@ def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def _api_server(seen: Cluster) -> Outcome:
+def _api_server(seen: Cluster) -> Finding:
     try:
         said = seen.get("/version")
     except ImportError as error:
@@ -144,7 +145,7 @@ def _api_server(seen: Cluster) -> Outcome:
     return ok(f"Kubernetes {said['gitVersion']}")
 
 
-def _clocks(seen: Cluster) -> Outcome:
+def _clocks(seen: Cluster) -> Finding:
     date = seen.ask("/version").headers.get("Date")
     if date is None:
         return skipped("the API server does not tell the time")
@@ -162,7 +163,7 @@ def _images(deployment: Mapping[str, Any]) -> list[str]:
     return [container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]]
 
 
-def _flyte_version(seen: Cluster) -> Outcome:
+def _flyte_version(seen: Cluster) -> Finding:
     images = [image for deployment in seen.running("flyte") for image in _images(deployment) if "flyte" in image]
     if not images:
         return problem("no deployment runs Flyte", "install charts/strata-stack, or Flyte 1.16.8; docs/cluster.md")
@@ -183,7 +184,7 @@ def _flyte_version(seen: Cluster) -> Outcome:
     return ok(", ".join(dict.fromkeys(images)))
 
 
-def _flyte_plugins(seen: Cluster) -> Outcome:
+def _flyte_plugins(seen: Cluster) -> Finding:
     plugins = (seen.flyte.get("tasks") or {}).get("task-plugins") or {}
     enabled = plugins.get("enabled-plugins") or []
     if not enabled:
@@ -196,33 +197,25 @@ def _flyte_plugins(seen: Cluster) -> Outcome:
     return ok(", ".join(enabled))
 
 
-def _flyte_rights(seen: Cluster) -> Outcome:
+def _flyte_rights(seen: Cluster) -> Finding:
     accounts = {
         (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
         for d in seen.running("flyte")
     }
-    for namespace, account in sorted(accounts):
+    for account in sorted(accounts):
         for verb in ("create", "get", "list", "watch", "delete"):
-            asked = {"group": "kubeflow.org", "resource": "pytorchjobs", "verb": verb}
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SubjectAccessReview",
-                "spec": {
-                    "user": f"system:serviceaccount:{namespace}:{account}",
-                    "resourceAttributes": asked,
-                },
-            }
+            review = access_review(account, verb, "kubeflow.org", "pytorchjobs")
             answer = seen.ask("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
             if not json.loads(answer.data)["status"]["allowed"]:
                 return problem(
-                    f"service account {account} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
+                    f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
                     "never started",
                     f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
                 )
     return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
 
 
-def _training_operator(seen: Cluster) -> Outcome:
+def _training_operator(seen: Cluster) -> Finding:
     kinds = {
         item["metadata"]["name"]: item for item in seen.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
     }
@@ -244,20 +237,19 @@ def _training_operator(seen: Cluster) -> Outcome:
     return ok(image)
 
 
-def _kueue(seen: Cluster) -> Outcome:
+def _kueue(seen: Cluster) -> Finding:
     configurations = [found for found in seen.configurations("kueue") if found.get("kind") == "Configuration"]
     if not configurations:
         return problem("no configuration of Kueue beside a deployment of it", "install Kueue 0.19; docs/cluster.md")
-    frameworks = [name for c in configurations for name in (c.get("integrations") or {}).get("frameworks") or []]
-    if "kubeflow.org/pytorchjob" not in frameworks:
+    found = frameworks(configurations)
+    if PYTORCHJOB not in found:
         return problem(
-            "integrations.frameworks lacks kubeflow.org/pytorchjob, as Kueue is shipped: jobs start without waiting in "
-            "a queue",
+            f"integrations.frameworks lacks {PYTORCHJOB}, as Kueue is shipped: jobs start without waiting in a queue",
             f"add it and restart Kueue; {_DOCS}",
         )
-    if "pod" not in frameworks:
+    if "pod" not in found:
         return warning("integrations.frameworks lacks pod: runs of one pod do not wait in their queue", _DOCS)
-    return ok(", ".join(frameworks))
+    return ok(", ".join(found))
 
 
 def _yaml(text: str) -> Any:
@@ -267,7 +259,7 @@ def _yaml(text: str) -> Any:
         return None
 
 
-def _gpu_nodes(seen: Cluster) -> Outcome:
+def _gpu_nodes(seen: Cluster) -> Finding:
     nodes = [
         node
         for node in seen.items("/api/v1/nodes")
@@ -292,7 +284,7 @@ def _gpu_nodes(seen: Cluster) -> Outcome:
     return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
 
 
-def _tenants(seen: Cluster) -> Outcome:
+def _tenants(seen: Cluster) -> Finding:
     if seen.tenants:
         return ok(", ".join(seen.tenants))
     return problem(
@@ -301,15 +293,13 @@ def _tenants(seen: Cluster) -> Outcome:
     )
 
 
-def _queues(seen: Cluster, namespace: str) -> Outcome:
+def _queues(seen: Cluster, namespace: str) -> Finding:
     queues = seen.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
     if not queues:
         return problem("there is no queue: a run that names one waits for ever", "give the tenant queues in the chart")
     for queue in queues:
-        conditions = (queue.get("status") or {}).get("conditions") or []
-        active = next((c for c in conditions if c["type"] == "Active"), None)
-        if active is None or active["status"] != "True":
-            why = active.get("message", "") if active else "Kueue says nothing of it"
+        why = why_inactive(queue)
+        if why is not None:
             return problem(f"queue {queue['metadata']['name']} is not active: {why}", "look at its cluster queue")
     names = [queue["metadata"]["name"] for queue in queues]
     if "default" not in names:
@@ -320,7 +310,7 @@ def _queues(seen: Cluster, namespace: str) -> Outcome:
     return ok(", ".join(names))
 
 
-def _pod_template(seen: Cluster, namespace: str) -> Outcome:
+def _pod_template(seen: Cluster, namespace: str) -> Finding:
     name = seen.kubernetes_plugin.get("default-pod-template-name")
     if not name:
         return problem(
@@ -347,7 +337,7 @@ def _pod_template(seen: Cluster, namespace: str) -> Outcome:
     return ok(f"{name}, with a cache of kernels")
 
 
-def _rendezvous(seen: Cluster, namespace: str) -> Outcome:
+def _rendezvous(seen: Cluster, namespace: str) -> Finding:
     """Whether pods of one job reach each other on any port."""
     policies = seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
     closed = [p["metadata"]["name"] for p in policies if _concerns(p, "Ingress") and _selects_jobs(p)]

@@ -10,7 +10,7 @@ Verdict = Literal["ok", "skipped", "warning", "problem"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Finding:
     """What one check says: how it is, and for what is not well the way out."""
 
     verdict: Verdict
@@ -18,38 +18,28 @@ class Outcome:
     way_out: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of a check, by the check's name."""
-
-    check: str
-    verdict: Verdict
-    said: str
-    way_out: str
-
-
-Check = tuple[str, Callable[[], Outcome]]
+Check = tuple[str, Callable[[], Finding]]
 """What is looked at, and what looks. A look that raises is a problem: of what cannot be seen nothing good is known."""
 
 
-def ok(said: str) -> Outcome:
+def ok(said: str) -> Finding:
     """It is well."""
-    return Outcome("ok", said)
+    return Finding("ok", said)
 
 
-def skipped(said: str) -> Outcome:
+def skipped(said: str) -> Finding:
     """It does not matter here."""
-    return Outcome("skipped", said)
+    return Finding("skipped", said)
 
 
-def warning(said: str, way_out: str) -> Outcome:
+def warning(said: str, way_out: str) -> Finding:
     """Runs work, and will not do so well as they could, or not always."""
-    return Outcome("warning", said, way_out)
+    return Finding("warning", said, way_out)
 
 
-def problem(said: str, way_out: str) -> Outcome:
+def problem(said: str, way_out: str) -> Finding:
     """Runs fail."""
-    return Outcome("problem", said, way_out)
+    return Finding("problem", said, way_out)
 
 
 class Nothing(Exception):
@@ -60,18 +50,17 @@ class Nothing(Exception):
         self.way_out = way_out
 
 
-def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Make each of `checks` in turn, up to one that finds that no further one can be made."""
+def examine(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
+    """Make each of `checks` in turn, up to one that finds that no further one can be made; names, and what is found."""
     for name, look in checks:
         try:
-            outcome = look()
+            yield name, look()
         except Nothing as error:
-            yield Finding(name, "problem", str(error), error.way_out)
+            yield name, problem(str(error), error.way_out)
             return
         except Exception as error:
             said = f"cannot be looked at: {type(error).__name__}: {_words(error)}"
-            outcome = problem(said, "mend what the message names, and look again")
-        yield Finding(name, outcome.verdict, outcome.said, outcome.way_out)
+            yield name, problem(said, "mend what the message names, and look again")
 
 
 def _words(error: Exception) -> str:

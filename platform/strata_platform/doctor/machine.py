@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from strata_platform.doctor.finding import Outcome, ok, problem, skipped, warning
+from strata_platform.doctor.finding import Finding, ok, problem, skipped, warning
 
 _MIB = 2**20
 _GIB = 2**30
@@ -103,14 +103,14 @@ class Machine:
         return (lines[0], len(lines)) if lines else None
 
 
-def _python(machine: Machine) -> Outcome:
+def _python(machine: Machine) -> Finding:
     said = f"{sys.version_info.major}.{sys.version_info.minor}"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
         return ok(said)
     return problem(f"{said}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
 
 
-def _packages(machine: Machine) -> Outcome:
+def _packages(machine: Machine) -> Finding:
     found = {name: _version(name) for name in ("flytekit", "flytekitplugins-kfpytorch", "kubernetes")}
     install = "install the versions of requirements.lock"
     for name, installed in found.items():
@@ -126,7 +126,7 @@ def _packages(machine: Machine) -> Outcome:
     return ok(", ".join(f"{name} {installed}" for name, installed in found.items()))
 
 
-def _shadowing(machine: Machine) -> Outcome:
+def _shadowing(machine: Machine) -> Finding:
     for name, whose in _SHADOWED.items():
         if (machine.folder / name / "__init__.py").exists() or (machine.folder / f"{name}.py").exists():
             return problem(
@@ -136,7 +136,7 @@ def _shadowing(machine: Machine) -> Outcome:
     return ok("nothing here hides a module that is needed")
 
 
-def _flyte(machine: Machine) -> Outcome:
+def _flyte(machine: Machine) -> Finding:
     home = machine.environment.get("HOME", "/")
     file = Path(machine.environment.get("FLYTECTL_CONFIG") or f"{home}/.flyte/config.yaml")
     if not file.is_file():
@@ -156,7 +156,7 @@ def _flyte(machine: Machine) -> Outcome:
     return ok(f"{endpoint} answers")
 
 
-def _gpu(machine: Machine) -> Outcome:
+def _gpu(machine: Machine) -> Finding:
     """Whether driver, torch and GPU go together."""
     found, driver = machine.torch, machine.driver
     if "missing" in found:
@@ -183,7 +183,7 @@ def _gpu(machine: Machine) -> Outcome:
     )
 
 
-def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Outcome:
+def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Finding:
     """Why torch sees no GPU where there may be one."""
     if not found.get("cuda") and not found.get("hip") and not found["error"]:
         assert driver is not None
@@ -221,7 +221,7 @@ def _runs_on(capability: tuple[int, int], archs: list[str]) -> bool:
     return all(arch.startswith("gfx") for arch in archs)
 
 
-def _compiler(machine: Machine) -> Outcome:
+def _compiler(machine: Machine) -> Finding:
     baked = machine.environment.get("STRATA_BAKED_KERNELS")
     given = machine.environment.get("CC")
     found = next((path for name in filter(None, (given, "gcc", "clang", "cc")) if (path := machine.which(name))), None)
@@ -236,7 +236,7 @@ def _compiler(machine: Machine) -> Outcome:
     return ok(f"{found}, with Python's headers")
 
 
-def _triton_cache(machine: Machine) -> Outcome:
+def _triton_cache(machine: Machine) -> Finding:
     home = machine.environment.get("HOME", "/")
     folder = Path(machine.environment.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -262,7 +262,7 @@ def _triton_cache(machine: Machine) -> Outcome:
     return ok(f"{folder} can be written")
 
 
-def _shared_memory(machine: Machine) -> Outcome:
+def _shared_memory(machine: Machine) -> Finding:
     if not machine.shared_memory.exists():
         return skipped(f"there is no {machine.shared_memory}")
     size = shutil.disk_usage(machine.shared_memory).total
@@ -275,19 +275,19 @@ def _shared_memory(machine: Machine) -> Outcome:
     )
 
 
-def _tar(machine: Machine) -> Outcome:
+def _tar(machine: Machine) -> Finding:
     if machine.which("tar"):
         return ok("tar unpacks the code that a run is registered with")
     return problem("no tar, which unpacks the code that a run is registered with", "install tar")
 
 
-def _user(machine: Machine) -> Outcome:
+def _user(machine: Machine) -> Finding:
     if machine.user:
         return ok(f"user {machine.user}")
     return warning("runs as root, which a namespace of the restricted standard refuses", "set USER in the image")
 
 
-def _baked(machine: Machine) -> Outcome:
+def _baked(machine: Machine) -> Finding:
     folder = machine.environment.get("STRATA_BAKED_KERNELS")
     if not folder:
         return warning(
@@ -317,7 +317,7 @@ def _file_system(path: Path, mounts: Path) -> str:
     return kind
 
 
-Look = Callable[[Machine], Outcome]
+Look = Callable[[Machine], Finding]
 _TRAINS: tuple[tuple[str, Look], ...] = (
     ("GPU, driver and torch", _gpu),
     ("C compiler", _compiler),

@@ -11,18 +11,18 @@ from strata_platform.doctor.finding import Finding
 _MARKS = {"ok": "ok", "skipped": "-", "warning": "warning", "problem": "PROBLEM"}
 
 
-def table(findings: Iterable[Finding]) -> str:
+def table(findings: Iterable[tuple[str, Finding]]) -> str:
     """A line for each, and the way out below what is not well."""
     found = list(findings)
-    width = max((len(finding.check) for finding in found), default=0)
+    width = max((len(name) for name, _ in found), default=0)
     lines = []
-    for finding in found:
-        lines.append(f"{_MARKS[finding.verdict]:<8}  {finding.check:<{width}}  {finding.said}")
+    for name, finding in found:
+        lines.append(f"{_MARKS[finding.verdict]:<8}  {name:<{width}}  {finding.said}")
         if finding.way_out:
             lines.append(f"{'':<8}  {'':<{width}}  -> {finding.way_out}")
     return "\n".join(lines)
 
 
-def to_json(findings: Iterable[Finding]) -> str:
+def to_json(findings: Iterable[tuple[str, Finding]]) -> str:
     """A list of objects with `check`, `verdict`, `said` and `way_out`."""
-    return json.dumps([asdict(finding) for finding in findings], indent=2)
+    return json.dumps([{"check": name, **asdict(finding)} for name, finding in findings], indent=2)

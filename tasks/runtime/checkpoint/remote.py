@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.runtime.checkpoint import whole
+from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +35,8 @@ class Remote:
 
     def __init__(self, url: str, name: str) -> None:
         """Raises ValueError when there is no client for the URL's scheme, or it cannot do with this URL."""
-        from fsspec.core import url_to_fs
-
         self.url = f"{url.rstrip('/')}/{name}"
-        try:
-            self._fs, self._root = url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            scheme = url.partition("://")[0]
-            raise ValueError(
-                f"checkpoint.url {url!r} cannot be opened: {error}; install what fsspec needs for {scheme}://, such as "
-                "s3fs for s3:// and gcsfs for gs://, or choose another store"
-            ) from error
+        self._fs, self._root = open_url(self.url, "checkpoint.url")
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are whole there, the newest last."""

@@ -21,8 +21,10 @@ from tasks.runtime.data.manifest import Manifest, Split
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"
 IGNORED = -100
+"""The label of a token that is not learned."""
 
 Row = dict[str, Tensor]
+Batch = dict[str, Tensor]
 
 
 class Sample(NamedTuple):
@@ -127,7 +129,7 @@ def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
     return {name: torch.cat([tensor, filled[name]]) for name, tensor in row.items()}
 
 
-def collate(batch: list[Row]) -> dict[str, Tensor]:
+def collate(batch: list[Row]) -> Batch:
     """Rows to a batch, each tensor [B, T]. Rows that were not packed are padded to the longest of the batch.
 
     The id of that padding does not matter: it has no label, and nothing but padding attends to it.
@@ -137,7 +139,7 @@ def collate(batch: list[Row]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def collate_flat(batch: list[Row]) -> dict[str, Tensor]:
+def collate_flat(batch: list[Row]) -> Batch:
     """Rows to one long row, each tensor [1, sum of T]: what keeps documents apart under flash attention.
 
     transformers' flash attention looks for restarting position ids only in batches of one row; in larger ones a
@@ -146,7 +148,7 @@ def collate_flat(batch: list[Row]) -> dict[str, Tensor]:
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 
-def collator(attention: str) -> Callable[[list[Row]], dict[str, Tensor]]:
+def collator(attention: str) -> Callable[[list[Row]], Batch]:
     """The collate function under which documents stay apart, for a value of `model.attention`."""
     return collate_flat if attention.startswith("flash_attention") else collate
 

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tasks.runtime.data.dataset import IGNORED, Batch, Row
 from tasks.runtime.processes import Processes
-
-Batch = dict[str, Tensor]
-
-_NO_LABEL = -100
 
 
 def chunks_of(processes: Processes) -> tuple[int, int]:
@@ -24,7 +21,7 @@ def chunks_of(processes: Processes) -> tuple[int, int]:
     return processes.slice, 2 * processes.slices - 1 - processes.slice
 
 
-def slicing(collate: Callable[[list[Batch]], Batch], processes: Processes) -> Callable[[list[Batch]], Batch]:
+def slicing(collate: Callable[[list[Row]], Batch], processes: Processes) -> Callable[[list[Row]], Batch]:
     """`collate`, and of each row of its batch the slice of this process."""
     if processes.slices == 1:
         return collate
@@ -46,7 +43,7 @@ def slice_of(batch: Batch, processes: Processes) -> Batch:
     whole = {
         "input_ids": pad(batch["input_ids"], filling),
         "position_ids": positions,
-        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=_NO_LABEL),
+        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORED),
         "document_begins": torch.arange(positions.shape[1]) - positions,
     }
     parts = {

@@ -24,8 +24,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from tasks.runtime.data.dataset import Batch
 from tasks.runtime.job import Job
-from tasks.runtime.objectives import Batch
 
 # What it finds on the machine and recommends, told at every start.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -6,10 +6,9 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
-from tasks.runtime.objectives.objective import Batch, Objective, Share, Start, target_tokens
+from tasks.runtime.objectives.objective import Objective, Share, Start, target_tokens
 
 __all__ = [
-    "Batch",
     "Objective",
     "Share",
     "Start",

@@ -13,9 +13,10 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.model import build_empty_model, build_meta_model, build_model, has_fused_loss, patch, place
 from tasks.runtime.objectives.divergence import Head, distillation
-from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
 
@@ -63,7 +64,7 @@ class Distill:
         """Loss, cross entropy and divergence, divided by the targets of the whole step."""
         labels = next_labels(batch).flatten()
         # Positions with a label first, in order: the others add nothing.
-        kept = (labels == -100).to(torch.uint8).argsort(stable=True)[:max_targets]
+        kept = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:max_targets]
         labels = labels[kept]
         teacher_x, teacher = self._ask(batch)
         teacher_x = teacher_x[kept]

@@ -18,7 +18,8 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.adapter import without_adapter
 from tasks.runtime.data import PreparedData
-from tasks.runtime.objectives.objective import Batch, Share, Start, next_labels
+from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.objectives.objective import Share, Start, next_labels
 from tasks.runtime.objectives.reference import score_rows, with_reference
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.processes import Processes
@@ -100,7 +101,7 @@ class Dpo:
     def _losses(self, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
         beta, smoothing = self._settings.beta, self._settings.label_smoothing
         if self._settings.loss == "ipo":
-            learned = (next_labels(batch) != -100).float()
+            learned = (next_labels(batch) != IGNORED).float()
             tokens = [_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
             return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
         z = beta * (chosen - rejected)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.objectives.objective import Batch, Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
 from tasks.runtime.record import NATS
 
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tasks.runtime.data import PreparedData, Reference, Rows, collator
+from tasks.runtime.data.dataset import Batch
 from tasks.runtime.model import compute_dtype
-from tasks.runtime.objectives.objective import Batch, Start
+from tasks.runtime.objectives.objective import Start
 from tasks.runtime.processes import Processes
 
 log = logging.getLogger(__name__)

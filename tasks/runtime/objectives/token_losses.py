@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from strata_kernels import linear_cross_entropy
-from tasks.runtime.objectives.objective import Batch, model_inputs, next_labels
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.objectives.objective import model_inputs, next_labels
 
 
 def token_losses(model: nn.Module, batch: Batch, *, fused: bool, max_targets: int | None = None) -> Tensor:

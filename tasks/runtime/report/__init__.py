@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.runtime.metrics import Point
+from strata_platform.runs import MetricPoint
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import sections
 from tasks.runtime.report.markup import Html, element, join
@@ -20,7 +20,7 @@ __all__ = ["render_body", "render_report"]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def render_report(record: CompletionRecord, points: Sequence[Point], spec_yaml: str) -> str:
+def render_report(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
     """The report as an HTML document.
 
     points: by step, as `read_points` gives them; none is fine.
@@ -39,7 +39,7 @@ def render_report(record: CompletionRecord, points: Sequence[Point], spec_yaml: 
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>{body}</html>\n'
 
 
-def render_body(record: CompletionRecord, points: Sequence[Point], spec_yaml: str) -> str:
+def render_body(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
     """The same report as a part of another page, such as a Flyte Deck: one element and its scoped style sheet."""
     tables = element(
         "div",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tasks.runtime.metrics import Point
+from strata_platform.runs import MetricPoint
 from tasks.runtime.record import NATS, CompletionRecord, Sample
 from tasks.runtime.report.chart import Chart, Mark, figure
 from tasks.runtime.report.markup import Html, element, join
@@ -112,7 +112,7 @@ def _verdict(before: float | None, after: float | None, unit: str) -> Html:
     return element("small", verdict, f", {unit}")
 
 
-def curves(record: CompletionRecord, points: Sequence[Point]) -> Html:
+def curves(record: CompletionRecord, points: Sequence[MetricPoint]) -> Html:
     """Loss, learning rate, throughput, memory, gradient norm and the objective's own metrics by step."""
     if not points:
         return element("section", element("h2", "Curves"), element("p", "No step was recorded.", class_="note"))

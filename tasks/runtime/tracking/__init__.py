@@ -10,9 +10,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import Point
 from tasks.runtime.processes import Processes
 from tasks.runtime.tracking.channel import Channel
 from tasks.runtime.tracking.tracker import Tracker, Values, values_of
@@ -36,7 +36,7 @@ class Trackers:
             Channel(name, partial(_open, name, spec, folder, done)) for name in dict.fromkeys(spec.tracking.report_to)
         ]
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[MetricPoint]) -> None:
         """Tell of steps, in order."""
         for channel in self._channels:
             channel.log([values_of(point) for point in points])

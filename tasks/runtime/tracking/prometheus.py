@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics import Point
 from tasks.runtime.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Prometheus:
         """The run is to do so many steps."""
         self._target.labels(**self._labels).set(steps)
 
-    def report(self, point: Point, *, memory_bytes: int, data_wait_seconds: float) -> None:
+    def report(self, point: MetricPoint, *, memory_bytes: int, data_wait_seconds: float) -> None:
         """A step is on record; the memory, and the wait since the last report, are this process's own."""
         for field, gauge in self._of_a_step.items():
             value = getattr(point, field)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from strata_platform.runs import MetricPoint
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import Point
 
 # What says when a value was, and is not a value itself.
 _WHEN = ("step", "attempt", "time")
@@ -34,7 +34,7 @@ class Tracker(Protocol):
         """None follow; with `complete` the run is done."""
 
 
-def values_of(point: Point) -> Values:
+def values_of(point: MetricPoint) -> Values:
     """What is known of a step, by the names of the metrics file: `train/loss` is its `loss`."""
     known = asdict(point)
     known |= known.pop("metrics")
