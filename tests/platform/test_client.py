@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_called
-from strata_platform.runs import Phase, Stage
+from strata_platform.runs import MetricPoint, Phase, Stage
 from strata_platform.spec import RunSpec
 
 STRATA = Path(sys.executable).with_name("strata")
@@ -272,10 +272,7 @@ def test_a_driver_that_does_not_answer_is_told_and_none_at_all_is_not(tmp_path, 
 
 
 def test_points_of_another_version_are_told_once(caplog):
-    point = dict.fromkeys(
-        "step attempt time loss learning_rate grad_norm tokens target_tokens tokens_per_second step_seconds "
-        "memory_bytes".split(), 1,
-    )  # fmt: skip
+    point = {field.name: 1 for field in fields(MetricPoint) if field.default is field.default_factory is MISSING}
     assert [found.loss for found in points([{"step": 1}, point, {"step": 2}, {**point, "newer": 2}])] == [1, 1]
     assert caplog.text.count("left out") == 1
 

@@ -36,7 +36,8 @@ class Remote:
     def __init__(self, url: str, name: str) -> None:
         """Raises ValueError when there is no client for the URL's scheme, or it cannot do with this URL."""
         self.url = f"{url.rstrip('/')}/{name}"
-        self._fs, self._root = open_url(self.url, "checkpoint.url")
+        self._fs, root = open_url(url, "checkpoint.url")
+        self._root = f"{root.rstrip('/')}/{name}"
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are whole there, the newest last."""
