@@ -1,24 +1,30 @@
 """What is sent to Flyte: task types, payloads, pods, names. A cluster would run exactly this."""
 
 import copy
+import importlib
+import runpy
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.types import BlobType
+from flytekit.models.launch_plan import LaunchPlan
 from flytekit.models.task import Resources
 from flytekit.tools.translator import get_serializable
 from flytekitplugins.kfpytorch import CleanPodPolicy
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
 from tasks.runtime.record import CompletionRecord
 from tasks.topology import TASKS, task_for
 from workflows.finetune import finetune, train_evaluate_export
+from workflows.scheduled import scheduled
 
+ROOT = Path(__file__).parents[2]
 IMAGE = Image(name="default", fqn="registry.example/strata", tag="1")
 SETTINGS = SerializationSettings(
     project="p",
@@ -34,20 +40,80 @@ def template(task):
     return get_serializable(OrderedDict(), SETTINGS, task).template
 
 
+def sent_with(entity):
+    """All that is registered with `entity`, by name."""
+    entities = OrderedDict()
+    get_serializable(entities, SETTINGS, entity)
+    sent = [e if isinstance(e, LaunchPlan) else getattr(e, "template", None) for e in entities.values()]
+    return {one.id.name: one for one in sent if one}
+
+
 @pytest.fixture(scope="module")
 def registered():
-    entities = OrderedDict()
-    get_serializable(entities, SETTINGS, finetune)
-    return {entity.id.name: entity for entity in (getattr(e, "template", None) for e in entities.values()) if entity}
+    return sent_with(finetune)
 
 
-def test_names_are_those_of_the_modules(registered):
-    assert set(registered) == {
-        "workflows.finetune.finetune",
-        "tasks.prepare.plan",
-        "tasks.prepare.prepare",
-        "workflows.finetune.train_evaluate_export",
-    }
+FINETUNE = {
+    "workflows.finetune.finetune",
+    "tasks.prepare.plan",
+    "tasks.prepare.prepare",
+    "workflows.finetune.train_evaluate_export",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("workflows.finetune.finetune", set()),
+        ("workflows.pretrain.pretrain", set()),
+        ("workflows.sweep.trial", {"workflows.sweep.one_run", "tasks.sweep.read_record"}),
+        (
+            "workflows.sweep.sweep",
+            {"tasks.sweep.expand", "tasks.sweep.compare", "tasks.sweep.read_record"}
+            | {"workflows.sweep.trial", "workflows.sweep.one_run"},
+        ),
+        (
+            "workflows.scheduled.scheduled",
+            {"tasks.scheduled.dated", "tasks.scheduled.announce", "tasks.scheduled.announce_failure"},
+        ),
+    ],
+)
+def test_names_are_those_of_the_modules(name, others):
+    module, _, attribute = name.rpartition(".")
+    sent = set(sent_with(getattr(importlib.import_module(module), attribute)))
+    assert sent == others | {name} | FINETUNE
+
+
+def test_every_workflow_is_looked_at():
+    files = {path.stem for path in (ROOT / "workflows").glob("*.py")} - {"__init__"}
+    assert files == {"finetune", "pretrain", "scheduled", "sweep"}
+
+
+def test_a_failed_run_is_told_of_by_the_tenants_secret():
+    sent = sent_with(scheduled)
+    failure = sent["workflows.scheduled.scheduled"].failure_node
+    assert failure.task_node.reference_id.name == "tasks.scheduled.announce_failure"
+    assert {binding.var for binding in failure.inputs} == {"spec", "kickoff_time", "err"}
+    for name in ("announce", "announce_failure"):
+        (secret,) = sent[f"tasks.scheduled.{name}"].security_context.secrets
+        assert (secret.group, secret.key) == ("announcements", "url")
+
+
+def test_the_example_of_a_schedule_is_switched_on_as_it_is_registered(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    launch_plan = runpy.run_path("examples/nightly.py")["nightly"]
+    assert launch_plan.should_auto_activate
+    sent = sent_with(launch_plan)
+    assert set(sent_with(scheduled)) < set(sent)
+    spec = sent["nightly"].spec
+    assert spec.workflow_id.name == "workflows.scheduled.scheduled"
+    schedule = spec.entity_metadata.schedule
+    assert (schedule.cron_schedule.schedule, schedule.kickoff_time_input_arg) == ("0 2 * * *", "kickoff_time")
+    assert TypeEngine.to_python_value(
+        FlyteContextManager.current_context(), spec.fixed_inputs.literals["spec"], RunSpec
+    ) == load_spec(ROOT / "examples/llama-3.1-8b-lora.yaml")
+    (mail,) = spec.entity_metadata.notifications
+    assert mail.email.recipients_email == ["training@example.org"]
 
 
 @pytest.mark.parametrize("shape", sorted(TASKS), ids=lambda shape: f"{shape[0]}x{shape[1]}")
