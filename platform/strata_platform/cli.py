@@ -15,10 +15,13 @@ from typing import Annotated, Literal
 import typer
 
 from strata_platform import commands
+from strata_platform.client import BackendName, prices_of_cluster
 from strata_platform.doctor import PLACES, checks_of, examine
 from strata_platform.doctor import show as findings
-from strata_platform.errors import SpecError
-from strata_platform.estimate import GPUS, cheapest, estimate, shape_of, show
+from strata_platform.errors import SpecError, StrataError
+from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, shape_of, show
+from strata_platform.estimate.gpus import kind_called
+from strata_platform.estimate.prices import CONFIG_MAP
 from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.schema import json_schema
 
@@ -66,37 +69,48 @@ def spec(
 @app.command("estimate")
 def estimate_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
-    gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}.")] = "h200",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}; by default that of resources.gpu_type, or h200."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="The model's config.json, where model.name is not known here.")
     ] = None,
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the whole run; by default those of training.steps.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Of a GPU for an hour, in any currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, in any currency.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; docs/estimate.md.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="The most GPUs that a proposed layout may take.")] = 64,
     format: Annotated[Literal["text", "json"], typer.Option(help="How the estimate is printed.")] = "text",
+    backend: Annotated[
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: with the prices of the cluster.")
+    ] = "local",
 ) -> None:
     """Say whether a run fits, how long it takes and what it costs, and propose the cheapest layout.
 
     Exit code 1 if the run does not fit.
     """
-    if gpu not in GPUS:
+    if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
     asked = _read(file)
+    kind = gpu or _kind(asked)
     try:
         shape = shape_of(asked.model.name, config)
-        found = estimate(asked, shape, GPUS[gpu])
+        found = estimate(asked, shape, GPUS[kind])
+        each = Price(price) if price is not None else _price(kind, prices, backend)
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
-    best = cheapest(asked, shape, GPUS[gpu], gpus)
+    best = cheapest(asked, shape, GPUS[kind], gpus)
     if tokens is None and asked.training.steps is not None:
         tokens = asked.training.steps * asked.rows_per_step * asked.data.sequence_length
     if format == "json":
-        typer.echo(json.dumps(show.to_dict(found, best, tokens, price), indent=2))
+        typer.echo(json.dumps(show.to_dict(found, best, tokens, each), indent=2))
     else:
-        typer.echo("\n".join(show.lines(found, best, tokens, price)))
+        typer.echo("\n".join(show.lines(found, best, tokens, each)))
     raise typer.Exit(0 if found.fits else 1)
 
 
@@ -116,6 +130,37 @@ def doctor(
     found = list(examine(checks_of(place)))
     typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
     raise typer.Exit(1 if any(finding.verdict == "problem" for _, finding in found) else 0)
+
+
+def _kind(spec: RunSpec) -> str:
+    """The kind of GPU that a spec asks for."""
+    asked = spec.resources.gpu_type
+    found = asked and kind_called(asked)
+    if asked and not found:
+        _warn(f"nothing is known of resources.gpu_type {asked!r}: this is for an h200; --gpu names another")
+    return found or "h200"
+
+
+def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
+    """Of the table in `file`, or the cluster's; None where there is none. What keeps it from being known is told."""
+    if file is not None:
+        source, table = str(file), read_prices(file)
+    elif backend == "flyte":
+        source = f"the cluster's config map {CONFIG_MAP}"
+        try:
+            table = prices_of_cluster()
+        except StrataError as error:
+            _warn(f"prices are not known: {error}")
+            return None
+    else:
+        return None
+    if kind not in table.gpus:
+        _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")
+    return table.of(kind)
+
+
+def _warn(message: str) -> None:
+    typer.echo(f"WARNING: {message}", err=True)
 
 
 def _read(file: Path | None) -> RunSpec:

@@ -21,7 +21,8 @@ from typing import Literal
 from strata_platform.backends.backend import Backend, Outage, Pause
 from strata_platform.backends.local import LocalBackend
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
-from strata_platform.estimate import Estimate, Gpu, cheapest, estimate, shape_of
+from strata_platform.estimate import Estimate, Gpu, Prices, cheapest, estimate, parse_prices, shape_of
+from strata_platform.estimate.prices import CONFIG_MAP, KEY
 from strata_platform.estimate.show import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
 from strata_platform.spec import RunSpec
@@ -47,9 +48,31 @@ def connect(backend: BackendName = "local", *, image: str | None = None, poll: f
     try:
         from strata_platform.backends.flyte import FlyteBackend
     except ModuleNotFoundError as error:
-        raise BackendError(f"{error.name} is not installed; pip install 'strata-platform[flyte]'") from error
+        raise _not_installed(error) from error
+    return Client(FlyteBackend(*place(), image=image), poll=poll)
+
+
+def _not_installed(error: ModuleNotFoundError) -> BackendError:
+    return BackendError(f"{error.name} is not installed; pip install 'strata-platform[flyte]'")
+
+
+def place() -> tuple[str, str]:
+    """Project and domain, as the environment names them."""
     project, domain = (os.environ.get(name) or default for name, default in _PLACE.items())
-    return Client(FlyteBackend(project, domain, image=image), poll=poll)
+    return project, domain
+
+
+def prices_of_cluster() -> Prices:
+    """The table that the chart put into the namespace of project and domain; empty where there is none.
+
+    Raises SpecError for what is no such table, BackendError when it cannot be asked for.
+    """
+    try:
+        from strata_platform.backends.cluster import Cluster
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from error
+    text = Cluster("-".join(place())).text(CONFIG_MAP, KEY)
+    return Prices() if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
 
 
 class Client:

@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from tests.charts.conftest import CHART, HELM, PRESETS
 from tests.charts.promql import read
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
@@ -145,8 +146,20 @@ def test_members_may_look_and_nothing_else(rendered):
     roles = [item for item in of_kind(rendered["teams"], "Role") if item["metadata"]["name"] == "strata-member"]
     assert len(roles) == 3
     for role in roles:
-        assert all(rule["verbs"] == ["get", "list", "watch"] for rule in role["rules"])
+        assert all(set(rule["verbs"]) <= {"get", "list", "watch"} for rule in role["rules"])
         assert all("secrets" not in rule["resources"] and "*" not in rule["resources"] for rule in role["rules"])
+
+
+def test_prices_are_a_table_that_estimate_reads_and_members_may_see(rendered):
+    tables = [item for item in of_kind(rendered["teams"], "ConfigMap") if item["metadata"]["name"] == CONFIG_MAP]
+    assert len(tables) == 3
+    for table in tables:
+        assert parse_prices(table["data"][KEY], "it").of("h200") == Price(3.5, "USD")
+    for role in of_kind(rendered["teams"], "Role"):
+        if role["metadata"]["name"] == "strata-member":
+            (rule,) = [rule for rule in role["rules"] if "configmaps" in rule["resources"]]
+            assert rule["resourceNames"] == [CONFIG_MAP]
+    assert all(item["metadata"]["name"] != CONFIG_MAP for item in of_kind(rendered["rdma"], "ConfigMap"))
 
 
 def test_runs_have_no_token_and_no_rights(rendered):
@@ -225,7 +238,8 @@ def test_nodes_that_train_hold_the_image(rendered):
 
 
 def test_policies_know_the_queues_of_each_tenant(rendered):
-    names = {item["metadata"]["namespace"]: item["data"]["queues"] for item in of_kind(rendered["teams"], "ConfigMap")}
+    maps = [item for item in of_kind(rendered["teams"], "ConfigMap") if item["metadata"]["name"] == "strata-queues"]
+    names = {item["metadata"]["namespace"]: item["data"]["queues"] for item in maps}
     assert names == {
         "language-development": "default,spot",
         "language-production": "default,spot",

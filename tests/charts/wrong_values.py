@@ -134,6 +134,10 @@ REFUSED_BY_THE_SCHEMA = {
     "no architecture": ("kernels: {bake: {archs: []}}", "/kernels/bake/archs"),
     "a duration without a unit": ("observability: {alerts: {stalledAfter: 15}}", "/observability/alerts/stalledAfter"),
     "a share of more than all": ("observability: {alerts: {dataWait: 20}}", "/observability/alerts/dataWait"),
+    "a price of an unknown kind of GPU": ("prices: {gpus: {H200: 3.5}}", "/prices/gpus", "H200"),
+    "a price in words": ("prices: {gpus: {h200: 3.50 USD}}", "/prices/gpus/h200"),
+    "a negative price": ("prices: {gpus: {h200: -1}}", "/prices/gpus/h200"),
+    "a price outside of the table": ("prices: {h200: 3.5}", "/prices", "h200"),
     "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
     "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
 }

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.errors import SpecError
-from strata_platform.estimate import GPUS, cheapest, estimate, layouts, shape_of
+from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
 from strata_platform.estimate.shapes import KNOWN, from_config
 from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.model import PRESETS
@@ -192,6 +192,54 @@ def test_what_a_program_reads():
     assert data["memory"]["peak"] == sum(v for k, v in data["memory"].items() if k not in ("peak", "available"))
     assert data["cheapest"]["fits"] and data["cheapest"]["layout"]["parallel.type"] == "fsdp"
     assert "hours" not in data
+
+
+def test_prices_come_from_a_table(tmp_path):
+    (tmp_path / "prices.yaml").write_text("currency: USD\ngpus: {h200: 3.5, h100: 2}\n")
+    arguments = (EXAMPLE, "--tokens", "3e8", "--prices", tmp_path / "prices.yaml")
+    ended = strata(*arguments)
+    assert (ended.returncode, ended.stderr) == (0, "") and " USD at 3.5 USD per GPU and hour" in ended.stdout
+    data = json.loads(strata(*arguments, "--format", "json", "--gpu", "h100").stdout)
+    assert (data["price"], data["currency"]) == (2, "USD")
+    assert data["cost"] == pytest.approx(data["hours"] * 2)
+    # What is said in the command is said last.
+    assert " at 9 per GPU and hour" in strata(*arguments, "--price", "9").stdout
+    ended = strata(*arguments, "--gpu", "b200")
+    assert ended.returncode == 0 and "per GPU and hour" not in ended.stdout
+    assert ended.stderr == f"WARNING: {tmp_path / 'prices.yaml'} has no price of b200; it has: h200, h100\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gpus: {H200: 3}", "gpus.H200: no such kind of GPU; allowed: h200, h100, "),
+        ("gpus: {h200: -3}", "gpus.h200: Input should be greater than or equal to 0"),
+        ("gpus: {h200: three}", "gpus.h200: Input should be a valid number"),
+        ("h200: 3", "h200: Extra inputs are not permitted"),
+        ("", "Input should be a valid dictionary"),
+        ("{", "not valid YAML: "),
+    ],
+)
+def test_a_table_that_is_none_is_refused_by_its_key(text, said):
+    with pytest.raises(SpecError, match=r"^prices\.yaml has 1 problem:\n  ") as caught:
+        parse_prices(text, "prices.yaml")
+    assert said in str(caught.value)
+
+
+def test_a_table_that_cannot_be_read_is_an_error(tmp_path):
+    ended = strata(EXAMPLE, "--prices", tmp_path / "none.yaml")
+    assert (ended.returncode, ended.stdout) == (2, "") and "cannot be read" in ended.stderr
+
+
+def test_the_kind_of_gpu_is_the_one_that_the_spec_asks_for(tmp_path):
+    def said(gpu_type):
+        resources = {"gpu": 1, "gpu_type": gpu_type}
+        (tmp_path / "my.yaml").write_text(json.dumps({"model": {"name": "llama-3.1-8b"}, "resources": resources}))
+        return strata(tmp_path / "my.yaml")
+
+    assert "on 1 x L40S\n" in said("NVIDIA-L40S").stdout
+    ended = said("AMD-Instinct-MI300X")
+    assert "on 1 x H200\n" in ended.stdout and "'AMD-Instinct-MI300X': this is for an h200" in ended.stderr
 
 
 def test_mistakes_are_told(tmp_path):

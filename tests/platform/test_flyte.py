@@ -24,8 +24,9 @@ from strata_platform.backends.answers import translated
 from strata_platform.backends.cluster import Cluster, Place, place_of
 from strata_platform.backends.flyte import PHASES, FlyteBackend, words
 from strata_platform.backends.pod_logs import Merged, line_of
-from strata_platform.client import Client
-from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, Unreachable
+from strata_platform.client import Client, prices_of_cluster
+from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, SpecError, Unreachable
+from strata_platform.estimate import Prices
 from strata_platform.runs import LogLine, Phase, Stage
 
 NAMESPACE = "flytesnacks-development"
@@ -78,6 +79,9 @@ class Kubernetes(BaseHTTPRequestHandler):
                 self.wfile.write((parts.pop(0) if len(parts) > 1 else parts[0]).encode())
                 self.close_connection = True
                 self.server.read.append(name)
+            case ["configmaps", name]:
+                status, data = content["configmaps"].get(name, (404, {}))
+                self.answer(status, {"data": data, "message": "you may not"})
             case [kind]:
                 status, items = content[kind]
                 self.answer(status, {"items": items, "message": "you may not"})
@@ -100,6 +104,7 @@ def kubernetes(tmp_path, monkeypatch):
     """A server that answers as `content` says, and calls `after` then; `read` has the names of the logs it gave."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
     server.content = {"pods": [], "logs": {}, "pytorchjobs": (200, []), "workloads": (200, []), "events": (200, [])}
+    server.content["configmaps"] = {}
     server.after, server.read = lambda: None, []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -431,3 +436,17 @@ def test_events_are_those_of_the_runs_own_objects(client, admin, kubernetes):
     assert [event.reason for event in events] == ["Submitted", "Seen", "Seen", "Seen"]
     assert {event.about for event in events[1:]} == {f"pod/{names[0]}", f"pod/{names[1]}", "pod/run"}
     assert {event.kind for event in events[1:]} == {"warning"}
+
+
+def test_prices_are_those_of_the_namespace(kubernetes, monkeypatch):
+    monkeypatch.delenv("STRATA_PROJECT", raising=False)
+    monkeypatch.delenv("STRATA_DOMAIN", raising=False)
+    assert prices_of_cluster() == Prices()
+    kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "currency: EUR\ngpus: {h200: 3}"})
+    assert prices_of_cluster() == Prices(currency="EUR", gpus={"h200": 3})
+    kubernetes.content["configmaps"]["strata-prices"] = (403, {})
+    with pytest.raises(Refused, match="Kubernetes refused to read the config map strata-prices"):
+        prices_of_cluster()
+    kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "gpus: {h2: 3}"})
+    with pytest.raises(SpecError, match=r"the config map strata-prices has 1 problem:\n  gpus\.h2"):
+        prices_of_cluster()

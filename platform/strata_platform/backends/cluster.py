@@ -67,6 +67,17 @@ class Cluster:
         events = (_event(item) for item in found if mine.match(item.involved_object.name))
         return sorted(events, key=lambda event: event.time)
 
+    def text(self, config_map: str, key: str) -> str | None:
+        """What a ConfigMap has under a key; None when there is no such thing."""
+        with answered(f"to read the config map {config_map}"):
+            try:
+                data = self.core.read_namespaced_config_map(config_map, self.namespace).data
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
+                return None
+        return (data or {}).get(key)
+
     def _list(self, kind: tuple[str, str, str], labels: str = "") -> list[Object]:
         group, version, plural = kind
         with answered(f"to list {plural}"):

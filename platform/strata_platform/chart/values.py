@@ -11,6 +11,7 @@ from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
 from strata_platform.chart.section import Address, DnsName, Quantities, Values, VariableName
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
+from strata_platform.estimate.prices import Prices
 
 
 class Image(Values):
@@ -65,5 +66,6 @@ class ChartValues(Values):
     queues: Queues = Field(Queues(), description="Machines and how runs share them.")
     kernels: Kernels = Field(Kernels(), description="Pods that start warm.")
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
+    prices: Prices = Field(Prices(), description="What `strata estimate` computes costs with.")
     tests: Tests = Field(Tests(), description="What `helm test` checks.")
     global_: dict[str, Any] = Field({}, alias="global", description="Helm gives this to every subchart; not read.")

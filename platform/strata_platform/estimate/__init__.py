@@ -3,6 +3,20 @@
 from strata_platform.estimate.core import Estimate, estimate
 from strata_platform.estimate.gpus import GPUS, Gpu
 from strata_platform.estimate.layouts import cheapest, layouts
+from strata_platform.estimate.prices import Price, Prices, parse_prices, read_prices
 from strata_platform.estimate.shapes import ModelShape, shape_of
 
-__all__ = ["GPUS", "Estimate", "Gpu", "ModelShape", "cheapest", "estimate", "layouts", "shape_of"]
+__all__ = [
+    "GPUS",
+    "Estimate",
+    "Gpu",
+    "ModelShape",
+    "Price",
+    "Prices",
+    "cheapest",
+    "estimate",
+    "layouts",
+    "parse_prices",
+    "read_prices",
+    "shape_of",
+]

@@ -95,13 +95,19 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """The kind that a driver or a node's label calls `name`; None of one that is not in GPUS, or a part of one.
+    """The kind that a driver or a node's label calls `name`; None of one that is not in GPUS, or a part of one."""
+    kind = kind_called(name)
+    return None if kind is None else GPUS[kind]
 
-    >>> gpu_called("NVIDIA-H100-80GB-HBM3").name
-    'H100 SXM'
+
+def kind_called(name: str) -> str | None:
+    """Its key in GPUS.
+
+    >>> kind_called("NVIDIA-H100-80GB-HBM3")
+    'h100'
     """
     plain = name.lower().replace(" ", "-")
     if "mig" in plain:
         return None
     words = plain.split("-")
-    return next((gpu for key, gpu in GPUS.items() if all(part in words for part in key.split("-"))), None)
+    return next((key for key in GPUS if all(part in words for part in key.split("-"))), None)

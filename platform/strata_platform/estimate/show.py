@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from strata_platform.estimate.core import Estimate
+from strata_platform.estimate.prices import Price
 from strata_platform.spec import RunSpec
 
 _GIB = 2**30
 
 
-def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Everything, for JSON: bytes, seconds, dollars."""
+def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> dict[str, Any]:
+    """Everything, for JSON: bytes, seconds, the currency of the price."""
     data: dict[str, Any] = {
         "gpu": found.gpu.name,
         "gpus": found.spec.topology.world_size,
@@ -28,12 +29,12 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
     if tokens is not None:
         data |= {"tokens": tokens, "hours": hours(found, tokens)}
         if price is not None:
-            data["cost"] = cost(found, tokens, price)
+            data |= {"cost": cost(found, tokens, price), "price": price.amount, "currency": price.currency}
     data["cheapest"] = None if best is None else to_dict(best, None, tokens, price) | {"cheapest": None}
     return data
 
 
-def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: float | None) -> Iterator[str]:
+def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     """For the console."""
     gpus = found.spec.topology.world_size
     what = "LoRA" if found.spec.adapter.type != "none" else "all weights learn"
@@ -62,16 +63,16 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: f
     yield from _advice(found, best, tokens, price)
 
 
-def _length(found: Estimate, tokens: float | None, price: float | None) -> Iterator[str]:
+def _length(found: Estimate, tokens: float | None, price: Price | None) -> Iterator[str]:
     if tokens is None:
         each = hours(found, 1e9)
         yield f"length: {each:,.1f} hours for a billion tokens; give --tokens to know this run's"
         return
-    money = "" if price is None else f", {cost(found, tokens, price):,.0f} at {price:g} per GPU and hour"
+    money = "" if price is None else f", {_money(cost(found, tokens, price), price)} at {price} per GPU and hour"
     yield f"length: {hours(found, tokens):,.1f} hours for {tokens:,.0f} tokens{money}"
 
 
-def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price: float | None) -> Iterator[str]:
+def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     if best is None:
         yield "no layout of this run fits on these GPUs; a shorter data.sequence_length or an adapter may"
         return
@@ -126,6 +127,10 @@ def hours(found: Estimate, tokens: float) -> float:
     return tokens / (found.tokens_per_second * found.spec.topology.world_size) / 3600
 
 
-def cost(found: Estimate, tokens: float, price: float) -> float:
+def cost(found: Estimate, tokens: float, price: Price) -> float:
     """Of all GPUs, in the currency of `price`."""
-    return hours(found, tokens) * found.spec.topology.world_size * price
+    return hours(found, tokens) * found.spec.topology.world_size * price.amount
+
+
+def _money(amount: float, price: Price) -> str:
+    return f"{amount:,.0f} {price.currency}".rstrip()
