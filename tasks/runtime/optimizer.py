@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,18 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     """What `optimizer.type` names, over the parameters that learn; biases and norms, of one dimension, do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _muon(model, trained, spec) if spec.optimizer.type == "muon" else _adamw(trained, spec)
+    optimizer = _BUILDERS[spec.optimizer.type](model, trained, spec)
     if spec.optimizer.in_backward:
         step_in_backward(optimizer)
     return optimizer
 
 
-def _adamw(trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+def _adamw(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
     # Fused operators take tensors of one mesh.
     groups = [
         {"params": [p for p in alike if (p.ndim > 1) == decays], "weight_decay": spec.optimizer.weight_decay * decays}
@@ -45,9 +49,8 @@ def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch
 
     Steps of both are of one size, so they share the learning rate and the weight decay.
     """
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    outer = {id(weight) for weight in (*tables, *([head.weight] if head is not None else []))}
+    outer = _embeddings(model) | ({id(head.weight)} if head is not None else set())
     hidden = {id(p) for p in trained if p.ndim == 2 and id(p) not in outer}
     muon = torch.optim.Muon(
         [p for p in trained if id(p) in hidden],
@@ -56,7 +59,40 @@ def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch
         momentum=spec.optimizer.muon_momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return Several([muon, _adamw([p for p in trained if id(p) not in hidden], spec)])
+    return Several([muon, _adamw(model, [p for p in trained if id(p) not in hidden], spec)])
+
+
+def _adamw_8bit(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+    """AdamW, with the moments of most matrices in eight bits."""
+    embeddings = _embeddings(model)
+    small = {id(p): p.numel() for p in trained if has_eight_bits(p) and id(p) not in embeddings}
+    if not small:
+        raise ValueError(
+            f"optimizer.type 'adamw_8bit': no matrix that learns has rows whose length is a multiple of {BLOCK}, which "
+            "moments of eight bits need; set optimizer.type to 'adamw'"
+        )
+    total = sum(p.numel() for p in trained)
+    log.info("optimizer: eight bits for each moment of %.1f %% of the weights", 100 * sum(small.values()) / total)
+    eight_bits = AdamW8bit(
+        [{"params": [p for p in trained if id(p) in small]}],
+        lr=spec.peak_lr,
+        betas=spec.optimizer.betas,
+        eps=spec.optimizer.eps,
+        weight_decay=spec.optimizer.weight_decay,
+    )
+    others = [p for p in trained if id(p) not in small]
+    return Several([eight_bits, *([_adamw(model, others, spec)] if others else [])])
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+_BUILDERS: dict[str, Callable[[nn.Module, list[nn.Parameter], RunSpec], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "muon": _muon,
+}
 
 
 class Several(torch.optim.Optimizer):
@@ -77,6 +113,13 @@ class Several(torch.optim.Optimizer):
             part.state = self.state
             part.step()
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; each tensor keeps its type, where PyTorch's would give it the weights'."""
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state.update({parameters[number]: dict(slots) for number, slots in state_dict["state"].items()})
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> None:

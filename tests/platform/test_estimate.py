@@ -102,6 +102,26 @@ def test_parts_follow_the_spec():
     assert take(model={"name": "llama-3.1-8b", "dtype": "float32"}).memory.optimizer == 2 * plain.optimizer
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_moments_of_eight_bits_are_those_of_rows_of_whole_blocks(dtype):
+    def moments(name, type, **fields):
+        return take(model={"name": name, "dtype": dtype}, optimizer={"type": type}, **fields).memory.optimizer
+
+    shape = shape_of("llama-3.1-8b")
+    assert moments("llama-3.1-8b", "adamw_8bit") == pytest.approx(
+        2 * (1 + 4 / 256) * (shape.parameters - shape.head_parameters)
+        + 2 * (2 if dtype == "bfloat16" else 4) * shape.head_parameters,
+        rel=1e-3,
+    )
+    # All rows are 896 long, but for those of the projection from 4864.
+    few = shape_of("qwen2.5-0.5b")
+    saved = moments("qwen2.5-0.5b", "adamw") - moments("qwen2.5-0.5b", "adamw_8bit")
+    packed = few.layers * few.hidden * few.intermediate
+    assert saved == pytest.approx(2 * packed * ((2 if dtype == "bfloat16" else 4) - 1 - 4 / 256))
+    split = {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 4}}
+    assert moments("llama-3.1-8b", "adamw_8bit", **split) == moments("llama-3.1-8b", "adamw_8bit") / 4
+
+
 RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
 
 
@@ -112,6 +132,7 @@ RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
         ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "per_op"}}),
         ({"training": {"gradient_checkpointing": "per_op"}}, {}),
         ({"optimizer": {"type": "muon"}}, {}),
+        ({"optimizer": {"type": "adamw_8bit"}}, {"optimizer": {"type": "muon"}}),
         ({**RECOMPUTED, "optimizer": {"in_backward": True, "max_grad_norm": 0}}, RECOMPUTED),
         ({"training": {"micro_batch_size": 2}}, {"training": {"micro_batch_size": 4}}),
         ({}, {"kernels": {"enabled": False}}),
@@ -130,6 +151,7 @@ def test_what_takes_less_memory(less, more):
         ({"training": {"gradient_checkpointing": "per_op"}}, {"training": {"gradient_checkpointing": "selective"}}),
         ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "full"}}),
         ({}, {"optimizer": {"type": "muon"}}),
+        ({"optimizer": {"type": "adamw_8bit"}}, {}),
         ({}, {"kernels": {"enabled": False}}),
         ({"adapter": {"type": "lora"}}, {}),
         ({"data": {"sequence_length": 4096, "packing": False}}, {}),

@@ -1,4 +1,7 @@
-"""An adapter in a model of four bits a weight: it learns, comes back exactly, and is merged into the exact model."""
+"""Runs on bitsandbytes: frozen weights of four bits under an adapter, and moments of eight bits.
+
+Both learn and come back exactly. An adapter is merged into the exact model; moments are split like their weights.
+"""
 
 import importlib.util
 import json
@@ -22,6 +25,10 @@ from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_
 from tests.runtime.train_only import train_spec
 
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+def eight_bits(spec):
+    return RunSpec.model_validate({**spec.model_dump(), "optimizer": {"type": "adamw_8bit"}})
 
 
 def nf4(spec, **changes):
@@ -66,17 +73,65 @@ def test_the_adapter_is_merged_into_the_exact_model(alone):
     assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
 
 
-@needed
-def test_two_replicas_have_the_losses_of_one(alone, output):
-    spec = nf4(make_spec(output, "replicas", "hf", "ddp", 2, "lora"))
+@pytest.fixture(scope="module")
+def trained(output):
+    """Specs of runs by two processes, of which the second is trained from its first checkpoint once more."""
+    replicas = nf4(make_spec(output, "replicas", "hf", "ddp", 2, "lora"))
+    split = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
+    file = file_of(output, split)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked", "2", file_of(output, spec)],
+        [sys.executable, "-m", "tests.runtime.forked", "2", file_of(output, replicas), file, f"{file}@{SAVED}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         text=True, capture_output=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert curve(spec) == approx(curve(alone, attempt=0))
-    assert json.loads(RunFolder.of(spec).record.read_text())["status"] == "complete"
+    return replicas, split
+
+
+@needed
+def test_two_replicas_have_the_losses_of_one(trained, alone):
+    replicas, _ = trained
+    assert curve(replicas) == approx(curve(alone, attempt=0))
+    assert json.loads(RunFolder.of(replicas).record.read_text())["status"] == "complete"
+
+
+@pytest.fixture(scope="module")
+def exact(output):
+    """The losses of one process whose moments have all their bits."""
+    spec = make_spec(output, "exact", "torch", "single", 1)
+    assert train_spec(spec).status == "complete"
+    return [loss for _, loss, *_ in curve(spec)]
+
+
+@needed
+def test_moments_of_eight_bits_learn_like_exact_ones(trained, exact):
+    assert [loss for _, loss, *_ in curve(trained[1], attempt=0)] == pytest.approx(exact, rel=1e-4)
+
+
+@needed
+def test_moments_are_split_like_their_weights_and_come_back_exactly(trained):
+    _, split = trained
+    assert curve(split, attempt=1) == curve(split, attempt=0)[SAVED:]
+    index = json.loads((RunFolder.of(split).checkpoints / f"checkpoint-{SAVED}" / "index.json").read_text())
+    parts = {
+        "exp_avg": ("U8", {"0,0": [64, 256], "64,0": [64, 256]}),
+        "exp_avg_sq_scale": ("F32", {"0,0": [64, 1], "64,0": [64, 1]}),
+    }
+    for slot, (dtype, shapes) in parts.items():
+        found = index[f"optimizer.{slot}.model.layers.0.self_attn.k_proj.weight"]
+        assert found["dtype"] == dtype
+        assert {key: part["shape"] for key, part in found["parts"].items()} == shapes
+    # Rows of 704, and embeddings.
+    assert index["optimizer.exp_avg.model.layers.0.mlp.down_proj.weight"]["dtype"] == "F32"
+    assert index["optimizer.exp_avg.model.embed_tokens.weight"]["dtype"] == "F32"
+
+
+@needed
+def test_one_process_continues_with_the_moments_that_two_saved(trained, output):
+    two = curve(trained[1], attempt=0)
+    spec = eight_bits(make_spec(output, "split", "torch", "single", 1))
+    assert train_spec(spec, SAVED).status == "complete"
+    assert curve(spec) == approx(two)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, output):

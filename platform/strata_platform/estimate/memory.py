@@ -20,6 +20,8 @@ from strata_platform.spec.parallel import Fsdp
 _LOSS_BUDGET = 512 * 2**20
 # Without it, bytes for each logit: bf16, its fp32 copy, log-probabilities, and their gradients.
 _PLAIN_LOGIT = 12
+# Weights that share the scales of their moments of eight bits.
+_BLOCK = 256
 # What the allocator, cuBLAS and NCCL hold beside.
 _BUFFERS = 0.6 * 2**30
 
@@ -64,9 +66,6 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     weights, gradients = shape.parameters * size / split, trained * size / split
     if isinstance(spec.adapter, Lora):
         weights += trained * size / split
-    # Muon has one moment of the matrices between embeddings and head.
-    twice = shape.root_parameters if spec.optimizer.type == "muon" else trained
-    optimizer = (trained + twice) * size / split
     held = shape.layers * kept_by_layer(spec, shape, tokens)
     working = working_set(spec, shape, tokens)
     gathered = _gathered(spec, shape)
@@ -87,7 +86,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     return Memory(
         weights=weights,
         gradients=now[0],
-        optimizer=optimizer,
+        optimizer=moment_bytes(spec, shape) / split,
         activations=now[1],
         loss=now[2],
         gathered=now[3],
@@ -96,7 +95,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
 
 
 def weight_bytes(spec: RunSpec) -> int:
-    """Bytes of a weight, its gradient, and each of its two moments."""
+    """Bytes of a weight, its gradient, and each of its two moments, unless the optimizer says otherwise."""
     return 4 if spec.model.dtype == "float32" else 2
 
 
@@ -110,6 +109,26 @@ def compute_bytes(spec: RunSpec) -> int:
 def trained_parameters(spec: RunSpec, shape: ModelShape) -> int:
     """How many learn."""
     return shape.lora_parameters(spec.adapter.r) if isinstance(spec.adapter, Lora) else shape.parameters
+
+
+def moment_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of what the optimizer keeps of all weights that learn, before it is split."""
+    trained, size = trained_parameters(spec, shape), weight_bytes(spec)
+    if spec.optimizer.type == "muon":
+        # One moment of the matrices between embeddings and head.
+        return float((trained + shape.root_parameters) * size)
+    packed = _in_eight_bits(spec, shape) if spec.optimizer.type == "adamw_8bit" else 0
+    return 2.0 * ((trained - packed) * size + packed * (1 + 4 / _BLOCK))
+
+
+def _in_eight_bits(spec: RunSpec, shape: ModelShape) -> int:
+    """Weights whose moments have eight bits, and a scale for each block: those in rows of whole blocks."""
+    rows = [(inner, outer) for inner, outer in shape.linear_layers if inner % _BLOCK == 0]
+    if isinstance(spec.adapter, Lora):
+        # Of a layer's two matrices the first has its rows, and the second has rows of the rank.
+        return shape.layers * sum(spec.adapter.r * inner for inner, _ in rows)
+    head = 0 if shape.tied or shape.hidden % _BLOCK else shape.head_parameters
+    return shape.layers * sum(inner * outer for inner, outer in rows) + head
 
 
 def kept_by_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import Gpu
-from strata_platform.estimate.memory import compute_bytes, trained_parameters, weight_bytes
+from strata_platform.estimate.memory import compute_bytes, moment_bytes, trained_parameters, weight_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
@@ -104,8 +104,11 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
     And what Muon multiplies.
     """
     split = spec.model_parts
-    moved = 7 + (3 if spec.optimizer.max_grad_norm else 0)
-    seconds = trained_parameters(spec, shape) / split * weight_bytes(spec) * moved / gpu.update
+    weights = trained_parameters(spec, shape) * weight_bytes(spec)
+    # What Muon multiplies instead of a second moment moves about as much as that.
+    moments = moment_bytes(spec, shape) if spec.optimizer.type == "adamw_8bit" else 2 * weights
+    moved = weights * (6 if spec.optimizer.max_grad_norm else 3) + 2 * moments
+    seconds = moved / split / gpu.update
     if spec.optimizer.type == "muon":
         # Five times X Xᵀ, its square, and that times X, of each matrix.
         sizes = [(min(pair), max(pair)) for pair in shape.linear_layers]

@@ -46,10 +46,11 @@ class Training(Section):
 class Optimizer(Section):
     """What turns gradients into steps, and how they are treated before."""
 
-    type: Literal["adamw", "muon"] = Field(
+    type: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
-        description="`adamw`, fused; `muon`, which orthogonalizes the steps of weight matrices, and leaves embeddings, "
-        "head and norms to AdamW.",
+        description="`adamw`, fused; `adamw_8bit`, whose moments of weight matrices have eight bits, with the extra "
+        "`bitsandbytes`; `muon`, which orthogonalizes the steps of weight matrices, and leaves embeddings, head and "
+        "norms to AdamW.",
     )
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None,

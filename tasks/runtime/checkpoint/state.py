@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tasks.runtime.adapter import has_adapter
 from tasks.runtime.checkpoint.fragment import part_of
@@ -139,11 +140,15 @@ def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 def _new_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Moments are split like their parameter; what has another shape, such as a count of steps, is whole."""
+    """What has the rows of its parameter, such as a moment, is split like it; what has not, as a count, is whole."""
     if name == MASTER:
         return None
     if shape == parameter.shape:
         tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    elif isinstance(parameter, DTensor) and shape[:1] == parameter.shape[:1]:
+        tensor = torch.distributed.tensor.empty(
+            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
+        )
     else:
         tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
     optimizer.state[parameter][name] = tensor

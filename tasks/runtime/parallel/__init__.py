@@ -68,3 +68,8 @@ def require_installed(spec: RunSpec) -> None:
             "adapter.quantization 'nf4' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set adapter.quantization to 'none'"
         )
+    if spec.optimizer.type == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "optimizer.type 'adamw_8bit' needs the package bitsandbytes, which is not installed; install "
+            "strata[bitsandbytes], or set optimizer.type to 'adamw'"
+        )
