@@ -12,15 +12,11 @@ import signal
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
@@ -30,7 +26,6 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import Preempted, preemptible
 from tasks.runtime.tell import tell
-from tasks.runtime.warm import ensure_warm
 from tasks.runtime.watchdog import EXIT_HUNG
 
 log = logging.getLogger(__name__)
@@ -54,6 +49,14 @@ class TrainingTask(PytorchElasticFunctionTask):
     """An elastic task whose function takes the run spec as its input `spec`."""
 
     def _execute(self, **kwargs: Any) -> Any:
+        # Here, because tasks that only wire or prepare load this module, too, and torch takes seconds.
+        import torch.distributed as dist
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        from tasks.runtime.warm import ensure_warm
+
         spec: RunSpec = kwargs["spec"]
         configure_logging()
         tell(stage=Stage.WARM_UP)
@@ -94,6 +97,8 @@ def outlive_main_pod() -> None:
     A job of several pods is a success, and its pods are removed, when the first of them ends well. The pod of rank 0
     still has the weights to upload then, and must be that first one.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     log.info("this pod is done; it waits for the pod of rank 0, which hands on the weights")
     try:
         with preemptible():

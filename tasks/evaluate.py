@@ -8,11 +8,12 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
+from tasks.resources import RETRIES
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 
 
-@task
+@task(retries=RETRIES)
 def evaluate(
     spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory
 ) -> CompletionRecord:

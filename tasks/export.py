@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.paths import directory, file
+from tasks.resources import RETRIES
 from tasks.runtime.log import configure_logging
 from tasks.runtime.metrics import read_points
 from tasks.runtime.record import CompletionRecord
@@ -25,7 +26,7 @@ class Exported(NamedTuple):
     record: FlyteFile
 
 
-@task(enable_deck=True, deck_fields=())
+@task(retries=RETRIES, enable_deck=True, deck_fields=())
 def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Write the model, the report and the record; the report is the task's Deck, too."""
     configure_logging()

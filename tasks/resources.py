@@ -12,10 +12,13 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.spec.models import Resources as Asked
 
+# Attempts of a task after the first. Pods are evicted, preempted and lost, and stores are away for a while; what a task
+# itself raises is an error of the user's, and ends the run at once, unless it says that it may be retried.
+RETRIES = 5
 # For tasks that only look and wire. Limits are set apart from requests: without any, a task may use what it requests.
-SMALL = {"requests": Resources(cpu="500m", mem="1Gi"), "limits": Resources(cpu="2", mem="4Gi")}
+SMALL = {"requests": Resources(cpu="500m", mem="1Gi"), "limits": Resources(cpu="2", mem="4Gi"), "retries": RETRIES}
 # For tokenizing: fits on a small node, and uses what a large one has.
-PREPARE = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi")}
+PREPARE = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi"), "retries": RETRIES}
 
 
 def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:

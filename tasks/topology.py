@@ -7,7 +7,7 @@ that what is launched and what the trainer expects cannot differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
-from torch import OutOfMemoryError
 
 from strata_platform import told
 from strata_platform.spec import RunSpec
 from strata_platform.spec.models import Topology
 from tasks.elastic import Training
+from tasks.resources import RETRIES
 from tasks.runtime.exits import explain
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
@@ -30,8 +30,6 @@ from tasks.runtime.signals import Preempted
 
 # Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
 MAX_RESTARTS = 2
-# Attempts after the first; a preempted or failed one is continued from its last checkpoint.
-RETRIES = 5
 # Seconds from SIGTERM to SIGKILL for a pod. Its workers get a little less, so that the agent outlives them; torch 2.11
 # does not read that and gives them 30.
 GRACE_SECONDS = 120
@@ -56,6 +54,8 @@ class Trained(NamedTuple):
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
+    from torch import OutOfMemoryError
+
     from tasks.runtime.data import PreparedData
     from tasks.runtime.run import session, train
     from tasks.runtime.weights import collect_weights
@@ -77,14 +77,50 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     return Trained(record, FlyteDirectory(str(weights)))
 
 
-def _training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
-    """The task for a shape. Assign it to the module-level name `train_<nnodes>x<nproc_per_node>`: Flyte loads that."""
+SHAPES = (
+    (1, 1),
+    (1, 2),
+    (1, 4),
+    (1, 8),
+    (2, 1),
+    (2, 2),
+    (2, 4),
+    (2, 8),
+    (4, 8),
+    (8, 8),
+    (16, 8),
+    (32, 8),
+    (64, 8),
+    (128, 8),
+)
+"""Pods, and processes in each."""
+
+
+def _name(nnodes: int, nproc_per_node: int) -> str:
+    return f"train_{nnodes}x{nproc_per_node}"
+
+
+def __getattr__(name: str) -> PythonTask[Any]:
+    """`train_<nnodes>x<nproc_per_node>`: what Flyte loads in a pod.
+
+    Made when it is asked for. To make one takes a tenth of a second, and this module is loaded by every process of a
+    run, most of which need none.
+    """
+    for shape in SHAPES:
+        if name == _name(*shape):
+            return training_task(*shape)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
+    """The task for a shape."""
 
     @wraps(_train)
     def function(spec: RunSpec, data: FlyteDirectory) -> Trained:
         return _train(spec, data)
 
-    function.__name__ = function.__qualname__ = f"train_{nnodes}x{nproc_per_node}"
+    function.__name__ = function.__qualname__ = _name(nnodes, nproc_per_node)
     decorate: Callable[..., PythonTask[Any]] = task(
         task_config=Training(
             nnodes=nnodes,
@@ -99,38 +135,19 @@ def _training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
         environment=ENVIRONMENT,
         pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], termination_grace_period_seconds=GRACE_SECONDS)),
     )
-    return decorate(function)
-
-
-train_1x1 = _training_task(1, 1)
-train_1x2 = _training_task(1, 2)
-train_1x4 = _training_task(1, 4)
-train_1x8 = _training_task(1, 8)
-train_2x1 = _training_task(2, 1)
-train_2x2 = _training_task(2, 2)
-train_2x4 = _training_task(2, 4)
-train_2x8 = _training_task(2, 8)
-train_4x8 = _training_task(4, 8)
-train_8x8 = _training_task(8, 8)
-train_16x8 = _training_task(16, 8)
-train_32x8 = _training_task(32, 8)
-train_64x8 = _training_task(64, 8)
-train_128x8 = _training_task(128, 8)
-
-TASKS = {
-    (task.task_config.nnodes, task.task_config.nproc_per_node): task
-    for task in list(globals().values())
-    if isinstance(task, PythonTask) and isinstance(task.task_config, Training)
-}
+    made = decorate(function)
+    # Else Flyte names a task after the module at whose loading it was made.
+    made._instantiated_in = __name__
+    return made
 
 
 def task_for(topology: Topology) -> PythonTask[Any]:
     """The training task of this shape. Raises ValueError with the shapes there are."""
     shape = (topology.nnodes, topology.nproc_per_node)
-    if shape not in TASKS:
-        known = ", ".join(f"{nnodes}x{nproc}" for nnodes, nproc in sorted(TASKS))
+    if shape not in SHAPES:
+        known = ", ".join(f"{nnodes}x{nproc}" for nnodes, nproc in SHAPES)
         raise ValueError(
             f"topology.nnodes x topology.nproc_per_node is {shape[0]}x{shape[1]}, which no Flyte task has; use one of "
             f"{known}, or add a line to tasks/topology.py"
         )
-    return TASKS[shape]
+    return training_task(*shape)

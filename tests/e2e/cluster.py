@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from flytekit.tools.fast_registration import FastPackageOptions
 from flytekit.types.file import FlyteFile
 from kubernetes import client, stream
 
+from strata_platform.client import Client
+from strata_platform.runs import Run as LookedAt
 from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.record import CompletionRecord
 
@@ -35,8 +38,13 @@ NAMESPACE, RIVAL_NAMESPACE = (f"{tenant['project']}-{tenant['domains'][0]}" for 
 JOBS = ("kubeflow.org", "v1", NAMESPACE, "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", NAMESPACE, "workloads")
 QUEUES = ("kueue.x-k8s.io", "v1beta2", NAMESPACE, "localqueues")
+# A step between two checkpoints: those since the one before are lost, and done once more.
+MIDDLE = 15
 # Seconds that anything may take, waiting for other runs included. On two idle cores a tenth of it is enough.
 PATIENCE = 900
+
+# Propeller's, of a workflow that has ended.
+PHASES = {3: "succeeded", 5: "failed", 6: "aborted"}
 
 T = TypeVar("T")
 
@@ -58,6 +66,11 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         inner = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if inner else value
     return result
+
+
+def named(name: str, **changes: Any) -> RunSpec:
+    """spec.yaml under a name of its own, with changes."""
+    return RunSpec.model_validate(merged(SPEC, changes | {"name": f"{name}-{time.time_ns() // 10**9}"}))
 
 
 class Window:
@@ -124,7 +137,7 @@ class Cluster:
 
     def submit(self, name: str, **changes: Any) -> Run:
         """Start the run of spec.yaml under a name of its own, with changes."""
-        spec = RunSpec.model_validate(merged(SPEC, changes | {"name": f"{name}-{time.time_ns() // 10**9}"}))
+        spec = named(name, **changes)
         started = self.remote.execute(self.workflow, inputs={"spec": spec}, type_hints={"spec": RunSpec})
         return Run(self, spec, started)
 
@@ -136,6 +149,38 @@ class Cluster:
         command += ["--name", name, "workflows/finetune.py", "finetune", "--spec", file]
         subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE)
         return Run(self, load_spec(file), self.remote.fetch_execution(name=name))
+
+    def restart(self, namespace: str, deployment: str) -> None:
+        """Delete the deployment's pods, and return when others are ready in their place."""
+        labels = client.AppsV1Api().read_namespaced_deployment(deployment, namespace).spec.selector.match_labels
+        mine = {"label_selector": ",".join(f"{name}={value}" for name, value in labels.items())}
+        old = {pod.metadata.uid for pod in self.core.list_namespaced_pod(namespace, **mine).items}
+        self.core.delete_collection_namespaced_pod(namespace, **mine)
+
+        def renewed() -> bool:
+            pods = self.core.list_namespaced_pod(namespace, **mine).items
+            ready = [bool(states := pod.status.container_statuses) and all(s.ready for s in states) for pod in pods]
+            return bool(pods) and all(ready) and not old & {pod.metadata.uid for pod in pods}
+
+        until(f"{deployment} is back", renewed)
+
+    def kept(self, execution: str) -> dict[str, Any]:
+        """What propeller keeps of an execution in Kubernetes."""
+        address = ("flyte.lyft.com", "v1alpha1", NAMESPACE, "flyteworkflows", execution)
+        return dict(self.custom.get_namespaced_custom_object(*address))
+
+    def until_settled(self, execution: str) -> None:
+        """Return when propeller has kept nothing new for two seconds.
+
+        FlytePropeller 1.16 dies when an execution is ended while it writes what it keeps of it.
+        """
+        versions: list[str] = []
+
+        def settled() -> bool:
+            versions.append(self.kept(execution)["metadata"]["resourceVersion"])
+            return len(versions) > 8 and len(set(versions[-8:])) == 1
+
+        until(f"{execution} is settled", settled)
 
     def is_running(self, pod: str) -> bool:
         """Whether there is such a pod in the tenant's namespace, and it has not ended."""
@@ -203,15 +248,29 @@ class Run:
 
         until(f"step {step} of {self.id}", done)
 
+    def until_suspended(self) -> None:
+        """Return when its queue has taken its machines back."""
+        until("it is suspended", lambda: self.job()["spec"]["runPolicy"].get("suspend"))
+        assert self.conditions()["Evicted"] == "Preempted"
+        until("its pods are gone", lambda: not self.pods("worker"))
+
     def is_done(self) -> bool:
         """Whether Flyte says that it has ended, well or not."""
         self._execution = self.cluster.remote.sync_execution(self._execution)
         return bool(self._execution.is_done)
 
+    def until_done(self) -> None:
+        """Return when it has ended, well or not."""
+        until(f"the end of {self.id}", self.is_done)
+
     def wait(self) -> None:
         """Return when it has succeeded. Raises AssertionError when it has not."""
-        until(f"the end of {self.id}", self.is_done)
+        self.until_done()
         assert self._execution.closure.phase == WorkflowExecutionPhase.SUCCEEDED, self.error()
+
+    def phase(self) -> str | None:
+        """How its workflow has ended, as propeller keeps it in Kubernetes; None while it has not."""
+        return PHASES.get(self.cluster.kept(self.id)["status"]["phase"])
 
     def error(self) -> str:
         """Why it failed, in Flyte's words."""
@@ -226,3 +285,17 @@ class Run:
     def record(self) -> CompletionRecord:
         """Its completion record, as it came out of the workflow."""
         return CompletionRecord.model_validate_json(Path(self.output("record", FlyteFile).download()).read_text())
+
+
+class Followed:
+    """A run that the client submits, and follows in all ways at once. The ways end by themselves when the run does."""
+
+    def __init__(self, cluster: Cluster, runs: Client, name: str) -> None:
+        spec = named(name)
+        self.submitted, self.seen = runs.submit(spec), list[LookedAt]()
+        self.run = Run(cluster, spec, cluster.remote.fetch_execution(name=spec.name))
+        pool = ThreadPoolExecutor(3)
+        self.end = pool.submit(runs.wait, spec.name, show=self.seen.append)
+        self.lines = pool.submit(lambda: list(runs.logs(spec.name, follow=True)))
+        self.points = pool.submit(lambda: list(runs.metrics(spec.name, follow=True)))
+        pool.shutdown(wait=False)

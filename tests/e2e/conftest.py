@@ -45,3 +45,28 @@ def cluster():
 def undisturbed(cluster, tmp_path_factory):
     """The run that others are compared with, started as a person does."""
     return cluster.launched(tmp_path_factory.mktemp("spec") / "spec.yaml")
+
+
+@pytest.fixture(scope="session")
+def strata(undisturbed):
+    """The client, of the version of the workflow that the undisturbed run has registered."""
+    from strata_platform.backends.flyte import FlyteBackend
+    from strata_platform.client import Client
+    from tests.e2e.cluster import DOMAIN, PROJECT
+
+    return Client(FlyteBackend(PROJECT, DOMAIN), poll=0.5)
+
+
+@pytest.fixture(scope="session")
+def preempted(cluster, strata):
+    """A run that the client submits and follows to its end; an urgent pod takes its place in the middle of training."""
+    from tests.e2e.cluster import MIDDLE, Followed, until
+
+    followed = Followed(cluster, strata, "preempted")
+    followed.run.until_step(MIDDLE)
+    # What Flyte makes of a task with resources.priority, without the task.
+    with cluster.pod(["sleep", "86400"], queue="research", priority="urgent", cpu="1600m") as urgent:
+        followed.run.until_suspended()
+        until("the urgent pod runs", lambda: cluster.is_running(urgent))
+    followed.run.until_done()
+    return followed

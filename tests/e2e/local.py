@@ -155,6 +155,10 @@ def install() -> None:
     values = yaml.safe_dump(own_values())
     inside("helm", *first, limit=LIMITS["install"], text=values)
     upgrade(release, values)
+    # The pods' image has no tini: their program must not be process 1, which signals without a handler pass by.
+    shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
+    for tenant in TENANTS:
+        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())
     inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
@@ -316,6 +320,8 @@ def run_tests(arguments: list[str]) -> int:
     """pytest in the cluster's network; its exit status."""
     os.environ.update(store_environment())
     os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE="registry.local/hostroot:1")
+    reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
+    os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
     python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
     with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
         status = process.wait()

@@ -7,6 +7,9 @@ they need what it left.
 """
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,9 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from safetensors.torch import load_file
 
-from tests.e2e.cluster import QUEUES, until
+from tasks.runtime.record import CompletionRecord
+from tests.e2e.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, until
 
-# Between two checkpoints, so that steps are lost and done once more.
-MIDDLE = 15
 slow = pytest.mark.slow
 
 
@@ -35,19 +37,11 @@ def test_it_is_a_job_of_two_pods_that_its_queue_admits(undisturbed):
     job = until("there is a training job", lambda: undisturbed.jobs() and undisturbed.job())
     workers = job["spec"]["pytorchReplicaSpecs"]
     assert list(workers) == ["Worker"] and workers["Worker"]["replicas"] == 2
+    assert workers["Worker"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
     asked = undisturbed.spec.resources
     labels = {"kueue.x-k8s.io/queue-name": asked.queue, "kueue.x-k8s.io/priority-class": asked.priority}
     assert labels.items() <= job["metadata"]["labels"].items()
     until("it is admitted", lambda: "Admitted" in undisturbed.conditions())
-    until("both pods run", lambda: [pod.status.phase for pod in undisturbed.pods("worker")] == ["Running"] * 2)
-    assert all(pod.spec.security_context.run_as_non_root for pod in undisturbed.pods("worker"))
-
-
-def gives_way(run):
-    """The run is suspended by its queue."""
-    until("it is suspended", lambda: run.job()["spec"]["runPolicy"].get("suspend"))
-    assert run.conditions()["Evicted"] == "Preempted"
-    until("its pods are gone", lambda: not run.pods("worker"))
 
 
 def comes_back(run, undisturbed):
@@ -56,14 +50,8 @@ def comes_back(run, undisturbed):
     assert run.attempt() == 0
 
 
-def test_a_run_gives_way_to_an_urgent_pod(cluster, undisturbed):
-    run = cluster.submit("preempted")
-    run.until_step(MIDDLE)
-    # What Flyte makes of a task with resources.priority, without the task.
-    with cluster.pod(["sleep", "86400"], queue="research", priority="urgent", cpu="1600m") as urgent:
-        gives_way(run)
-        until("the urgent pod runs", lambda: cluster.is_running(urgent))
-    comes_back(run, undisturbed)
+def test_a_run_gives_way_to_an_urgent_pod(preempted, undisturbed):
+    comes_back(preempted.run, undisturbed)
 
 
 @slow
@@ -78,7 +66,7 @@ def test_a_run_gives_way_to_an_urgent_run(cluster, undisturbed):
     run = cluster.submit("preempted")
     run.until_step(MIDDLE)
     cluster.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "None"}})
-    gives_way(run)
+    run.until_suspended()
     urgent.wait()
     assert urgent.record().status == "complete"
     comes_back(run, undisturbed)
@@ -95,3 +83,81 @@ def test_it_leaves_a_model_a_report_and_a_record(undisturbed):
     assert all(weight.isfinite().all() for weight in load_file(model / "model.safetensors").values())
     report = Path(undisturbed.output("report", FlyteFile).download())
     assert "<svg" in report.read_text()
+
+
+def delete_worker(number):
+    """Its pod is deleted, as when a machine is taken away with notice."""
+
+    def delete(cluster, run):
+        cluster.core.delete_namespaced_pod(run.pods(f"worker-{number}")[0].metadata.name, NAMESPACE)
+
+    return delete
+
+
+def delete_evaluation(cluster, run):
+    """The pod that comes after those of training is deleted, while it works."""
+    (pod,) = until("it is evaluated", lambda: [p for p in run.pods("-dn1-") if p.status.phase == "Running"])
+    cluster.core.delete_namespaced_pod(pod.metadata.name, NAMESPACE)
+
+
+def drain(cluster, run):
+    """What `kubectl drain` does to the run, on the node of one of its pods; then the node is back."""
+    node = run.pods("worker-1")[0].spec.node_name
+    cluster.core.patch_node(node, {"spec": {"unschedulable": True}})
+    try:
+        gone = [pod.metadata.name for pod in run.pods("worker") if pod.spec.node_name == node]
+        for name in gone:
+            cluster.core.create_namespaced_pod_eviction(name, NAMESPACE, {"metadata": {"name": name}})
+        until("its pods are gone", lambda: not any(cluster.is_running(name) for name in gone))
+    finally:
+        cluster.core.patch_node(node, {"spec": {"unschedulable": None}})
+
+
+def restart_operator(cluster, run):
+    """The next one finds the job as it is."""
+    cluster.restart("kubeflow", "training-operator")
+
+
+def cut_store(cluster, run):
+    """For a minute nobody reaches the object store."""
+    subprocess.run(os.environ["STRATA_E2E_STORE_OFF"], shell=True, check=True)
+    try:
+        time.sleep(60)
+    finally:
+        subprocess.run(os.environ["STRATA_E2E_STORE_ON"], shell=True, check=True)
+
+
+def restart_flyte(cluster, run):
+    """Propeller's next one finds the workflow as it is."""
+    cluster.restart("strata-system", "flyte-binary")
+
+
+STEPS = SPEC["training"]["steps"]
+# Until which step nothing happens; what does; whether training starts again. Flyte's restart comes last, because a
+# flyteadmin that keeps all in its memory knows nothing afterwards.
+DISTURBANCES = {
+    "the-store-is-away-when-it-ends": (STEPS - 2, cut_store, False),
+    "a-pod-is-deleted": (MIDDLE, delete_worker(1), True),
+    "the-main-pod-is-deleted": (MIDDLE, delete_worker(0), True),
+    "the-node-is-drained": (MIDDLE, drain, True),
+    "the-pod-that-evaluates-is-deleted": (STEPS, delete_evaluation, False),
+    "the-operator-restarts": (MIDDLE, restart_operator, False),
+    "the-store-is-away-while-it-trains": (MIDDLE, cut_store, False),
+    "flyte-restarts": (MIDDLE, restart_flyte, False),
+}
+
+
+@slow
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_a_run_outlives_what_happens_to_a_cluster(cluster, undisturbed, disturbance):
+    step, disturb, starts_again = DISTURBANCES[disturbance]
+    if disturb is cut_store and "STRATA_E2E_STORE_OFF" not in os.environ:
+        pytest.skip("STRATA_E2E_STORE_OFF has no command that cuts the object store off")
+    run = cluster.submit("disturbed")
+    run.until_step(step)
+    disturb(cluster, run)
+    assert until("the workflow has ended", run.phase) == "succeeded"
+    record = CompletionRecord.model_validate_json(run.file("record.json"))
+    assert (record.status, record.steps, record.steps_asked) == ("complete", STEPS, STEPS)
+    assert (record.restarts > 0) == starts_again
+    assert run.losses() == undisturbed.losses()

@@ -19,12 +19,14 @@ from flytekitplugins.kfpytorch import CleanPodPolicy
 from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
+from tasks.resources import RETRIES
 from tasks.runtime.record import CompletionRecord
-from tasks.topology import TASKS, task_for
+from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_evaluate_export
 from workflows.scheduled import scheduled
 
 ROOT = Path(__file__).parents[2]
+TASKS = {shape: training_task(*shape) for shape in SHAPES}
 IMAGE = Image(name="default", fqn="registry.example/strata", tag="1")
 SETTINGS = SerializationSettings(
     project="p",
@@ -152,7 +154,7 @@ def test_several_pods_are_a_pytorchjob_whose_shape_is_the_specs():
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8)], ids=["1x1", "2x8"])
 def test_pods_of_training(shape):
     found = template(TASKS[shape])
-    assert found.metadata.retries.retries == topology.RETRIES
+    assert found.metadata.retries.retries == RETRIES
     pod = found.k8s_pod.pod_spec
     assert pod["terminationGracePeriodSeconds"] == topology.GRACE_SECONDS
     environment = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
@@ -260,6 +262,12 @@ def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(s
         }
     # The next run in this process asks for what it asks for.
     assert all(template(task).metadata.k8s_object_metadata.labels is None for task in TASKS.values())
+
+
+def test_a_pod_of_any_task_may_be_lost(registered):
+    for task in (*compiled(SPEC).tasks, *registered.values()):
+        if hasattr(task, "metadata") and task.id.name != "workflows.finetune.finetune":
+            assert task.metadata.retries.retries == RETRIES, task.id.name
 
 
 def test_a_run_that_names_no_queue_has_no_label():

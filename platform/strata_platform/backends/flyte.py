@@ -94,7 +94,7 @@ class FlyteBackend:
                 f"run {spec.name!r} goes on already, as execution {earlier[-1].id.name}; follow it with 'strata logs "
                 f"-f {spec.name}', end it with 'strata cancel {spec.name}', or choose another name"
             )
-        version = self._register() if self._image else None
+        version = self.register() if self._image else None
         with answered(f"to submit {spec.name}"):
             try:
                 workflow = self._remote.fetch_workflow(name=WORKFLOW, version=version)
@@ -114,7 +114,7 @@ class FlyteBackend:
             )
         return self._run(execution)
 
-    def _register(self) -> str:
+    def register(self) -> str:
         """Register the workflow as the source folder has it, under a version of its own."""
         version = time.strftime("%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06d}"
         pyflyte = [

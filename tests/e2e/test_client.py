@@ -1,0 +1,99 @@
+"""The client on a cluster: a run of two pods from its submission to its outputs, preempted on the way.
+
+What tests/platform has of the client over this machine, and over servers that answer as a cluster does, is seen here
+on one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from strata_platform.backends.flyte import FlyteBackend
+from strata_platform.errors import RunExists
+from strata_platform.runs import Phase, Stage
+from tasks.runtime.record import CompletionRecord
+from tests.e2e.cluster import DOMAIN, MIDDLE, PROJECT, ROOT, SPEC, named
+
+STEPS = SPEC["training"]["steps"]
+
+
+def index(items, matches, start=0):
+    """Of the first that matches, from `start` on."""
+    return next(number for number, item in enumerate(items) if number >= start and matches(item))
+
+
+def test_waiting_shows_the_queue_the_training_the_preemption_and_the_training_again(preempted):
+    ended, seen = preempted.end.result(60), preempted.seen
+    assert (ended.phase, ended.step, ended.steps, ended.restarts) == (Phase.SUCCEEDED, STEPS, STEPS, 1)
+    preparing = index(seen, lambda run: run.stage is Stage.PREPARING)
+    # The undisturbed run is before it.
+    queued = index(seen, lambda run: run.phase is Phase.QUEUED, preparing)
+    assert (seen[queued].stage, seen[queued].queue, seen[queued].position) == (Stage.WAITING, "research", 0)
+    assert "insufficient unused quota" in seen[queued].message
+    training = index(seen, lambda run: run.stage is Stage.TRAINING and run.eta is not None, queued)
+    assert seen[training].phase is Phase.RUNNING and seen[training].steps == STEPS
+    evicted = index(seen, lambda run: run.phase is Phase.QUEUED, training)
+    assert seen[evicted].message.startswith("Preempted:")
+    again = index(seen, lambda run: run.stage is Stage.TRAINING, evicted)
+    assert seen[again].restarts == 1
+
+
+def test_the_lines_of_all_pods_come_in_the_order_of_time_and_end_with_the_run(preempted):
+    lines = preempted.lines.result(60)
+    assert {line.prefix for line in lines} >= {"[rank 0]", "[rank 1]"}
+    starts = [line for line in lines if line.rank == 0 and line.text.startswith(f"training: {STEPS} steps")]
+    assert len(starts) == 2
+    assert any(line.text.startswith("validation loss") for line in lines)
+    assert not any(line.text.startswith("@strata") for line in lines)
+    late = sum(later.time < line.time for line, later in pairwise(lines))
+    assert late <= len(lines) // 20
+
+
+def test_metrics_are_the_same_while_it_trains_and_afterwards(strata, preempted):
+    points, afterwards = preempted.points.result(60), list(strata.metrics(preempted.run.spec.name))
+    assert {point.step: point for point in points} == {point.step: point for point in afterwards}
+    assert {point.step for point in points} == set(range(1, STEPS + 1))
+    assert max(point.step for point in points if point.attempt == 0) >= MIDDLE
+    assert min(point.step for point in points if point.attempt == 1) <= MIDDLE
+
+
+def test_events_have_those_of_flyte_kubernetes_and_kueue(strata, preempted):
+    events = strata.events(preempted.run.spec.name)
+    assert {"Submitted", "Started", "Succeeded", "Scheduled", "Admitted", "Preempted"} <= {e.reason for e in events}
+    assert [event.time for event in events] == sorted(event.time for event in events)
+
+
+def test_outputs_are_fetched(strata, preempted, tmp_path):
+    outputs = strata.outputs(preempted.run.spec.name, to=tmp_path)
+    assert CompletionRecord.load(Path(outputs.record)).require_complete().steps == STEPS
+    assert Path(outputs.report).read_text().startswith("<!doctype html>")
+    assert json.loads((Path(outputs.model) / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(cluster, strata):
+    spec = named("canceled")
+    for execution in (spec.name, f"{spec.name}-x2"):
+        assert strata.submit(spec).where.endswith(f"/{execution}")
+        with pytest.raises(RunExists, match=f"goes on already, as execution {execution};"):
+            strata.submit(spec)
+        cluster.until_settled(execution)
+        assert strata.get(spec.name).phase is Phase.RUNNING
+        assert strata.cancel(spec.name).phase is Phase.ABORTED
+    assert [run.phase for run in strata.list() if run.name == spec.name] == [Phase.ABORTED]
+
+
+@pytest.mark.slow
+def test_the_notebook_submits_through_the_client_and_through_flytes_own(tmp_path):
+    FlyteBackend(PROJECT, DOMAIN, image=os.environ["STRATA_E2E_IMAGE"], source=ROOT).register()
+    own = {"STRATA_BACKEND": "flyte", "STRATA_PROJECT": PROJECT, "STRATA_DOMAIN": DOMAIN, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, ROOT / "tests/run_notebook.py", ROOT / "examples/submit.ipynb", tmp_path / "shown.json"]
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=590)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    assert "def sorted(iterable):" in ended.stdout
+    assert "notebook-remote succeeded" in ended.stdout
+    assert len(json.loads((tmp_path / "shown.json").read_text())["loss"]) == 20
