@@ -1,4 +1,4 @@
-"""The store of a spec, opened."""
+"""The store of a spec, or of the cluster that it runs on, opened."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from strata_kernels.warmup.store import Kind, Store
 from strata_platform.spec import KernelStore
 
 _SHORTEST_KEY = 32
+# What charts/strata gives the pods of a cluster that has a store.
+URL, SIGNING_KEY = "STRATA_KERNEL_STORE", "KERNEL_STORE_KEY"
 
 
 def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[str]) -> Store | None:
-    """The archives of an environment; None without a store, or where it cannot be opened, a problem and no more."""
-    if spec.url is None:
+    """The archives of an environment; None without a store, or where it cannot be opened, a problem and no more.
+
+    A spec that names no store has the one that the pod's environment names.
+    """
+    url = spec.url or os.environ.get(URL)
+    if not url:
         return None
+    key = spec.signing_key if spec.url else f"env:{SIGNING_KEY}"
     try:
         return Store(
-            open_blobs(spec.url),
+            open_blobs(url),
             environment,
-            signing_key=None if spec.signing_key is None else read_secret(spec.signing_key),
+            signing_key=None if key is None else read_secret(key),
             allow_unsigned=spec.allow_unsigned,
             size_limit=spec.size_limit_mb << 20,
             kind=kind,

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
+from tasks.runtime import store
 from tests.charts.conftest import CHART, HELM, PRESETS
 from tests.charts.promql import read
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
@@ -225,6 +226,19 @@ def test_kernels_of_the_image_are_used_where_none_are_baked(rendered):
     for template in of_kind(rendered["single-gpu"], "PodTemplate"):
         (pod,) = template["template"]["spec"]["containers"]
         assert all(item["name"] != "STRATA_BAKED_KERNELS" for item in pod["env"])
+
+
+def test_pods_know_the_store_and_its_key_from_a_secret(rendered):
+    for template in of_kind(rendered["rdma"], "PodTemplate"):
+        (pod,) = template["template"]["spec"]["containers"]
+        env = {item["name"]: item for item in pod["env"]}
+        assert env[store.URL]["value"] == "s3://strata/kernels"
+        assert env[store.SIGNING_KEY]["valueFrom"] == {
+            "secretKeyRef": {"name": "kernel-store", "key": store.SIGNING_KEY, "optional": True}
+        }
+    for template in of_kind(rendered["teams"], "PodTemplate"):
+        (pod,) = template["template"]["spec"]["containers"]
+        assert not {store.URL, store.SIGNING_KEY} & {item["name"] for item in pod["env"]}
 
 
 def test_nodes_that_train_hold_the_image(rendered):

@@ -186,5 +186,8 @@ REFUSED_BY_THE_TEMPLATES = {
         "tenants (p-d).network.objectStore[0].podLabels: addresses have no labels"),
     "kernels that nothing keeps": ("kernels: {bake: {models: [qwen3-4b]}}",
         "kernels.bake.claim: empty, and kernels.bake.models has models to bake"),
+    "a store that anybody may fill": ("kernels: {store: {url: 's3://bucket/kernels'}}",
+        "kernels.store.secret: empty, and kernels.store.url has archives that are run"),
+    "a key to no store": ("kernels: {store: {secret: keys}}", "kernels.store.url: empty, and there is no store"),
     "tests without an image": (f"tenants: [{{{TENANT}}}]\nimage: {{repository: ''}}", "image.repository is empty"),
 }  # fmt: skip

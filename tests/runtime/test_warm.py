@@ -233,6 +233,24 @@ def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkey
     assert open_store(short, "triton", KERNELS, problems).signing_key == b"s" * 32
 
 
+def test_a_run_that_names_no_store_has_the_clusters(tmp_path, monkeypatch):
+    problems = []
+    monkeypatch.delenv("STRATA_KERNEL_STORE", raising=False)
+    assert open_store(KernelStore(), "triton", KERNELS, problems) is None and not problems
+    monkeypatch.setenv("STRATA_KERNEL_STORE", str(tmp_path / "clusters"))
+    monkeypatch.delenv("KERNEL_STORE_KEY", raising=False)
+    assert open_store(KernelStore(), "triton", KERNELS, problems) is None
+    assert "signing_key 'env:KERNEL_STORE_KEY' is not there" in problems.pop()
+    monkeypatch.setenv("KERNEL_STORE_KEY", "s" * 32)
+    store = open_store(KernelStore(size_limit_mb=2), "triton", KERNELS, problems)
+    assert (store.signing_key, store.allow_unsigned, store.size_limit) == (b"s" * 32, False, 2 << 20)
+    store.blobs.write("a", b"kernel")
+    assert list((tmp_path / "clusters").rglob("a"))
+    own = open_store(KernelStore(url=str(tmp_path / "own"), allow_unsigned=True), "triton", KERNELS, problems)
+    own.blobs.write("a", b"kernel")
+    assert own.signing_key is None and list((tmp_path / "own").rglob("a")) and problems == []
+
+
 def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

@@ -10,6 +10,13 @@ What the schema cannot say: values that are right one by one and wrong together.
 kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a claim of the tenants that keeps them, or leave models out
 {{- end }}
 {{- end }}
+{{- with .Values.kernels.store }}
+{{- if and .url (not .secret) }}
+kernels.store.secret: empty, and kernels.store.url has archives that are run; name a secret of the tenants that has the key KERNEL_STORE_KEY to sign them with, or leave url out
+{{- else if and .secret (not .url) }}
+kernels.store.url: empty, and there is no store without it; set it, or leave kernels.store.secret out
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "strata.problems.tenants" -}}

@@ -40,8 +40,22 @@ class Prepull(Values):
     resources: Quantities = Field({"cpu": "1m", "memory": "16Mi"}, description="Requests and limits of each pod.")
 
 
-class Kernels(Values):
-    """Pods that start warm. A store of kernels is named by runs, in `kernels.store` of their specs."""
+class Store(Values):
+    """Compiled kernels that pods share, for runs whose spec names no `kernels.store`. It is run: so it is signed."""
 
+    url: str = Field(
+        "", description="Folder that all pods mount, or an object store such as `s3://bucket/path`; empty for none."
+    )
+    secret: OptionalDnsName = Field(
+        "",
+        description="Secret of each tenant whose `KERNEL_STORE_KEY`, 32 bytes or more, signs the archives. Pods start "
+        "without it, too, and leave the store alone then.",
+    )
+
+
+class Kernels(Values):
+    """Pods that start warm."""
+
+    store: Store = Field(Store(), description="Compiled kernels that pods share.")
     bake: Bake = Field(Bake(), description="Kernels for models that are not in the image.")
     prepull: Prepull = Field(Prepull(), description="The image on every node before a run needs it.")

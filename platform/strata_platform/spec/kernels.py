@@ -13,7 +13,9 @@ class KernelStore(Section):
     """Compiled kernels that pods share. What is in it is run: whoever can write there can do what the pods can."""
 
     url: Text | None = Field(
-        None, description="Folder that all pods mount, or an object store such as `s3://bucket/path`; none by default."
+        None,
+        description="Folder that all pods mount, or an object store such as `s3://bucket/path`; by default "
+        "the cluster's, if it has one.",
     )
     signing_key: Annotated[str, Field(pattern=r"^(env|file):.+$")] | None = Field(
         None,

@@ -133,6 +133,19 @@ spec:
         - name: STRATA_BAKED_KERNELS
           value: {{ include "strata.bake.folder" .root }}
         {{- end }}
+        {{- with .root.Values.kernels.store }}
+        {{- if .url }}
+        - name: STRATA_KERNEL_STORE
+          value: {{ .url | quote }}
+        - name: KERNEL_STORE_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ .secret }}
+              key: KERNEL_STORE_KEY
+              # A tenant without it compiles; its pods are not kept from starting.
+              optional: true
+        {{- end }}
+        {{- end }}
         {{- range $name, $value := $template.env }}
         - name: {{ $name }}
           value: {{ $value | quote }}
