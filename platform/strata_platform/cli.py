@@ -143,16 +143,16 @@ def _kind(spec: RunSpec) -> str:
 
 def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
     """Of the table in `file`, or the cluster's; None where there is none. What keeps it from being known is told."""
+    source, table = str(file), None
     if file is not None:
-        source, table = str(file), read_prices(file)
+        table = read_prices(file)
     elif backend == "flyte":
         source = f"the cluster's config map {CONFIG_MAP}"
         try:
             table = prices_of_cluster()
         except StrataError as error:
             _warn(f"prices are not known: {error}")
-            return None
-    else:
+    if table is None:
         return None
     if kind not in table.gpus:
         _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")

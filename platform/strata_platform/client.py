@@ -62,8 +62,8 @@ def place() -> tuple[str, str]:
     return project, domain
 
 
-def prices_of_cluster() -> Prices:
-    """The table that the chart put into the namespace of project and domain; empty where there is none.
+def prices_of_cluster() -> Prices | None:
+    """The table that the chart put into the namespace of project and domain; None where it put none.
 
     Raises SpecError for what is no such table, BackendError when it cannot be asked for.
     """
@@ -72,7 +72,7 @@ def prices_of_cluster() -> Prices:
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
     text = Cluster("-".join(place())).text(CONFIG_MAP, KEY)
-    return Prices() if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
+    return None if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
 
 
 class Client:
