@@ -20,6 +20,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from flytekit import Secret, current_context, task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
@@ -46,8 +47,8 @@ def dated(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
 
 
 @task(**SMALL, secret_requests=[WEBHOOK])
-def announce(spec: RunSpec, record: FlyteFile) -> None:
-    """Tell that the run of `spec` is done, and how well."""
+def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
+    """Tell that the run of `spec` is done, how well, and where the model is, which is not fetched for it."""
     configure_logging()
     done = CompletionRecord.load(Path(record.download()))
     loss = f"loss {done.train_loss:.4f}"
@@ -55,7 +56,8 @@ def announce(spec: RunSpec, record: FlyteFile) -> None:
         before = "" if done.eval_loss_before is None else f", {done.eval_loss_before:.4f} before"
         loss = f"validation loss {done.eval_loss_after:.4f}{before}"
     work = f"{done.steps:,} steps, {done.tokens:,} tokens in {duration(done.seconds)}"
-    _send(f"{spec.name} is done: {loss}; {work} on {done.world_size} x {done.device}. {_where()}")
+    where = f"{_where()}\n{model.remote_source or model.path}"
+    _send(f"{spec.name} is done: {loss}; {work} on {done.world_size} x {done.device}. {where}")
 
 
 # Flyte hands over the workflow's inputs, and the error under this name and type.

@@ -22,5 +22,5 @@ def scheduled(kickoff_time: datetime, spec: RunSpec = DEFAULT) -> Exported:
     """The steps of `finetune` under a name that has the time in it, and a message when they end, well or not."""
     run = dated(spec=spec, kickoff_time=kickoff_time)
     exported = finetune(spec=run)
-    announce(spec=run, record=exported.record)
+    announce(spec=run, record=exported.record, model=exported.model)
     return exported

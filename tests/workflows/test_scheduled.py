@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
@@ -69,7 +70,8 @@ def finished(tmp_path):
         data={}, kernels={}, warmup={}, versions={},
     )  # fmt: skip
     (tmp_path / "record.json").write_text(record.model_dump_json())
-    return FlyteFile(str(tmp_path / "record.json"))
+    (tmp_path / "model").mkdir()
+    return {"record": FlyteFile(str(tmp_path / "record.json")), "model": FlyteDirectory(str(tmp_path / "model"))}
 
 
 def test_each_run_has_its_time_in_its_name():
@@ -96,24 +98,25 @@ def test_a_long_error_is_told_by_its_end(webhook):
     assert text.endswith("the end") and "\n... x" in text and len(text) < 1400
 
 
-def test_a_run_that_is_done_is_told_with_its_losses(webhook, finished):
-    tasks.announce(spec=RunSpec(name="night"), record=finished)
+def test_a_run_that_is_done_is_told_with_its_losses_and_its_model(webhook, finished):
+    tasks.announce(spec=RunSpec(name="night"), **finished)
     (text,) = texts(webhook)
     assert text.replace("\N{NO-BREAK SPACE}", " ") == (
         "night is done: validation loss 1.2500, 2.0000 before; "
-        "1,200 steps, 3,000,000 tokens in 1 h 06 min on 8 x H200. Execution local in local-local"
+        "1,200 steps, 3,000,000 tokens in 1 h 06 min on 8 x H200. Execution local in local-local\n"
+        f"{finished['model'].path}"
     )
 
 
 def test_without_an_address_nothing_is_sent_and_that_is_said(monkeypatch, finished, capsys):
     monkeypatch.delenv("ANNOUNCEMENTS_URL", raising=False)
-    tasks.announce(spec=RunSpec(name="night"), record=finished)
+    tasks.announce(spec=RunSpec(name="night"), **finished)
     assert "no message is sent: there is no secret 'announcements' with the key 'url'" in capsys.readouterr().out
 
 
 def test_a_webhook_that_refuses_does_not_fail_the_run(webhook, finished, capsys):
     webhook.answers = [404]
-    tasks.announce(spec=RunSpec(name="night"), record=finished)
+    tasks.announce(spec=RunSpec(name="night"), **finished)
     told = capsys.readouterr().out
     assert "the message was not sent: the webhook answered 404" in told and "very-secret" not in told
 
