@@ -36,8 +36,10 @@ def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
     from tasks.runtime.data import fingerprint
+    from tasks.runtime.harness import require_tasks
 
     task_for(spec.topology)
+    require_tasks(spec)
     if not is_local() and not os.path.isabs(spec.output):
         if spec.topology.nnodes > 1:
             raise ValueError(

@@ -43,6 +43,7 @@ def main() -> int:
     from tasks.runtime.exits import EXIT_UNHEALTHY
     from tasks.runtime.export import export
     from tasks.runtime.folder import data_folder
+    from tasks.runtime.harness import require_tasks
     from tasks.runtime.health import Unhealthy
     from tasks.runtime.publish import require_targets
     from tasks.runtime.run import session, train
@@ -54,6 +55,7 @@ def main() -> int:
     try:
         require_targets(spec)
         with session(spec) as run:
+            run.processes.on_main(lambda: require_tasks(spec))
             recipe = DataRecipe.from_spec(spec, fingerprint(spec))
             folder = data_folder(spec.output, recipe)
             tell(stage=Stage.PREPARING)

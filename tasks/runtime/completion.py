@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -101,4 +102,7 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "source"
+    for optional in ("bitsandbytes", "deepspeed", "lm-eval"):
+        with suppress(PackageNotFoundError):
+            found[optional] = version(optional)
     return found

@@ -1,4 +1,4 @@
-"""Measure a model before and after training: loss on the validation split, and what it writes."""
+"""Measure a model before and after training: loss on the validation split, what it writes, how well it does tasks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import Batch
+from tasks.runtime.harness import Score, task_scores
 from tasks.runtime.model import adopt_tokenizer, build_model, has_fused_loss, patch
 from tasks.runtime.objectives import Objective, validation_objective_of
 from tasks.runtime.processes import Processes
-from tasks.runtime.record import CompletionRecord, Sample
+from tasks.runtime.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.weights import build_trained_model
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,13 @@ class Measured(NamedTuple):
 
     means: dict[str, float]
     written: list[str]
+    scores: dict[tuple[str, str], Score]
 
 
 def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
-    """The record with losses and samples of the model before training and with `weights`, of `collect_weights`.
+    """The record with losses, samples and scores of the model before training and with `weights`, of `collect_weights`.
 
-    Raises ValueError when the run did not finish.
+    Raises ValueError when the run did not finish, or a task cannot be loaded.
     """
     record.require_complete()
     prompts = data.samples(spec.evaluation.samples)
@@ -46,11 +48,23 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
         Sample(prompt=prompt.prompt, reference=prompt.completion, before=first, after=second)
         for prompt, first, second in zip(prompts, before.written, after.written, strict=True)
     )
+    scores = tuple(
+        TaskScore(
+            task=task,
+            metric=metric,
+            before=before.scores[task, metric].value,
+            after=score.value,
+            error=score.error,
+            higher_is_better=score.higher_is_better,
+        )
+        for (task, metric), score in after.scores.items()
+    )
     record = record.model_copy(
         update={
             "eval_loss_before": before.means.get("loss"),
             "eval_loss_after": after.means.get("loss"),
             "eval_metrics": {name: value for name, value in after.means.items() if name != "loss"},
+            "task_scores": scores,
             "samples": samples,
         }
     )
@@ -66,6 +80,8 @@ def _tell(record: CompletionRecord) -> None:
         log.info("validation loss %.4f before, %.4f after (%+.1f %%)", before, after, 100 * (after / before - 1))
     for name, value in record.eval_metrics.items():
         log.info("validation %s %.4f after", name, value)
+    for score in record.task_scores:
+        log.info("%s: %s %.4f before, %.4f after", score.task, score.metric, score.before, score.after)
     for sample in record.samples:
         log.info("prompt: %s\n  after training: %s", sample.prompt.strip(), sample.after.strip())
 
@@ -81,7 +97,8 @@ def _measure(
     if weights is None:
         data = objective.begin_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)
-    return Measured(means, [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]), data
+    written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
+    return Measured(means, written, task_scores(model, tokenizer, spec)), data
 
 
 @torch.inference_mode()

@@ -88,7 +88,7 @@ tags: [strata, {spec.objective.type}]
 
 {record.parameters / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
 and {record.tokens:,} tokens. {_losses(record)}
-
+{_scores(record)}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,6 +107,12 @@ def _losses(record: CompletionRecord) -> str:
     told = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
     told += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
     return ", ".join(told) + "."
+
+
+def _scores(record: CompletionRecord) -> str:
+    rows = [f"| {s.task} | {s.metric} | {s.before:.4f} | {s.after:.4f} |" for s in record.task_scores]
+    head = ["", "| task | metric | before | after |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows, ""]) if rows else ""
 
 
 def _replace(new: Path, old: Path) -> None:

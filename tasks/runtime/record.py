@@ -28,6 +28,20 @@ class Sample(BaseModel):
     after: str
 
 
+class TaskScore(BaseModel):
+    """How well the model does a task of lm-evaluation-harness, by one of its metrics."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str
+    metric: str
+    before: float
+    after: float
+    error: float | None = None
+    """Standard error of `after`, where there is one."""
+    higher_is_better: bool | None = None
+
+
 class CompletionRecord(BaseModel):
     """What a run did. `status` is `complete` only when every step asked for was done and its checkpoint is whole."""
 
@@ -49,6 +63,8 @@ class CompletionRecord(BaseModel):
     eval_loss_after: float | None = None
     eval_metrics: dict[str, float] = {}
     """What else the objective tells of the trained model on the validation split."""
+    task_scores: tuple[TaskScore, ...] = ()
+    """Of `evaluation.tasks`."""
     checkpoint: str
     """The last complete checkpoint."""
     restarts: int

@@ -16,7 +16,7 @@ import pytest
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.runs import MetricPoint
-from tasks.runtime.record import CompletionRecord, Sample
+from tasks.runtime.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.report import numbers, render_body, render_report
 from tasks.runtime.report.markup import Html, element, text
 from tasks.runtime.report.series import smooth, step_axis, thin, value_axis
@@ -160,6 +160,19 @@ def test_headline_with_unusual_losses(before, after, said):
     assert said in page_of(make_points(3), eval_loss_before=before, eval_loss_after=after).sections[""]
 
 
+def test_scores_of_tasks_are_a_table():
+    scores = (
+        TaskScore(task="hellaswag", metric="acc", before=0.25, after=0.3125, error=0.0189, higher_is_better=True),
+        TaskScore(task="wikitext", metric="word_perplexity", before=812.5, after=21.75),
+    )
+    assert page_of(make_points(3), task_scores=scores).tables["Tasks"] == [
+        ("Task", "Metric", "Before", "After", "Standard error"),
+        ("hellaswag", "acc", "0.2500", "0.3125", "0.01890"),
+        ("wikitext", "word_perplexity", "812.5", "21.75", "none"),
+    ]
+    assert "Tasks" not in page_of(make_points(3)).tables
+
+
 def test_tables_hold_the_record():
     tables = page_of(make_points(60)).tables
     assert tables["Fused operators"] == [
@@ -176,6 +189,7 @@ def test_tables_hold_the_record():
         "warmup",
         "versions",
         "samples",
+        "task_scores",
     }
     assert fields["checkpoint"] == RECORD.checkpoint
     assert fields["tokens"] == "614,400"

@@ -36,6 +36,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
         _checkpoint,
         _schedule,
         _data,
+        _tasks,
     ):
         yield from rules(spec)
 
@@ -337,4 +338,16 @@ def _data(spec: RunSpec) -> Iterator[Contradiction]:
             f"set, but data.source '{spec.data.source}' is built in and has none; leave data.{field} out",
         )
         for field, value in (("subset", spec.data.subset), ("revision", spec.data.revision))
+    )
+
+
+def _tasks(spec: RunSpec) -> Iterator[Contradiction]:
+    evaluation = spec.evaluation
+    yield from (
+        Contradiction(
+            value is not None and not evaluation.tasks,
+            (f"evaluation.{field}", "evaluation.tasks"),
+            f"set, but evaluation.tasks names none; name some, or leave evaluation.{field} out",
+        )
+        for field, value in (("few_shot", evaluation.few_shot), ("task_limit", evaluation.task_limit))
     )

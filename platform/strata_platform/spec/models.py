@@ -68,6 +68,15 @@ class Evaluation(Section):
     samples: Whole = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
     max_new_tokens: Whole = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
     max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
+    tasks: tuple[Text, ...] = Field(
+        (),
+        description="Tasks of lm-evaluation-harness, by name or as YAML files of one's own, that the model does before "
+        "and after training; needs the extra `lm-eval`.",
+    )
+    few_shot: Whole | None = Field(
+        None, ge=0, le=64, description="Examples that are shown before each question of a task; by default its own."
+    )
+    task_limit: Count | None = Field(None, description="Do at most this many examples of each task.")
 
 
 class Topology(Section):

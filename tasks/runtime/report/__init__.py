@@ -53,6 +53,7 @@ def render_body(record: CompletionRecord, points: Sequence[MetricPoint], spec_ya
         "main",
         sections.headline(record),
         sections.curves(record, points),
+        sections.tasks(record),
         sections.samples(record),
         tables,
         sections.warmed_kernels(record),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.record import NATS, CompletionRecord, Sample
+from tasks.runtime.record import NATS, CompletionRecord, Sample, TaskScore
 from tasks.runtime.report.chart import Chart, Mark, figure
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import GIB, MINUS, change, count, duration, gib, loss, number, perplexity
@@ -20,7 +20,7 @@ UNBROKEN = 12
 """Characters of a table cell that a narrow page still has room for in one line."""
 
 # Parts of the record that have sections of their own.
-_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples"})
+_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores"})
 _ARROW = element("span", " \u2192 ", class_="arrow")
 
 
@@ -147,6 +147,22 @@ def curves(record: CompletionRecord, points: Sequence[MetricPoint]) -> Html:
         charts.append(Chart(_words(name), "", steps, values, restarts, from_zero=False, digits=4))
     drawn = element("div", *(figure(chart) for chart in charts), class_="charts")
     return element("section", element("h2", "Curves"), drawn)
+
+
+def tasks(record: CompletionRecord) -> Html | None:
+    """How well the model does the tasks that were asked for, before and after training."""
+    if not record.task_scores:
+        return None
+    rows = [
+        (element("code", score.task), score.metric, loss(score.before), loss(score.after), _error(score))
+        for score in record.task_scores
+    ]
+    headers = ("Task", "Metric", "Before", "After", "Standard error")
+    return element("section", element("h2", "Tasks"), table(headers, rows))
+
+
+def _error(score: TaskScore) -> str:
+    return "none" if score.error is None else loss(score.error)
 
 
 def samples(record: CompletionRecord) -> Html:

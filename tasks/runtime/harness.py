@@ -1,0 +1,143 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, done by a model in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strata_platform.spec import RunSpec
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# Draws for the standard errors that no formula gives.
+_DRAWS = 100
+
+
+class Score(NamedTuple):
+    """What a model came to in a task, by one of its metrics."""
+
+    value: float
+    error: float | None
+    """Its standard error, where there is one."""
+    higher_is_better: bool | None
+
+
+def require_tasks(spec: RunSpec) -> None:
+    """Raises ValueError when `evaluation.tasks` has any that are not known: before anything is trained."""
+    tasks = spec.evaluation.tasks
+    if not tasks:
+        return
+    if find_spec("lm_eval") is None:
+        raise ValueError(
+            "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or leave "
+            "evaluation.tasks out"
+        )
+    known = set(_manager(tasks).all_tasks)
+    for task in tasks:
+        if _is_file(task):
+            if not Path(task).is_file():
+                raise ValueError(f"evaluation.tasks: there is no file {task!r}, seen from {Path.cwd()}")
+        elif task not in known:
+            close = get_close_matches(task, known, n=3)
+            meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            raise ValueError(
+                f"evaluation.tasks: {task!r} is no task, group or tag of lm-evaluation-harness; {meant}'lm-eval ls "
+                "tasks' shows all of them; a task of your own is named by its YAML file"
+            )
+
+
+def task_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: RunSpec
+) -> dict[tuple[str, str], Score]:
+    """Scores by task and metric; of a group of tasks those of the group, where it has some.
+
+    Raises ValueError when a task cannot be loaded, which may need the Hub.
+    """
+    evaluation = spec.evaluation
+    if not evaluation.tasks:
+        return {}
+    # Else it forks a process per core to draw samples.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    # It warns that a model which is loaded already is taken as it is: that is meant.
+    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    manager = _manager(evaluation.tasks)
+    loaded = [part for task in dict.fromkeys(evaluation.tasks) for part in _load(manager, task)]
+    results = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=spec.training.micro_batch_size),
+        tasks=loaded,
+        task_manager=manager,
+        num_fewshot=evaluation.few_shot,
+        limit=evaluation.task_limit,
+        bootstrap_iters=_DRAWS,
+        log_samples=False,
+    )
+    for task, shown in results["n-shot"].items():
+        if evaluation.few_shot not in (None, shown):
+            log.warning("evaluation.few_shot %d: task %s shows %d all the same", evaluation.few_shot, task, shown)
+    return scores_of(results)
+
+
+def scores_of(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
+    """Scores by task and metric, of what `simple_evaluate` returns."""
+    found = {task: _numbers(values) for task, values in results["results"].items()}
+    inside = {part for group, parts in results["group_subtasks"].items() if found.get(group) for part in parts}
+    scores = {}
+    for task, values in found.items():
+        if task in inside:
+            continue
+        better = results["higher_is_better"].get(task, {})
+        for (metric, filtered), value in values.items():
+            if not metric.endswith("_stderr"):
+                name = metric if filtered == "none" else f"{metric} ({filtered})"
+                scores[task, name] = Score(value, values.get((f"{metric}_stderr", filtered)), better.get(metric))
+    return scores
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """By metric and filter, which the harness joins by a comma; what else it tells of a task has none."""
+    split = {tuple(name.split(",", 1)): value for name, value in values.items() if "," in name}
+    return {
+        (metric, filtered): float(value)
+        for (metric, filtered), value in split.items()
+        if isinstance(value, int | float)
+    }
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
+
+
+def _manager(tasks: tuple[str, ...]) -> TaskManager:
+    """What finds tasks; to look through the harness's own takes many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=not all(map(_is_file, tasks)))
+
+
+def _load(manager: TaskManager, task: str) -> list[Any]:
+    """A task, the tasks of a tag, or a group, with their data."""
+    try:
+        loaded = manager.load([task])
+    # Errors of the Hub's client, of data sets and of a task's own code have no common class.
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {said}. The trained model is "
+            "saved; mend that, or leave the task out, and start the run again, which evaluates it"
+        ) from error
+    children = {child for names in loaded["group_map"].values() for child in names}
+    groups = [group for name, group in loaded["groups"].items() if name not in children]
+    inside = {part.task_name for group in groups for part in group.get_all_tasks()}
+    return [*groups, *(part for name, part in loaded["tasks"].items() if name not in inside)]
