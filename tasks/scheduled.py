@@ -17,7 +17,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Optional
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 
 from flytekit import Secret, current_context, task
 from flytekit.types.directory import FlyteDirectory
@@ -35,6 +34,7 @@ log = logging.getLogger(__name__)
 WEBHOOK = Secret(group="announcements", key="url")
 # Chats cut off long texts; of an error the end says most.
 _LONGEST_ERROR = 1200
+_HEADERS = {"Content-Type": "application/json"}
 _TIMEOUT_SECONDS = 10
 # Between two attempts.
 _PAUSES_SECONDS = (1, 5)
@@ -103,14 +103,13 @@ class _Here(urllib.request.HTTPRedirectHandler):
 
 def _post(url: str, body: dict[str, str], pauses: Sequence[float]) -> str | None:
     """Send `body` as JSON, again after each of `pauses` where that may help; what went wrong in the end, or None."""
-    if urlsplit(url).scheme not in ("https", "http"):
+    if not url.startswith(("https://", "http://")):
         return f"the key {WEBHOOK.key!r} of the secret {WEBHOOK.group!r} is no address that begins with https://"
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
     opener = urllib.request.build_opener(_Here)
     problem = None
     for pause in (*pauses, None):
         try:
+            request = urllib.request.Request(url, json.dumps(body).encode(), _HEADERS, method="POST")  # noqa: S310
             with opener.open(request, timeout=_TIMEOUT_SECONDS):
                 return None
         except HTTPError as error:

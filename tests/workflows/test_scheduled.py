@@ -143,6 +143,7 @@ def test_what_may_pass_is_tried_again_and_a_redirection_is_not_followed(webhook,
         ("file:///very-secret", "begins with https://"),
         ("http://127.0.0.1:1/very-secret", "cannot be reached: .*refused"),
         ("http://127.0.0.1:port/very-secret", "cannot be reached: InvalidURL"),
+        ("http://[127.0.0.1/very-secret", "cannot be reached: ValueError"),
         ("http://127.0.0.1/very\tsecret very-secret", "cannot be reached: "),
     ],
 )
