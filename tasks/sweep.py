@@ -14,7 +14,6 @@ from flytekit.core.array_node import ArrayNode
 from flytekit.core.promise import Promise
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.file import FlyteFile
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
@@ -62,6 +61,8 @@ class _Telling:
         self._launch_plan = launch_plan
 
     def __call__(self, **inputs: Any) -> Any:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
         try:
             return self._launch_plan(**inputs)
         except Exception as error:

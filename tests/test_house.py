@@ -40,9 +40,13 @@ def test_the_kernel_layer_loads_no_transformers_and_starts_no_cuda():
     assert not loaded & {"transformers", "strata_platform", "tasks", "flytekit"}
 
 
-def test_a_workflow_loads_no_torch():
+def test_workflows_load_no_torch():
     # Pods that only wire, and whoever submits, would wait for it.
-    assert not modules_after("import workflows.finetune") & {"torch", "transformers", "strata_kernels"}
+    assert not modules_after("import workflows.scheduled, workflows.sweep") & {
+        "torch",
+        "transformers",
+        "strata_kernels",
+    }
 
 
 def test_the_runtime_is_free_of_flyte():
