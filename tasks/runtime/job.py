@@ -198,6 +198,7 @@ class Job:
         self.guard.pass_over(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.amend(folder, self.guard.facts())
+        self.recorder.rolled_back()
         if self.processes.is_main:
             log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)

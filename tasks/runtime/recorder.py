@@ -146,7 +146,7 @@ class Recorder:
                 tell(point=asdict(point))
             self._show(points[-1])
         if self._prometheus is not None:
-            self._prometheus.report(points[-1], memory_bytes=memory, data_wait_seconds=data_wait)
+            self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)
         return points
 
     def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[MetricPoint]:
@@ -195,6 +195,11 @@ class Recorder:
         """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""
         if self._file is not None:
             self._file.sync()
+
+    def rolled_back(self) -> None:
+        """The run went back to a checkpoint; `begin` comes next."""
+        if self._prometheus is not None:
+            self._prometheus.rolled_back()
 
     def restart_clock(self) -> None:
         """Leave out of the next rate what was done since `flush`: a checkpoint, not training."""

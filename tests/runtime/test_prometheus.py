@@ -9,11 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.job import Job
 from tasks.runtime.metrics import read_points
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.processes import Processes
 from tasks.runtime.tracking import serve_prometheus
 from tests.runtime.free_port import free_port
+from tests.runtime.ruinous import BAD, ruin
 from tests.runtime.train_only import train_spec
 
 
@@ -53,8 +55,10 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr(NextToken, "share", while_it_trains)
     assert train_spec(spec).status == "complete"
-    # Nothing is served that is not known yet.
-    assert {name for name, _ in scraped[0]} == {"strata_target_steps", "strata_warmup_later_misses"}
+    # Nothing is served that is not known yet; what counts steps that are not taken begins at none.
+    counters = {"strata_skipped_steps_total", "strata_rollbacks_total"}
+    assert {name for name, _ in scraped[0]} == {"strata_target_steps", "strata_warmup_later_misses"} | counters
+    assert all(scraped[-1][name, None][0] == 0 for name in counters)
     third = read_points(RunFolder.of(spec).metrics)[2]
     values = {name: value for (name, _), (value, _) in scraped[3].items()}
     for field in ("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds"):
@@ -69,6 +73,26 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
     assert all(labels == {"run": "finetune", "rank": "0", "framework": "torch"} for _, labels in scraped[3].values())
     with pytest.raises(OSError):
         scrape(port)
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_steps_that_are_not_taken_are_counted(tmp_path, monkeypatch, action):
+    port = free_port()
+    spec = make_spec(tmp_path, port)
+    spec = RunSpec.model_validate({**spec.model_dump(), "faults": {"nonfinite": action}})
+    ruin(rows_per_step=1, patch=monkeypatch.setattr)
+    scraped = []
+    end_step = Job.end_step
+
+    def after_each(self, *args):
+        end_step(self, *args)
+        scraped.append({name: value for (name, _), (value, _) in scrape(port).items()})
+
+    monkeypatch.setattr(Job, "end_step", after_each)
+    assert train_spec(spec).status == "complete"
+    counted = [(values["strata_skipped_steps_total"], values["strata_rollbacks_total"]) for values in scraped]
+    assert counted == [(0, 0)] * (BAD - 1) + [(1, int(action == "rollback"))] * (len(counted) - BAD + 1)
+    assert len(counted) > BAD - 1
 
 
 def test_processes_of_a_pod_serve_side_by_side_and_the_first_its_warm_up(tmp_path):

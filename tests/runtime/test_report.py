@@ -160,6 +160,16 @@ def test_headline_with_unusual_losses(before, after, said):
     assert said in page_of(make_points(3), eval_loss_before=before, eval_loss_after=after).sections[""]
 
 
+def test_steps_that_were_not_taken_are_told():
+    points = [replace(point, skipped=int(point.step in (3, 40))) for point in make_points(60)]
+    page = page_of(points, skipped_steps=2, rollbacks=1)
+    assert "of 60 asked for; 614 k tokens; 2 not taken; 1 return to a checkpoint" in page.sections[""]
+    assert "because of their loss or their gradients: 2 steps, 3, 40." in page.sections["Curves"]
+    many = page_of([replace(point, skipped=1) for point in make_points(25)]).sections["Curves"]
+    assert "25 steps, 1, 2, " in many and ", 20 and 5 more." in many
+    assert "Not taken" not in page_of(make_points(3)).sections["Curves"]
+
+
 def test_scores_of_tasks_are_a_table():
     scores = (
         TaskScore(task="hellaswag", metric="acc", before=0.25, after=0.3125, error=0.0189, higher_is_better=True),

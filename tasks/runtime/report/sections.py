@@ -16,6 +16,8 @@ OPEN_SAMPLES = 8
 """Samples shown at once; the others open on demand."""
 SAMPLE_CHARACTERS = 160_000
 """Upper limit of all the samples' texts together; beyond it each is cut."""
+NAMED_STEPS = 20
+"""Steps that were not taken that are named; the others are counted."""
 UNBROKEN = 12
 """Characters of a table cell that a narrow page still has room for in one line."""
 
@@ -68,7 +70,9 @@ def _tiles(record: CompletionRecord) -> list[Html | None]:
         _tile(
             "Steps",
             f"{record.steps:,}",
-            element("small", f"of {record.steps_asked:,} asked for; {number(record.tokens)}\u00a0tokens"),
+            element(
+                "small", f"of {record.steps_asked:,} asked for; {number(record.tokens)}\u00a0tokens{_withheld(record)}"
+            ),
         ),
         _tile("Duration", duration(record.seconds), element("small", f"training steps, all attempts; {_wait(record)}")),
         _tile(
@@ -94,6 +98,13 @@ def _wait(record: CompletionRecord) -> str:
 
 def _rate(record: CompletionRecord) -> str:
     return "tokens/s" if record.mfu is None else f"tokens/s, {100 * record.mfu:.1f}\u00a0% MFU"
+
+
+def _withheld(record: CompletionRecord) -> str:
+    """What became of steps that would have ruined the model, if there were any."""
+    skipped = f"; {record.skipped_steps:,} not taken" if record.skipped_steps else ""
+    returns = f"; {count(record.rollbacks, 'return')} to a checkpoint" if record.rollbacks else ""
+    return skipped + returns
 
 
 def _tile(label: str, *value: object, class_: str | None = None) -> Html:
@@ -146,7 +157,17 @@ def curves(record: CompletionRecord, points: Sequence[MetricPoint]) -> Html:
         values = [point.metrics.get(name, float("nan")) for point in points]
         charts.append(Chart(_words(name), "", steps, values, restarts, from_zero=False, digits=4))
     drawn = element("div", *(figure(chart) for chart in charts), class_="charts")
-    return element("section", element("h2", "Curves"), drawn)
+    return element("section", element("h2", "Curves"), _skipped(points), drawn)
+
+
+def _skipped(points: Sequence[MetricPoint]) -> Html | None:
+    """Which steps were not taken."""
+    steps = [f"{point.step:,}" for point in points if point.skipped]
+    if not steps:
+        return None
+    more = f" and {len(steps) - NAMED_STEPS:,} more" if len(steps) > NAMED_STEPS else ""
+    said = f"Not taken, because of their loss or their gradients: {count(len(steps), 'step')}, "
+    return _note(f"{said}{', '.join(steps[:NAMED_STEPS])}{more}.")
 
 
 def tasks(record: CompletionRecord) -> Html | None:

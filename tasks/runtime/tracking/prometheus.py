@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -74,21 +74,31 @@ class Prometheus:
         )
         self._data_wait = self._counter("strata_data_wait_seconds", "Seconds that this process waited for its data.")
         self._saving = self._counter("strata_checkpoint_seconds", "Seconds that training stood still for checkpoints.")
+        self._skipped = self._counter("strata_skipped_steps", "Steps not taken, for their loss or gradients.")
+        self._rollbacks = self._counter("strata_rollbacks", "Returns to a checkpoint, to pass over data.")
         self._registry.register(_Warmup(self._labels, warmup))
         self._serve(spec.tracking.prometheus_port + processes.local_rank)
 
     def begin(self, steps: int) -> None:
         """The run is to do so many steps."""
         self._target.labels(**self._labels).set(steps)
+        # What is first served as 1 has never risen.
+        for counter in (self._skipped, self._rollbacks):
+            counter.labels(**self._labels)
 
-    def report(self, point: MetricPoint, *, memory_bytes: int, data_wait_seconds: float) -> None:
-        """A step is on record; the memory, and the wait since the last report, are this process's own."""
+    def report(self, points: Sequence[MetricPoint], *, memory_bytes: int, data_wait_seconds: float) -> None:
+        """Steps are on record; the memory, and the wait since the last report, are this process's own."""
+        self._skipped.labels(**self._labels).inc(sum(point.skipped for point in points))
         for field, gauge in self._of_a_step.items():
-            value = getattr(point, field)
+            value = getattr(points[-1], field)
             if value is not None:
                 gauge.labels(**self._labels).set(value)
         self._memory.labels(**self._labels).set(memory_bytes)
         self._data_wait.labels(**self._labels).inc(data_wait_seconds)
+
+    def rolled_back(self) -> None:
+        """The run went back to a checkpoint."""
+        self._rollbacks.labels(**self._labels).inc()
 
     def saved(self, seconds: float) -> None:
         """Training stood still for so long."""
