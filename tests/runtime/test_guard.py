@@ -192,11 +192,6 @@ def weights(spec, step):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
 def clean(output):
     spec = make_spec(output, "clean", "torch", "single", 1)
     assert train_spec(spec).status == "complete"

@@ -40,11 +40,6 @@ def curve(spec):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
 def reference(output):
     """The curve of the plain loop."""
     spec = make_spec(output, "reference", runtime={"framework": "torch"})

@@ -119,10 +119,9 @@ def approx(points):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("out")
-    save_pretrained(folder / "pretrained")
-    return folder
+def output(output):
+    save_pretrained(output / "pretrained")
+    return output
 
 
 @pytest.fixture(scope="module")

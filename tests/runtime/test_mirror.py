@@ -270,11 +270,6 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(output):
     spec = make_spec(output, "undisturbed", "torch", "single", 1)
     assert train_spec(spec).status == "complete"

@@ -71,16 +71,15 @@ def curve(spec, attempt=0):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("out")
-    save_pretrained(folder / "pretrained")
-    shutil.copytree(folder / "pretrained", folder / "teacher", ignore=shutil.ignore_patterns("made"))
-    teacher = AutoModelForCausalLM.from_pretrained(folder / "pretrained")
+def output(output):
+    save_pretrained(output / "pretrained")
+    shutil.copytree(output / "pretrained", output / "teacher", ignore=shutil.ignore_patterns("made"))
+    teacher = AutoModelForCausalLM.from_pretrained(output / "pretrained")
     with torch.no_grad():
         teacher.lm_head.weight *= 4.0
-    teacher.save_pretrained(folder / "teacher")
-    write_pairs(folder / "pairs.jsonl")
-    return folder
+    teacher.save_pretrained(output / "teacher")
+    write_pairs(output / "pairs.jsonl")
+    return output
 
 
 @pytest.fixture(scope="module")

@@ -53,11 +53,6 @@ def points(spec, attempt=None):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
 def alone(output):
     """The curve of one process, by the optimizer's settings."""
     curves = {}

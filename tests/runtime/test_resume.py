@@ -33,11 +33,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("out")
-
-
 def make_spec(output, name, processes, **changes):
     spec = RunSpec.model_validate(
         {

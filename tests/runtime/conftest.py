@@ -1,0 +1,13 @@
+"""For tests that train."""
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """Where the runs of a module go. Their checkpoints, gigabytes in all, are not kept until the last test ends."""
+    folder = tmp_path_factory.mktemp("out")
+    yield folder
+    shutil.rmtree(folder)
