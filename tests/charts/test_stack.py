@@ -45,6 +45,13 @@ def test_flyte_starts_pods_from_the_template_and_may_create_jobs(strata):
     assert strata.tests.flyte.service_account == FLYTE["fullnameOverride"]
 
 
+def test_flyte_gives_no_run_up_because_a_server_is_away():
+    propeller = FLYTE["configuration"]["inline"]["propeller"]
+    # As shipped, 10 rounds without a pause, a run was failed by a minute without the object store (tests/e2e).
+    assert propeller["max-workflow-retries"] >= 1000
+    assert propeller["queue"]["queue"]["base-delay"] == "1s"
+
+
 def test_kueue_queues_training_jobs_and_pods_of_tenants(strata):
     config = yaml.safe_load(KUEUE["managerConfig"]["controllerManagerConfigYaml"])
     assert config["integrations"]["frameworks"] == ["kubeflow.org/pytorchjob", "pod"]

@@ -43,7 +43,8 @@ MIDDLE = 15
 # Seconds that anything may take, waiting for other runs included. On two idle cores a tenth of it is enough.
 PATIENCE = 900
 
-# Propeller's, of a workflow that has ended.
+# Propeller's, of a node that has succeeded, and of a workflow that has ended.
+SUCCEEDED = 5
 PHASES = {3: "succeeded", 5: "failed", 6: "aborted"}
 
 T = TypeVar("T")
@@ -241,9 +242,9 @@ class Run:
 
         def done() -> bool:
             # Ends are asked for first: a run may end between the two questions.
-            over = self.is_done()
+            over = self.phase()
             at = max((point["step"] for point in self.points()), default=0)
-            assert at >= step or not over, f"the run ended after step {at}: {self.error()}"
+            assert at >= step or not over, f"the run has {over} after step {at}"
             return at >= step
 
         until(f"step {step} of {self.id}", done)
