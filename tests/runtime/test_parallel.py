@@ -1,4 +1,4 @@
-"""On four processes: copies of a split model, and optimizers over it, have the losses of one process."""
+"""On four processes: copies of a model, whole or split, and optimizers over it, have the losses of one process."""
 
 import json
 import os
@@ -17,6 +17,8 @@ IN_BACKWARD = {"max_grad_norm": 0, "in_backward": True}
 
 # Framework, strategy, optimizer.
 CELLS = {
+    # Sums of four terms depend on their order, as sums of two do not.
+    "ddp": ("torch", {"type": "ddp", "bucket_cap_mb": 1}, {}),
     "copies": ("hf", {"type": "fsdp", "replicas": 2}, {}),
     "in-backward": ("hf", {"type": "fsdp"}, IN_BACKWARD),
     "muon": ("hf", {"type": "fsdp"}, {"type": "muon"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -25,15 +26,42 @@ class Ddp(InPlace):
     def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
         """The model in DistributedDataParallel, which starts with the main process's weights."""
         place(model, self._device)
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._settings.bucket_cap_mb,
             # Gradients live in the buckets that are reduced: no second copy of them.
             gradient_as_bucket_view=True,
         )
+        settle_buckets(wrapped)
+        return wrapped
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Gradients are averaged once for a step, in its last backward pass."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
+
+
+def settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Have the buckets of gradients ordered before the first step, the same at every start.
+
+    DistributedDataParallel orders them anew after its first backward pass, in the order in which gradients were ready.
+    A gradient's place in its bucket decides in which order the processes' shares of it are summed: a run that is
+    continued would round its first step otherwise than it would have uninterrupted. And with the new buckets beside the
+    old, a copy of all gradients more would be in memory in the middle of training.
+    """
+    model = wrapped.module
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = vars(model).get("forward")
+    # Gradients of zero, of the last parameters first, as those of a model come.
+    model.forward = lambda: torch.stack([parameter.reshape(-1)[0].float() for parameter in trained]).sum() * 0
+    try:
+        # The first pass sees the order, and before the second one buckets are made in it.
+        for _ in range(2):
+            wrapped().backward()
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+    wrapped.zero_grad()
