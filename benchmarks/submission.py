@@ -65,7 +65,7 @@ class Moments:
     """When what first happened to each execution, as Kubernetes told it."""
 
     def __init__(self, namespace: str) -> None:
-        self._namespace, self._changed = namespace, threading.Condition()
+        self._changed = threading.Condition()
         self._at: dict[str, dict[str, float]] = defaultdict(dict)
         self._owners: dict[str, str] = {}
         core, custom = client.CoreV1Api(), client.CustomObjectsApi()
@@ -151,16 +151,15 @@ def submission(runs: Client, moments: Moments, namespace: str, last: str) -> dic
 
 def rows_of(seen: list[dict[str, float]], whole: bool) -> list[dict[str, float]]:
     """Seconds by stage of each submission, and their sums."""
-    rows = [stages(moments, FIRST) for moments in seen]
-    for row in rows:
-        row["first pod runs"] = sum(row.values())
-    if not whole:
-        return rows
-    rows = [stages(moments, FIRST + HANDING + JOB) for moments in seen]
+    rows = [stages(moments, FIRST + HANDING + JOB if whole else FIRST) for moments in seen]
     for row, moments in zip(rows, seen, strict=True):
-        row["training runs, platform"] = sum(row.values())
-        row["training runs, tasks"] = sum(moments[f"{task} ended"] - moments[f"{task} running"] for task in BEFORE)
-        row["training runs"] = moments["train running"] - moments["begin"]
+        platform = sum(row.values())
+        if whole:
+            row["training runs, platform"] = platform
+            row["training runs, tasks"] = sum(moments[f"{task} ended"] - moments[f"{task} running"] for task in BEFORE)
+            row["training runs"] = moments["train running"] - moments["begin"]
+        else:
+            row["first pod runs"] = platform
     return rows
 
 
@@ -190,7 +189,7 @@ def main() -> None:
         load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         print(f"\nuntil {last}: {count} submissions, {time.monotonic() - begin:.0f} s, {load}\n")
         rows = rows_of(seen, whole=last.startswith(TRAIN))
-        for name in rows[0]:
+        for name in rows[0] if rows else ():
             show(name, [row[name] for row in rows], MEANINGS.get(name, ""))
 
 
