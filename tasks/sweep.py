@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flytekit import Deck, FlyteContext, LaunchPlan, task
-from flytekit.core.array_node import ArrayNode
-from flytekit.core.promise import Promise
-from flytekit.core.type_engine import TypeEngine
+from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec, dump_spec
@@ -26,6 +23,8 @@ from tasks.runtime.signals import Preempted
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Swept(NamedTuple):
     """What a sweep leaves: the spec of its best run, and a table of all."""
@@ -34,46 +33,23 @@ class Swept(NamedTuple):
     table: FlyteFile
 
 
-class EachAlone(ArrayNode):
-    """flytekit's map over a launch plan, an execution for each item, which on one machine says why an item failed."""
+def outcome(run: Callable[[], T]) -> T | None:
+    """What a run of the sweep returns on this machine; None where it failed, which is said and costs no other run.
 
-    def local_execute(self, ctx: FlyteContext, **kwargs: Any) -> Any:
-        """As flytekit's own, which wants lists where a workflow hands on promises, and is silent about failures."""
-        given = {
-            name: TypeEngine.to_python_value(ctx, value.val, self.python_interface.inputs[name])
-            if isinstance(value, Promise)
-            else value
-            for name, value in kwargs.items()
-        }
-        launch_plan = self.target
-        self.target: Any = _Telling(launch_plan)
-        try:
-            return super().local_execute(ctx, **given)
-        finally:
-            self.target = launch_plan
+    A signal to this process ends all that would come after it, too.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        return run()
+    except Exception as error:
+        if any(isinstance(cause, Preempted | SignalException) for cause in _causes(error)):
+            raise SystemExit(128 + signal.SIGTERM) from error
+        log.error("a run of the sweep did not finish: %s", error)
+        return None
 
 
-class _Telling:
-    """A launch plan that says what it fails with, and ends the whole sweep where a signal ended its run."""
-
-    def __init__(self, launch_plan: LaunchPlan) -> None:
-        self.python_interface = launch_plan.python_interface
-        self._launch_plan = launch_plan
-
-    def __call__(self, **inputs: Any) -> Any:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        try:
-            return self._launch_plan(**inputs)
-        except Exception as error:
-            if any(isinstance(cause, Preempted | SignalException) for cause in causes(error)):
-                # flytekit goes on with the next run after any Exception; this is none.
-                raise SystemExit(128 + signal.SIGTERM) from error
-            log.error("a run of the sweep did not finish: %s", error)
-            raise
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and those that it was raised from or beside."""
     while error:
         yield error

@@ -8,12 +8,16 @@ fields:
 
 from __future__ import annotations
 
-from flytekit import LaunchPlan, workflow
+from functools import partial
+from typing import Optional
+
+from flytekit import LaunchPlan, WorkflowFailurePolicy, dynamic, workflow
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
+from tasks.resources import SMALL
 from tasks.runtime.record import CompletionRecord
-from tasks.sweep import EachAlone, Swept, compare, expand, read_record
+from tasks.sweep import Swept, compare, expand, outcome, read_record
 from workflows.finetune import finetune
 
 DEFAULT = RunSpec(name="sweep")
@@ -30,12 +34,19 @@ def one_run(spec: RunSpec) -> CompletionRecord:
 trial = LaunchPlan.get_or_create(one_run, name="workflows.sweep.trial")
 
 
-@workflow
-def sweep(spec: RunSpec = DEFAULT, grid: Grid = LEARNING_RATES) -> Swept:
-    """Fine-tune once for each combination of the grid's values, each in an execution of its own; compare them.
+# Dynamic, because the grid says how many runs there are. Flyte registers with a workflow what its tasks hint at.
+@dynamic(**SMALL, node_dependency_hints=[trial])
+def run_all(runs: list[RunSpec]) -> list[Optional[CompletionRecord]]:  # noqa: UP045  # as Flyte reads types
+    """Start all runs, each in an execution of its own; on one machine they follow each other."""
+    return [outcome(partial(trial, spec=run)) for run in runs]
 
-    A run that fails leaves its line in the table empty; the others go on.
+
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
+def sweep(spec: RunSpec = DEFAULT, grid: Grid = LEARNING_RATES) -> Swept:
+    """Fine-tune once for each combination of the grid's values, and compare what comes out.
+
+    A run that fails costs no other one. On one machine its line in the table is empty; on a cluster the sweep fails
+    when all others are done.
     """
     runs = expand(spec=spec, grid=grid)
-    records = EachAlone(trial, min_successes=1, run_all_sub_nodes=True)(spec=runs)
-    return compare(spec=spec, grid=grid, runs=runs, records=records)
+    return compare(spec=spec, grid=grid, runs=runs, records=run_all(runs=runs))

@@ -125,16 +125,20 @@ class Cluster:
         if self._workflow is None:
             from workflows.finetune import finetune
 
-            image = Image.look_up_image_info("default", self.image)
-            self._workflow = self.remote.register_script(
-                finetune,
-                image_config=ImageConfig(image, [image]),
-                version=f"e2e-{time.time_ns()}",
-                source_path=str(ROOT),
-                module_name="workflows.finetune",
-                fast_package_options=FastPackageOptions([], copy_style=CopyFileDetection.ALL),
-            )
+            self._workflow = self.register(finetune)
         return self._workflow
+
+    def register(self, workflow: Any) -> Any:
+        """A workflow of this checkout, registered under a version of its own."""
+        image = Image.look_up_image_info("default", self.image)
+        return self.remote.register_script(
+            workflow,
+            image_config=ImageConfig(image, [image]),
+            version=f"e2e-{time.time_ns()}",
+            source_path=str(ROOT),
+            module_name=workflow.name.rpartition(".")[0],
+            fast_package_options=FastPackageOptions([], copy_style=CopyFileDetection.ALL),
+        )
 
     def submit(self, name: str, **changes: Any) -> Run:
         """Start the run of spec.yaml under a name of its own, with changes."""

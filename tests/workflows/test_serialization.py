@@ -24,6 +24,7 @@ from tasks.runtime.record import CompletionRecord
 from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_evaluate_export
 from workflows.scheduled import scheduled
+from workflows.sweep import run_all
 
 ROOT = Path(__file__).parents[2]
 TASKS = {shape: training_task(*shape) for shape in SHAPES}
@@ -72,7 +73,7 @@ FINETUNE = {
         (
             "workflows.sweep.sweep",
             {"tasks.sweep.expand", "tasks.sweep.compare", "tasks.sweep.read_record"}
-            | {"workflows.sweep.trial", "workflows.sweep.one_run"},
+            | {"workflows.sweep.trial", "workflows.sweep.one_run", "workflows.sweep.run_all"},
         ),
         (
             "workflows.scheduled.scheduled",
@@ -193,12 +194,21 @@ SPEC = RunSpec.model_validate(
 
 def compiled(spec):
     """What the dynamic task makes for `spec` when it runs in a cluster."""
-    fresh = copy.copy(train_evaluate_export)
+    return compiled_by(train_evaluate_export, spec=spec, data="s3://bucket/data")
+
+
+def compiled_by(dynamic_task, **inputs):
+    fresh = copy.copy(dynamic_task)
     # Flytekit keeps the workflow of the first call: a pod makes no other.
     fresh._wf = None
     context = FlyteContextManager.current_context().new_builder().with_serialization_settings(SETTINGS)
     with FlyteContextManager.with_context(context) as ctx:
-        return fresh.compile_into_workflow(ctx, fresh.task_function, spec=spec, data="s3://bucket/data")
+        return fresh.compile_into_workflow(ctx, fresh.task_function, **inputs)
+
+
+def test_each_run_of_a_sweep_is_an_execution_of_its_own():
+    made = compiled_by(run_all, runs=[SPEC, SPEC.model_copy(update={"name": "other"})])
+    assert [node.workflow_node.launchplan_ref.name for node in made.nodes] == ["workflows.sweep.trial"] * 2
 
 
 @pytest.fixture(scope="module")
