@@ -73,8 +73,8 @@ class Evaluation(Section):
         description="Tasks of lm-evaluation-harness, by name or as YAML files of one's own, that the model does before "
         "and after training; needs the extra `lm-eval`.",
     )
-    few_shot: Whole | None = Field(
-        None, ge=0, le=64, description="Examples that are shown before each question of a task; by default its own."
+    few_shot: Annotated[int, Field(ge=0, le=64), BeforeValidator(number)] | None = Field(
+        None, description="Examples that are shown before each question of a task; by default its own."
     )
     task_limit: Count | None = Field(None, description="Do at most this many examples of each task.")
 
