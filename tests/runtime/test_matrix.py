@@ -23,7 +23,7 @@ from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
 ROOT = Path(__file__).parents[2]
-STEPS, SAVED = 6, 2
+STEPS, SAVED = 4, 2
 FRAMEWORKS = get_args(Runtime.model_fields["framework"].annotation)
 
 
