@@ -29,7 +29,7 @@ STEPS, SAVED = 6, 2
 
 def make_spec(*cell, **options):
     """With data of more than these steps: what ruins one is read once."""
-    values = test_matrix.make_spec(*cell, **options).model_dump()
+    values = test_matrix.make_spec(*cell, steps=STEPS, **options).model_dump()
     return RunSpec.model_validate({**values, "data": {**values["data"], "max_samples": 120}})
 
 

@@ -35,7 +35,9 @@ def types(union):
 STRATEGIES, ADAPTERS = types(Parallel), types(Adapter)
 
 
-def make_spec(output, name, framework, strategy, processes, adapter="none", training=None, dora=False, **options):
+def make_spec(
+    output, name, framework, strategy, processes, adapter="none", training=None, dora=False, steps=STEPS, **options
+):
     """Four rows a step, however they are spread; `options` are those of the strategy."""
     return RunSpec.model_validate(
         {
@@ -46,12 +48,12 @@ def make_spec(output, name, framework, strategy, processes, adapter="none", trai
             "adapter": {"type": adapter, **({"use_dora": True} if dora else {})},
             "data": {"sequence_length": 64, "max_samples": 60},
             "training": {
-                "steps": STEPS,
+                "steps": steps,
                 "micro_batch_size": 1,
                 "gradient_accumulation_steps": 4 // processes,
                 **(training or {}),
             },
-            "checkpoint": {"every": SAVED, "keep_last": STEPS},
+            "checkpoint": {"every": SAVED, "keep_last": steps},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": {"type": strategy, **options},

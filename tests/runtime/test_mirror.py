@@ -17,8 +17,10 @@ from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.mirror import Mirror
 from tasks.runtime.checkpoint.remote import Remote, persist
 from tasks.runtime.folder import RunFolder
-from tests.runtime.test_matrix import STEPS, curve, make_spec
+from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
+
+STEPS = 6
 
 
 class Flaky(MemoryFileSystem):
@@ -271,14 +273,14 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
 
 @pytest.fixture(scope="module")
 def undisturbed(output):
-    spec = make_spec(output, "undisturbed", "torch", "single", 1)
+    spec = make_spec(output, "undisturbed", "torch", "single", 1, steps=STEPS)
     assert train_spec(spec).status == "complete"
     return curve(spec)
 
 
 def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    spec = make_spec(output, "moved", "torch", "single", 1)
+    spec = make_spec(output, "moved", "torch", "single", 1, steps=STEPS)
     checkpoint = {"every": 2, "keep_last": 1, "url": "flaky://bucket/runs"}
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
     with monkeypatch.context() as patched:
