@@ -58,8 +58,10 @@ def test_metrics_are_the_same_while_it_trains_and_afterwards(strata, preempted):
     points, afterwards = preempted.points.result(60), list(strata.metrics(preempted.run.spec.name))
     assert {point.step: point for point in points} == {point.step: point for point in afterwards}
     assert {point.step for point in points} == set(range(1, STEPS + 1))
-    assert max(point.step for point in points if point.attempt == 0) >= MIDDLE
-    assert min(point.step for point in points if point.attempt == 1) <= MIDDLE
+    last = max(point.step for point in points if point.attempt == 0)
+    first_again = min(point.step for point in points if point.attempt == 1)
+    assert last >= MIDDLE and first_again <= last + 1
+    assert first_again % SPEC["checkpoint"]["every"] == 1
 
 
 def test_events_have_those_of_flyte_kubernetes_and_kueue(strata, preempted):
