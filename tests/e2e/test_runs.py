@@ -21,6 +21,7 @@ from tasks.runtime.record import CompletionRecord
 from tests.e2e.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, SUCCEEDED, until
 
 slow = pytest.mark.slow
+STEPS = SPEC["training"]["steps"]
 
 
 def ends_like(run, undisturbed):
@@ -75,9 +76,9 @@ def test_a_run_gives_way_to_an_urgent_run(cluster, undisturbed):
 def test_it_leaves_a_model_a_report_and_a_record(undisturbed):
     undisturbed.wait()
     record = undisturbed.record()
-    assert (record.status, record.steps, record.restarts, record.world_size) == ("complete", 40, 0, 2)
+    assert (record.status, record.steps, record.restarts, record.world_size) == ("complete", STEPS, 0, 2)
     assert record.eval_loss_after < record.eval_loss_before
-    assert record.train_loss == undisturbed.losses()[40][0]
+    assert record.train_loss == undisturbed.losses()[STEPS][0]
     model = Path(undisturbed.output("model", FlyteDirectory).download())
     assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
     assert all(weight.isfinite().all() for weight in load_file(model / "model.safetensors").values())
@@ -127,7 +128,6 @@ def cut_store(cluster, run):
         subprocess.run(os.environ["STRATA_E2E_STORE_ON"], shell=True, check=True)
 
 
-STEPS = SPEC["training"]["steps"]
 # Until which step nothing happens; what does; whether training starts again.
 DISTURBANCES = {
     "a-pod-is-deleted": (MIDDLE, delete_worker(1), True),
