@@ -31,14 +31,14 @@ def test_waiting_shows_the_queue_the_training_the_preemption_and_the_training_ag
     ended, seen = preempted.end.result(60), preempted.seen
     assert (ended.phase, ended.step, ended.steps, ended.restarts) == (Phase.SUCCEEDED, STEPS, STEPS, 1)
     preparing = index(seen, lambda run: run.stage is Stage.PREPARING)
-    # The undisturbed run is before it.
-    queued = index(seen, lambda run: run.phase is Phase.QUEUED, preparing)
-    assert (seen[queued].stage, seen[queued].queue, seen[queued].position) == (Stage.WAITING, "research", 0)
-    assert "insufficient unused quota" in seen[queued].message
+    # The undisturbed run is before it. Kueue says why some moments after it has the run.
+    queued = index(seen, lambda run: "insufficient unused quota" in run.message, preparing)
+    assert (seen[queued].phase, seen[queued].stage) == (Phase.QUEUED, Stage.WAITING)
+    assert (seen[queued].queue, seen[queued].position) == ("research", 0)
     training = index(seen, lambda run: run.stage is Stage.TRAINING and run.eta is not None, queued)
     assert seen[training].phase is Phase.RUNNING and seen[training].steps == STEPS
-    evicted = index(seen, lambda run: run.phase is Phase.QUEUED, training)
-    assert seen[evicted].message.startswith("Preempted:")
+    evicted = index(seen, lambda run: run.message.startswith("Preempted:"), training)
+    assert seen[evicted].phase is Phase.QUEUED
     again = index(seen, lambda run: run.stage is Stage.TRAINING, evicted)
     assert seen[again].restarts == 1
 
