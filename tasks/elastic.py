@@ -21,7 +21,7 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
-from tasks.runtime.exits import MemoryKills, describe_exit
+from tasks.runtime.exits import EXIT_PREEMPTED, MemoryKills, describe_exit
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import Preempted, preemptible
@@ -29,9 +29,6 @@ from tasks.runtime.tell import tell
 from tasks.runtime.watchdog import EXIT_HUNG
 
 log = logging.getLogger(__name__)
-
-# Of a pod that ends by SIGTERM, as a shell counts.
-EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 @dataclass
@@ -73,7 +70,7 @@ class TrainingTask(PytorchElasticFunctionTask):
             if not is_local():
                 outlive_main_pod()
                 # Were this pod told to stop for a reason of its own, a good end would end the job.
-                raise SystemExit(EXIT_STOPPED) from end
+                raise SystemExit(EXIT_PREEMPTED) from end
             raise
         except (RendezvousError, dist.DistError) as error:
             _recoverable(f"this pod lost the others, or never found them: {error}", error)
@@ -119,7 +116,7 @@ def _stopped(reason: str, cause: BaseException) -> NoReturn:
     if is_local():
         _recoverable(reason, cause)
     log.warning("%s; what comes next continues from the last checkpoint", reason)
-    raise SystemExit(EXIT_STOPPED) from cause
+    raise SystemExit(EXIT_PREEMPTED) from cause
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

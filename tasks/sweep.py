@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +13,9 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
-from tasks.paths import file
+from tasks.paths import file, is_local
 from tasks.resources import SMALL
+from tasks.runtime.exits import EXIT_PREEMPTED
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report.comparison import Trial, render_comparison
@@ -34,17 +34,20 @@ class Swept(NamedTuple):
 
 
 def outcome(run: Callable[[], T]) -> T | None:
-    """What a run of the sweep returns on this machine; None where it failed, which is said and costs no other run.
+    """What a run of the sweep returns; on this machine None where it failed, which is said and costs no other run.
 
-    A signal to this process ends all that would come after it, too.
+    In a cluster nothing has run when this returns, and what is raised is no run's failure. A signal to this process
+    ends all that would come after it, too.
     """
+    if not is_local():
+        return run()
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     try:
         return run()
     except Exception as error:
         if any(isinstance(cause, Preempted | SignalException) for cause in _causes(error)):
-            raise SystemExit(128 + signal.SIGTERM) from error
+            raise SystemExit(EXIT_PREEMPTED) from error
         log.error("a run of the sweep did not finish: %s", error)
         return None
 
@@ -73,7 +76,11 @@ def read_record(record: FlyteFile) -> CompletionRecord:
 
 @task(**SMALL, enable_deck=True, deck_fields=())
 def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[CompletionRecord | None]) -> Swept:
-    """Order the runs by their loss on the validation split; those that did not finish come last."""
+    """Order the runs by their loss on the validation split; those that did not finish come last.
+
+    Raises:
+        ValueError: no run finished.
+    """
     configure_logging()
     trials = sorted(
         (
@@ -90,8 +97,10 @@ def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[Comple
         writer.writerow(["run", *grid.fields, *Trial.MEASURED])
         writer.writerows([trial.name, *trial.values, *trial.measured()] for trial in trials)
     Deck("Sweep", render_comparison(spec.name, tuple(grid.fields), trials))
+    if trials[0].loss is None:
+        raise ValueError(f"no run of the sweep finished; the log above says why of each, and {table} lists them")
     best = next(run for run in runs if run.name == trials[0].name)
-    log.info("best of %d runs: %s, validation loss %s", len(trials), best.name, trials[0].loss)
+    log.info("best of %d runs: %s, loss %s", len(trials), best.name, trials[0].loss)
     (folder / "best.yaml").write_text(dump_spec(best), encoding="utf-8")
     return Swept(best, file(table))
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 
 from strata_platform.errors import SpecError
 from strata_platform.runs import Stage
 from strata_platform.spec import DataRecipe, load_spec
+from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import end_with_agent
 
 EXIT_BAD_INPUT = 2
-EXIT_PREEMPTED = 128 + signal.SIGTERM
 
 
 def main() -> int:
@@ -40,7 +39,6 @@ def main() -> int:
 
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
-    from tasks.runtime.exits import EXIT_UNHEALTHY
     from tasks.runtime.export import export
     from tasks.runtime.folder import data_folder
     from tasks.runtime.harness import require_tasks

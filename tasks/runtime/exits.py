@@ -20,7 +20,9 @@ _SIGNALS = {
     signal.SIGFPE: "SIGFPE; a division by zero in native code",
     signal.SIGALRM: "SIGALRM; it hung in native code, and its stacks are above",
 }
-# What a process ends with that found a GPU or a connection unfit: EX_UNAVAILABLE.
+# What a process ends with that was told to stop, as a shell counts SIGTERM; and one that found a GPU or a connection
+# unfit: EX_UNAVAILABLE.
+EXIT_PREEMPTED = 128 + signal.SIGTERM
 EXIT_UNHEALTHY = 69
 _CODES = {
     EXIT_HUNG: "hung, and left the stacks of its processes",

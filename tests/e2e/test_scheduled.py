@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
-from flytekit.models.core.execution import WorkflowExecutionPhase
 from kubernetes import client
 
 from strata_platform.spec import RunSpec
@@ -51,7 +50,7 @@ def test_a_run_that_fails_is_told_of(cluster):
             hints = {"spec": RunSpec, "kickoff_time": datetime}
             run = Run(cluster, spec, cluster.remote.execute(cluster.register(scheduled), inputs, type_hints=hints))
             until("the end of the run", run.is_done)
-            assert run._execution.closure.phase == WorkflowExecutionPhase.FAILED
+            assert run.phase() == "failed"
             # Decoded by the client, it would be the text of bytes.
             printed = cluster.core.read_namespaced_pod_log(webhook, NAMESPACE, _preload_content=False)
     (line,) = printed.data.decode().splitlines()

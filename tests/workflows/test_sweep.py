@@ -64,6 +64,26 @@ def test_runs_are_ordered_by_their_loss_and_the_lost_come_last(tmp_path):
     assert rows[4][2:] == ["", "", "", ""]
 
 
+def test_a_sweep_of_which_no_run_finished_fails_and_leaves_its_table(tmp_path):
+    spec, grid = RunSpec(name="s", output=str(tmp_path)), Grid(fields={"optimizer.lr": [1e-4, 2e-4]})
+    with pytest.raises(ValueError, match="no run of the sweep finished") as refused:
+        compare.task_function(spec=spec, grid=grid, runs=grid.runs(spec), records=[None, None])
+    assert str(tmp_path / "s" / "sweep.csv") in str(refused.value)
+    assert len((tmp_path / "s" / "sweep.csv").read_text().splitlines()) == 3
+    assert not (tmp_path / "s" / "best.yaml").exists()
+
+
+def test_in_a_cluster_what_starting_a_run_raises_is_raised(monkeypatch):
+    def broken():
+        raise ValueError("does not compile")
+
+    monkeypatch.setattr("tasks.sweep.is_local", lambda: True)
+    assert outcome(broken) is None
+    monkeypatch.setattr("tasks.sweep.is_local", lambda: False)
+    with pytest.raises(ValueError, match="does not compile"):
+        outcome(broken)
+
+
 def test_the_page_has_every_run_and_a_dot_for_those_that_finished():
     trials = [
         Trial("a", (1e-4, "<b>"), record("a", 1.5)),
@@ -75,7 +95,9 @@ def test_the_page_has_every_run_and_a_dot_for_those_that_finished():
     assert page.count("<circle") == 4 and "<b>" not in page
 
 
-def test_a_signal_to_a_run_ends_the_sweep():
+def test_a_signal_to_a_run_ends_the_sweep(monkeypatch):
+    monkeypatch.setattr("tasks.sweep.is_local", lambda: True)
+
     def stopped():
         try:
             raise FlyteRecoverableException("stopped before the last step") from Preempted("SIGTERM")

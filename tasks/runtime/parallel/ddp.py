@@ -47,8 +47,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
     DistributedDataParallel orders them anew after its first backward pass, in the order in which gradients were ready.
     A gradient's place in its bucket decides in which order the processes' shares of it are summed: a run that is
-    continued would round its first step otherwise than it would have uninterrupted. And with the new buckets beside the
-    old, a copy of all gradients more would be in memory in the middle of training.
+    continued would round its first step otherwise than it would have uninterrupted.
     """
     model = wrapped.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

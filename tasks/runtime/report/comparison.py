@@ -82,8 +82,8 @@ def _plot(field: str, index: int, trials: Sequence[Trial]) -> Html:
         title = element("title", f"{trial.name}: {loss(found)}")
         x = percent(across[str(trial.values[index])])
         drawn.append(element("circle", title, cx=x, cy=percent(1 - axis.at(found)), r="5", class_="mark"))
-    spoken = f"validation loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
-    caption = element("figcaption", element("h3", field, element("span", "validation loss", class_="unit")))
+    spoken = f"loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
+    caption = element("figcaption", element("h3", field, element("span", "loss", class_="unit")))
     return element("figure", caption, element("svg", *drawn, role="img", aria_label=spoken), class_="chart")
 
 
