@@ -42,6 +42,7 @@ _FREE = {
         "gradient_checkpointing",
         "gradient_checkpointing_every",
         "compile",
+        "deterministic",
     },
 }
 

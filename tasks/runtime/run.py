@@ -27,6 +27,7 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.completion import device_name, write_record
 from tasks.runtime.data import PreparedData
+from tasks.runtime.deterministic import deterministic
 from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
@@ -93,6 +94,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     end_with_agent()
     with preemptible(), ExitStack() as held:
+        if spec.training.deterministic:
+            held.enter_context(deterministic())
         tell(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
         report = ensure_warm(spec, folder)

@@ -34,6 +34,11 @@ class Training(Section):
         None, description="Under `selective`, each so many layers one is recomputed; by default 2."
     )
     compile: Flag = Field(False, description="Compile each layer by `torch.compile`, while the first steps run.")
+    deterministic: Flag = Field(
+        False,
+        description="Take only algorithms that give the same bits at every start, also on GPUs; attention is slower. "
+        "An operation that has none is warned of.",
+    )
 
     @property
     def recomputed_every(self) -> int:

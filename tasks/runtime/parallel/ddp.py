@@ -52,12 +52,13 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     model = wrapped.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own = vars(model).get("forward")
-    # Gradients of zero, of the last parameters first, as those of a model come.
-    model.forward = lambda: torch.stack([parameter.reshape(-1)[0].float() for parameter in trained]).sum() * 0
+    # Gradients of zero, of the last parameters first, as those of a model come. On a GPU a pass must have an input.
+    model.forward = lambda zero: torch.stack([parameter.reshape(-1)[0].float() for parameter in trained]).sum() * zero
+    zero = torch.zeros((), device=trained[0].device)
     try:
         # The first pass sees the order, and before the second one buckets are made in it.
         for _ in range(2):
-            wrapped().backward()
+            wrapped(zero).backward()
     finally:
         if own is None:
             del model.forward
