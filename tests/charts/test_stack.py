@@ -1,19 +1,22 @@
-"""The umbrella's versions and values: each fits the others. Its dependencies are not here, so nothing is rendered."""
+"""The umbrella's versions and values: each fits the others. Of its dependencies only Strata is here to be rendered."""
 
 import json
 import re
+import shutil
 
 import pytest
 import yaml
 
 from strata_platform.chart.values import ChartValues
-from tests.charts.conftest import CHART, ROOT
+from tests.charts.conftest import CHART, HELM, ROOT, Helm
+from tests.e2e.local import leave_out_absent
 
 STACK = ROOT / "charts" / "strata-stack"
 META = yaml.safe_load((STACK / "Chart.yaml").read_text())
 VALUES = yaml.safe_load((STACK / "values.yaml").read_text())
 DEPENDENCIES = {item["name"]: item for item in META["dependencies"]}
-FLYTE, KUEUE = VALUES["flyte-binary"], VALUES["kueue"]
+FLYTE, KUEUE, MONITORING = VALUES["flyte-binary"], VALUES["kueue"], VALUES["monitoring"]
+PROMETHEUS, GRAFANA = MONITORING["prometheus"]["prometheusSpec"], MONITORING["grafana"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,7 @@ def test_every_dependency_has_a_switch_that_its_own_values_do_not_see():
     # The chart's schema would refuse a key of the umbrella's.
     switches = {item["condition"] for item in DEPENDENCIES.values()}
     assert switches == {f"components.{name}" for name in VALUES["components"]}
+    assert {item.get("alias", item["name"]) for item in DEPENDENCIES.values()} | {"components"} == set(VALUES)
 
 
 def test_flyte_starts_pods_from_the_template_and_may_create_jobs(strata):
@@ -64,5 +68,87 @@ def test_kueue_queues_training_jobs_and_pods_of_tenants(strata):
 def test_the_namespace_is_the_one_of_the_commands(strata):
     places = {strata.queues.kueue.namespace, strata.tests.flyte.namespace}
     places |= {destination.namespace for destination in strata.tenant_defaults.network.flyte}
+    places |= {strata.observability.namespace, KUEUE["metrics"]["prometheusNamespace"]}
     readme = (STACK / "README.md").read_text()
     assert places == set(re.findall(r"--namespace (\S+)", readme)) == {"strata-system"}
+
+
+def assemble(folder, **on):
+    """The umbrella with Strata's chart inside of it, and with these components on."""
+    shutil.copytree(STACK, folder, ignore=shutil.ignore_patterns("*.tgz"))
+    shutil.copytree(CHART, folder / "charts" / "strata")
+    components = dict.fromkeys(VALUES["components"], False) | on
+    (folder / "values.yaml").write_text(yaml.safe_dump(VALUES | {"components": components}))
+    leave_out_absent(folder)
+    return folder
+
+
+def test_what_is_off_and_not_there_is_left_out(tmp_path):
+    meta = yaml.safe_load((assemble(tmp_path / "stack", strata=True, monitoring=True) / "Chart.yaml").read_text())
+    assert [item["name"] for item in meta.pop("dependencies")] == ["strata", "kube-prometheus-stack"]
+    assert meta == {name: value for name, value in META.items() if name != "dependencies"}
+
+
+def test_monitoring_is_off_and_has_no_password():
+    assert VALUES["components"] == {"flyte": True, "kueue": True, "strata": True, "monitoring": False}
+    assert "password" not in json.dumps(MONITORING).lower()
+
+
+def test_grafana_reads_config_maps_of_its_namespace_and_no_secrets():
+    (role,) = GRAFANA["extraObjects"]
+    assert role["kind"] == "Role" and role["metadata"]["name"] == GRAFANA["rbac"]["useExistingRole"]
+    assert GRAFANA["rbac"]["namespaced"]
+    assert [rule["resources"] for rule in role["rules"]] == [["configmaps"]]
+    # The sidecars ask for what the role has: for anything else they would be refused.
+    assert all(GRAFANA["sidecar"][name]["resource"] == "configmap" for name in ("dashboards", "datasources"))
+    assert GRAFANA["sidecar"]["dashboards"]["searchNamespace"] == ""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """What Strata makes for the monitoring of the umbrella, by kind."""
+    if HELM is None:
+        pytest.skip("there is no helm on the PATH; put it there, or its path into HELM")
+    folder = tmp_path_factory.mktemp("watched")
+    teams = yaml.safe_load((CHART / "ci" / "teams-values.yaml").read_text())
+    (folder / "my-values.yaml").write_text(yaml.safe_dump({"strata": teams}))
+    stack = assemble(folder / "stack", strata=True)
+    values = ["--values", STACK / "monitoring-values.yaml", "--values", folder / "my-values.yaml"]
+    # The chart of Prometheus is not here; what reports to it is all the same.
+    values += ["--set", "components.monitoring=false"]
+    done = Helm(HELM)("template", "strata", stack, "--namespace", "strata-system", *values)
+    assert done.returncode == 0, done.stderr
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    return {kind: [item for item in objects if item["kind"] == kind] for kind in {item["kind"] for item in objects}}
+
+
+def test_prometheus_selects_what_strata_makes(watched):
+    for kind in ("podMonitor", "serviceMonitor", "rule"):
+        assert PROMETHEUS[f"{kind}SelectorNilUsesHelmValues"] is False, "or it asks for a label"
+        assert f"{kind}Selector" not in PROMETHEUS
+        (outside,) = PROMETHEUS[f"{kind}NamespaceSelector"]["matchExpressions"]
+        assert outside["operator"] == "DoesNotExist"
+        assert all(outside["key"] in item["metadata"]["labels"] for item in watched["Namespace"])
+    tenants = {item["metadata"]["name"] for item in watched["Namespace"]}
+    (monitor,), (rule,) = watched["PodMonitor"], watched["PrometheusRule"]
+    assert {item["metadata"]["namespace"] for item in (monitor, rule)} == {"strata-system"}
+    assert set(monitor["spec"]["namespaceSelector"]["matchNames"]) == tenants
+    assert "strata-system" not in tenants
+
+
+def test_prometheus_is_let_in_to_the_tenants(watched):
+    policies = [item["spec"] for item in watched["NetworkPolicy"] if item["metadata"]["name"] == "strata-default"]
+    sources = [source for spec in policies for rule in spec["ingress"] for source in rule["from"]]
+    assert len(policies) == len(watched["Namespace"])
+    name = {"kubernetes.io/metadata.name": "strata-system"}
+    assert sources == [{"namespaceSelector": {"matchLabels": name}}] * len(policies)
+
+
+def test_grafana_finds_the_dashboards(watched):
+    sidecar = GRAFANA["sidecar"]["dashboards"]
+    found = {
+        item["metadata"]["name"]: item["metadata"]["namespace"]
+        for item in watched["ConfigMap"]
+        if item["metadata"]["labels"].get(sidecar["label"]) == sidecar["labelValue"]
+    }
+    assert found == dict.fromkeys(("strata-dashboard-queues", "strata-dashboard-runs"), "strata-system")

@@ -196,10 +196,28 @@ def vendor() -> None:
         "charts/kueue": module("sigs.k8s.io/kueue@v0.19.0") / "charts" / "kueue",
     }
     shutil.rmtree(STACK, ignore_errors=True)
+    # What `helm dependency update` has fetched into a working tree are second copies.
+    fetched = shutil.ignore_patterns("*.tgz")
     for place, source in charts.items():
         # Modules are read-only, the copies must not be.
-        shutil.copytree(source, STACK / place, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        shutil.copytree(source, STACK / place, copy_function=shutil.copyfile, dirs_exist_ok=True, ignore=fetched)
         (STACK / place).chmod(0o755)
+    leave_out_absent(STACK)
+
+
+def leave_out_absent(stack: Path) -> None:
+    """Take out of a stack's Chart.yaml what is off and not there: Helm asks for every chart in it, on or off.
+
+    It is monitoring, whose chart is in no Go module. What is on stays, and Helm says that it is missing.
+    """
+    on = yaml.safe_load((stack / "values.yaml").read_text())["components"]
+    meta = yaml.safe_load((stack / "Chart.yaml").read_text())
+    meta["dependencies"] = [
+        item
+        for item in meta["dependencies"]
+        if on[item["condition"].removeprefix("components.")] or (stack / "charts" / item["name"]).is_dir()
+    ]
+    (stack / "Chart.yaml").write_text(yaml.safe_dump(meta, sort_keys=False))
 
 
 def own_values() -> dict[str, Any]:
