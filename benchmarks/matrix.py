@@ -100,6 +100,7 @@ class Cell:
             "name": re.sub("[^a-z0-9]+", "-", str(self).lower())[:53].rstrip("-"),
             "output": str(output),
             "model": {"name": str(output / "model"), "dtype": "bfloat16"},
+            "optimizer": {"lr": 3e-4},
             "data": {"sequence_length": LENGTH},
             "training": {
                 "steps": STEPS,
@@ -272,14 +273,14 @@ def measure(output: Path, several: int, only: str, end: float) -> list[str]:
     cells = cells_of(output, several, only)
     for _, spec in cells.values():
         (output / f"{spec.name}.json").write_text(spec.model_dump_json(), encoding="utf-8")
-    together = sorted(
-        (spec for cell, spec in cells.values() if not cell.is_shared()), key=lambda spec: spec.topology.world_size
-    )
+    together = [spec for cell, spec in cells.values() if not cell.is_shared()]
+    # A launch for each strategy: DeepSpeed's engine leaves memory behind.
+    by_strategy = {
+        strategy: [spec for spec in together if spec.parallel.type == strategy]
+        for strategy in ("single", "ddp", "fsdp", "deepspeed")
+    }
     groups = [
-        alike[first : first + TOGETHER]
-        for _, found in itertools.groupby(together, lambda spec: spec.topology.world_size)
-        for alike in [list(found)]
-        for first in range(0, len(alike), TOGETHER)
+        specs[first : first + TOGETHER] for specs in by_strategy.values() for first in range(0, len(specs), TOGETHER)
     ]
     shared = [[spec] for cell, spec in cells.values() if cell.is_shared()]
     failed: list[str] = []

@@ -68,6 +68,12 @@ _ERRORS: list[tuple[str, Explanation]] = [
         ),
     ),
     (
+        r"does not have a deterministic implementation",
+        Explanation(
+            "an operation of this model has no algorithm that repeats; set training.deterministic to false", False
+        ),
+    ),
+    (
         r"no kernel image is available",
         Explanation("PyTorch in this image was not built for this GPU; use another image or resources.gpu_type", False),
     ),

@@ -28,15 +28,25 @@ def asked():
     return torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_pytorch_is_asked_for_the_length_of_a_session(tmp_path, monkeypatch, wanted):
-    # Put back at the test's end.
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What sessions leave in it is put back."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_pytorch_is_asked_for_the_length_of_a_session(tmp_path, wanted):
     before = asked()
     with session(make_spec(tmp_path, "asked", deterministic=wanted)):
         assert asked() == ((True, False) if wanted else before)
     assert asked() == before == (False, True)
+
+
+def test_an_operation_that_cannot_repeat_ends_the_run_with_the_way_out(tmp_path):
+    with pytest.raises(RuntimeError, match="put_") as refused, session(make_spec(tmp_path, "refused")):
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    assert "set training.deterministic to false" in refused.value.__notes__[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

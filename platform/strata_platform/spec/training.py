@@ -37,7 +37,7 @@ class Training(Section):
     deterministic: Flag = Field(
         False,
         description="Take only algorithms that give the same bits at every start, also on GPUs; attention is slower. "
-        "An operation that has none is warned of.",
+        "An operation that has none ends the run.",
     )
 
     @property
