@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,11 +34,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec, load_spec
 from strata_platform.spec.models import Runtime
-from tasks.runtime import checkpoint
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.log import configure_logging
-from tasks.runtime.run import session, train
+from tests.runtime.train_only import train_spec
 
 # Steps to train, those of them that are saved, and how many of the first are left out of the speed.
 STEPS, SAVED, UNTIMED = 8, 4, 2
@@ -192,22 +190,11 @@ def train_all(arguments: Sequence[str]) -> None:
     configure_logging()
     for argument in arguments:
         file, _, step = argument.partition("@")
-        spec = load_spec(file)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-        with session(spec) as run:
-            if step:
-                run.processes.on_main(partial(_forget, RunFolder.of(spec), int(step)))
-            train(run, prepare(recipe, data_folder(spec.output, recipe), report=lambda _: None))
-
-
-def _forget(folder: RunFolder, step: int) -> None:
-    """What a run did after `step`."""
-    checkpoint.discard_after(folder.checkpoints, step)
-    folder.record.unlink()
+        train_spec(load_spec(file), int(step) if step else None)
 
 
 def launch(specs: Sequence[RunSpec], end: float, *, again: bool = False) -> list[str]:

@@ -20,3 +20,5 @@ def configure_logging() -> None:
     if not sys.stderr.isatty():
         # Bars are for eyes; in a file each of their updates is a line. Read when transformers is imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # bitsandbytes, which others import where it is installed, looks for a package that the folder kernels/ hides.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -150,3 +150,11 @@ def test_what_cannot_be_is_refused(changes, message):
     spec = make_spec("out", "refused", "torch", "ddp", 2, "lora")
     with pytest.raises(SpecError, match=message):
         nf4(spec, **changes)
+
+
+@needed
+def test_the_console_of_a_run_has_no_line_of_its_import():
+    code = "from tasks.runtime.log import configure_logging; configure_logging(); import bitsandbytes"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert ended.returncode == 0
+    assert "kernels-community" not in ended.stdout + ended.stderr
