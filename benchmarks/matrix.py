@@ -43,7 +43,7 @@ from tests.runtime.train_only import train_spec
 STEPS, SAVED, UNTIMED = 8, 4, 2
 # Rows of a step, by all processes, and of a micro-batch; tokens of a row.
 ROWS, MICRO_BATCH, LENGTH = 16, 4, 2048
-# Cells that are trained before they are resumed, in fresh processes; their checkpoints have gigabytes each.
+# Cells that are trained before they are resumed, in fresh processes; their checkpoints have a gigabyte each.
 TOGETHER = 16
 FRAMEWORKS: tuple[str, ...] = get_args(Runtime.model_fields["framework"].annotation)
 SHAPE = {
@@ -217,8 +217,10 @@ def launch(specs: Sequence[RunSpec], end: float, *, again: bool = False) -> list
         if ended.returncode == 0:
             return failed
         left = list(itertools.dropwhile(lambda spec: _is_done(spec, again=again), left))
-        print(f"failed: {left[0].name}, exit {ended.returncode}\n{ended.stdout[-3000:]}", file=sys.stderr, flush=True)
-        failed.append(left.pop(0).name)
+        # A launch may also fail when all of its runs are done.
+        name = left.pop(0).name if left else f"the end of {specs[-1].name}"
+        print(f"failed: {name}, exit {ended.returncode}\n{ended.stdout[-3000:]}", file=sys.stderr, flush=True)
+        failed.append(name)
     return failed + [f"{spec.name} (no time)" for spec in left if not _is_done(spec, again=again)]
 
 

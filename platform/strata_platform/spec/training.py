@@ -36,8 +36,8 @@ class Training(Section):
     compile: Flag = Field(False, description="Compile each layer by `torch.compile`, while the first steps run.")
     deterministic: Flag = Field(
         False,
-        description="Take only algorithms that give the same bits at every start, also on GPUs; attention is slower. "
-        "An operation that has none ends the run.",
+        description="Take only algorithms of PyTorch that repeat bit for bit, for runs on GPUs that must. An operation "
+        "that has none ends the run.",
     )
 
     @property
