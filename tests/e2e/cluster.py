@@ -43,6 +43,9 @@ MIDDLE = 15
 # Seconds that anything may take, waiting for other runs included. On two idle cores a tenth of it is enough.
 PATIENCE = 900
 
+# Kueue's, of a run that its queue has no place for.
+NO_ROOM = "insufficient unused quota"
+
 # Propeller's, of a node that has succeeded, and of a workflow that has ended.
 SUCCEEDED = 5
 PHASES = {3: "succeeded", 5: "failed", 6: "aborted"}

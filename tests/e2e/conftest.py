@@ -58,14 +58,23 @@ def strata(undisturbed):
 
 
 @pytest.fixture(scope="session")
-def preempted(cluster, strata):
+def preempted(cluster, strata, undisturbed):
     """A run that the client submits and follows to its end; an urgent pod takes its place in the middle of training."""
-    from tests.e2e.cluster import MIDDLE, Followed, until
+    from tests.e2e.cluster import MIDDLE, NO_ROOM, Followed, until
 
-    followed = Followed(cluster, strata, "preempted")
+    idle = ["sleep", "86400"]
+    # The queue has no room for a run beside this pod: both runs come to wait, in whichever order.
+    with cluster.pod(idle, queue="research", priority="background"):
+        followed = Followed(cluster, strata, "preempted")
+
+        def both_wait():
+            # Kueue says nothing of the second of two that are alike. That one will have to wait for the first.
+            return undisturbed.jobs() and any(run.position == 1 or NO_ROOM in run.message for run in followed.seen)
+
+        until("both runs wait", both_wait)
     followed.run.until_step(MIDDLE)
     # What Flyte makes of a task with resources.priority, without the task.
-    with cluster.pod(["sleep", "86400"], queue="research", priority="urgent", cpu="1600m") as urgent:
+    with cluster.pod(idle, queue="research", priority="urgent", cpu="1600m") as urgent:
         followed.run.until_suspended()
         until("the urgent pod runs", lambda: cluster.is_running(urgent))
     followed.run.until_done()
