@@ -1,5 +1,6 @@
 """The store: what goes in comes out, what is torn, forged or foreign is refused, and no store can stop a run."""
 
+import fcntl
 import io
 import os
 import random
@@ -303,6 +304,48 @@ def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
     assert paths == {str(pod / key / name)}
     loaded = cache.load(pod, key)
     assert loaded is not None and loaded[name] in builds
+
+
+def test_what_another_pod_has_mended_meanwhile_stays(pod, monkeypatch):
+    """It loads its launcher by the path that it has just written."""
+    key, files = ENTRIES[-1]
+    (name,) = files
+    cache.store(pod, key, files)
+    (pod / key / name).write_bytes(files[name][:-1])
+    invalidate = cache.invalidate
+
+    def after_another_pod(directory, key):
+        cache.store(directory, key, files)
+        invalidate(directory, key)
+
+    monkeypatch.setattr(cache, "invalidate", after_another_pod)
+    with Seeder(pod).at_work():
+        get_cache_manager(hex_of(key))
+    assert (pod / key / name).read_bytes() == files[name]
+
+
+def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
+    key, files = ENTRIES[-1]
+    (name,) = files
+    locked = []
+    replace = cache._replace
+
+    def noting(path, data):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked.append(False)
+        except BlockingIOError:
+            locked.append(True)
+        finally:
+            os.close(folder)
+        replace(path, data)
+
+    monkeypatch.setattr(cache, "_replace", noting)
+    with Seeder(pod).at_work():
+        get_cache_manager(hex_of(key)).put(files[name], name)
+    cache.store(pod, *kernel_entry(0))
+    assert len(locked) == 1 + 5 and all(locked)
 
 
 def test_a_moved_cache_is_relocated_where_it_lies(tmp_path, pod):

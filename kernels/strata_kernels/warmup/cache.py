@@ -13,12 +13,14 @@ seal, or, in an entry that Triton alone has written, as far as its files can sho
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 GROUP = "__grp__"
@@ -96,14 +98,31 @@ def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
     folder = Path(os.path.abspath(directory)) / key
     folder.mkdir(parents=True, exist_ok=True)
     contents = {name: data for name, data in files.items() if name != SEAL and not name.startswith(GROUP)}
-    # New files must not count one by one, by an old group.
-    _empty_groups(folder)
-    for name, data in contents.items():
-        _replace(folder / name, data)
-    write_seal(directory, key, contents)
-    for name, data in files.items():
-        if name.startswith(GROUP):
-            _replace(folder / name, _group({child: str(folder / child) for child in _children(data)}))
+    with changing(directory, key):
+        # New files must not count one by one, by an old group.
+        _empty_groups(folder)
+        for name, data in contents.items():
+            _replace(folder / name, data)
+        write_seal(directory, key, contents)
+        for name, data in files.items():
+            if name.startswith(GROUP):
+                _replace(folder / name, _group({child: str(folder / child) for child in _children(data)}))
+
+
+@contextmanager
+def changing(directory: Path, key: str) -> Iterator[None]:
+    """While the context is open, no other thread or process that asks for the same stores or invalidates the entry.
+
+    Raises OSError for a key without a folder. Where the file system has no locks for folders, as NFS has none, nobody
+    is held up.
+    """
+    folder = os.open(directory / key, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def seal(directory: Path, key: str) -> None:
@@ -146,17 +165,21 @@ def relocate_entry(directory: Path, key: str) -> int:
 
 
 def invalidate(directory: Path, key: str) -> None:
-    """Make an entry a miss. Nothing disappears that Triton, in another process, could be about to open; and the seal
-    stays, or another process that is reading just now would take torn files for ones that nobody has sealed.
+    """Make a damaged entry a miss; one that others have mended meanwhile stays, for they may be about to open it. The
+    seal stays, or another process that is reading just now would take torn files for ones that nobody has sealed.
 
     Raises OSError where the directory cannot be written.
     """
     folder = directory / key
-    _empty_groups(folder)
-    for name in os.listdir(folder):
-        # Triton takes one that is gone for one that does not load: it builds it.
-        if name.endswith(ALONE):
-            (folder / name).unlink(missing_ok=True)
+    with changing(directory, key):
+        try:
+            load(directory, key)
+        except Damaged:
+            _empty_groups(folder)
+            for name in os.listdir(folder):
+                # Triton takes one that is gone for one that does not load: it builds it.
+                if name.endswith(ALONE):
+                    (folder / name).unlink(missing_ok=True)
 
 
 def _empty_groups(folder: Path) -> None:

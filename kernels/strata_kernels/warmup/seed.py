@@ -132,9 +132,9 @@ class Seeder:
                 with seeder._noting_unwritable():
                     if not filename.endswith(cache.ALONE):
                         return str(super().put(data, filename, binary))
-                    with seeder._asked[self.key]:
-                        # Threads build the same helper side by side, and no two builds are the same bytes. The first
-                        # one stays, or the seal would be of another one than the file.
+                    with seeder._asked[self.key], cache.changing(seeder.directory, self.key):
+                        # Threads and processes build the same helper side by side, and no two builds are the same
+                        # bytes. The first one stays, or the seal would be of another one than the file.
                         if not seeder._has(self.key):
                             contents = data if isinstance(data, bytes) else str(data).encode()
                             cache.write_seal(seeder.directory, self.key, {filename: contents})
