@@ -102,9 +102,8 @@ def trained(output, alone):
 
 
 def launch(arguments):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*launcher, "-m", "tests.runtime.train_only", *arguments],
+        [sys.executable, "-m", "tests.runtime.forked", "2", *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}, text=True,
         capture_output=True, timeout=300,
     )  # fmt: skip
