@@ -23,7 +23,9 @@ from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
 ROOT = Path(__file__).parents[2]
-STEPS, SAVED = 4, 2
+# As many as a change has to pass; 20 of them, by STRATA_MATRIX_STEPS, take two cores eight minutes.
+STEPS = int(os.environ.get("STRATA_MATRIX_STEPS", 4))
+SAVED = STEPS // 2
 FRAMEWORKS = get_args(Runtime.model_fields["framework"].annotation)
 
 
@@ -181,7 +183,7 @@ def launch(arguments, module="tests.runtime.train_only"):
     ended = subprocess.run(
         [*launcher, "-m", module, *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=900,
+        text=True, capture_output=True, timeout=1800,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
