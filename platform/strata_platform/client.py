@@ -26,6 +26,7 @@ from strata_platform.estimate.prices import CONFIG_MAP, KEY
 from strata_platform.estimate.show import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
 from strata_platform.spec import RunSpec
+from strata_platform.spec.parallel import Fsdp
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +170,9 @@ class Client:
             log.warning("whether the run fits is not known: %s", error.problems[0])
             return
         if found is None or found.fits:
+            return
+        if isinstance(spec.parallel, Fsdp) and spec.parallel.cpu_offload:
+            log.warning("whether the run fits is not known: what parallel.cpu_offload moves to the host is not counted")
             return
         best = cheapest(spec, found.shape, found.gpu, 64)
         way_out = f"this does: {said(best.spec)}" if best else "no layout of it does"

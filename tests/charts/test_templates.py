@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from strata_platform.chart.check import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from tasks.runtime import store
 from tests.charts.conftest import CHART, HELM, PRESETS
@@ -181,6 +182,35 @@ def test_queues_draw_on_flavors_in_the_order_given(rendered):
     # A limit of nothing is a limit.
     assert group["flavors"][1]["resources"][2]["borrowingLimit"] == 0
     assert "borrowingLimit" not in group["flavors"][0]["resources"][2]
+
+
+def test_names_that_look_like_numbers_are_names(helm, tmp_path):
+    (tmp_path / "values.yaml").write_text(
+        """
+        image: {repository: registry.example/strata, tag: "1"}
+        tenants: [{project: "2024", domains: ["1"], queues: [{name: "007", clusterQueue: "1e3"}]}]
+        queues:
+          flavors: [{name: "12"}]
+          clusterQueues:
+            - name: "1e3"
+              cohort: "0x1"
+              quotas: [{flavor: "12", resources: {cpu: {nominal: 8}, memory: {nominal: 8Gi}}}]
+          priorities: [{name: "10", value: 1}]
+        tests: {resources: {cpu: 1, memory: 2Gi}, job: {resources: {cpu: 1, memory: 2Gi}}}
+        """
+    )
+    objects = helm.render("--values", tmp_path / "values.yaml")
+    for item in objects:
+        labels = item["metadata"].get("labels", {})
+        assert all(isinstance(text, str) for text in (item["metadata"]["name"], *labels.values())), item
+    (queue,) = of_kind(objects, "ClusterQueue")
+    assert queue["spec"]["cohortName"] == "0x1"
+    assert queue["spec"]["resourceGroups"][0]["flavors"][0]["name"] == "12"
+    (local,) = of_kind(objects, "LocalQueue")
+    assert local["spec"]["clusterQueue"] == "1e3"
+    (pod,) = [item for item in of_kind(objects, "Pod") if item["metadata"]["namespace"] == "strata-system"]
+    (variable,) = [item for item in pod["spec"]["containers"][0]["env"] if item["name"] == "STRATA_CHECK"]
+    assert Cluster.model_validate_json(variable["value"]).job_resources == {"cpu": 1, "memory": "2Gi"}
 
 
 def test_queues_take_tenants_alone(rendered):

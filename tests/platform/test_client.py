@@ -242,6 +242,15 @@ def test_what_cannot_fit_is_refused_unless_told_otherwise(place, behave):
     assert client.estimate(spec(**LARGE), GPUS["b200"]).fits
 
 
+def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(place, behave, caplog):
+    behave("finishes")
+    offloaded = {"parallel": {"type": "fsdp", "cpu_offload": True}, "topology": {"nproc_per_node": 2}}
+    client = Client(OnA100(), poll=0.01)
+    client.submit(spec(**LARGE, **offloaded))
+    assert "whether the run fits is not known: what parallel.cpu_offload" in caplog.text
+    client.wait("run", timeout=60)
+
+
 def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(client, behave):
     behave("goes on")
     run = client.submit(spec())

@@ -182,6 +182,7 @@ OPEN = {
     "podSelector": {"matchExpressions": [{"key": "training.kubeflow.org/job-name", "operator": "Exists"}]},
     "ingress": [{"from": [{"podSelector": {}}]}],
 }
+SCRAPER = {"podSelector": {"matchLabels": {"app": "prometheus"}}}
 QUEUES = "/apis/kueue.x-k8s.io/v1beta2/namespaces/team/localqueues"
 POLICIES = "/apis/networking.k8s.io/v1/namespaces/team/networkpolicies"
 TEMPLATES = "/api/v1/namespaces/team/podtemplates"
@@ -332,8 +333,43 @@ ILL = {
         "team: network policies",
         "time out",
     ),
+    "no way out": (
+        POLICIES,
+        {"items": [named("deny", spec=CLOSED | {"policyTypes": ["Ingress", "Egress"]}), named("open", spec=OPEN)]},
+        "team: network policies",
+        "deny keep pods",
+    ),
+    "a way in for others": (
+        POLICIES,
+        {"items": [named("deny", spec=CLOSED), named("o", spec=OPEN | {"ingress": [{"from": [SCRAPER]}]})]},
+        "team: network policies",
+        "time out",
+    ),
+    "no GPU to give": (
+        "/api/v1/nodes",
+        {"items": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "0"}}}]},
+        "GPU nodes",
+        "1 of 1 GPU nodes have none to give, such as a",
+    ),
     "no policy": (POLICIES, {"items": []}, "team: network policies", "reached by every pod"),
 }
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        {"podSelector": {}},
+        {"podSelector": OPEN["podSelector"]},
+        {"namespaceSelector": {}},
+        {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}},
+    ],
+    ids=["all pods", "pods of jobs", "all namespaces", "all addresses"],
+)
+def test_pods_of_a_job_reach_each_other(cluster, peer):
+    both = {"policyTypes": ["Ingress", "Egress"], "ingress": [{"from": [peer]}], "egress": [{"to": [peer]}]}
+    closed = named("closed", spec=CLOSED | {"policyTypes": ["Ingress", "Egress"]})
+    cluster.answers[POLICIES] = {"items": [closed, named("o", spec=OPEN | both)]}
+    assert (findings()["team: network policies"].verdict) == "ok"
 
 
 @pytest.mark.parametrize("ill", ILL)

@@ -175,6 +175,15 @@ def test_layouts_read_the_same_rows_and_the_cheapest_fits():
     assert cheapest(spec, shape, GPUS["l40s"], 8).spec.parallel.type == "fsdp"
 
 
+def test_the_layout_that_is_asked_about_is_one_of_them():
+    """Three GPUs are what no other layout has; one and two are too few here."""
+    fields = {"topology": {"nproc_per_node": 3}, "parallel": {"type": "fsdp"}}
+    spec = RunSpec.model_validate({"model": {"name": "Qwen/Qwen2.5-14B"}, **fields})
+    shape = shape_of(spec.model.name)
+    assert next(layouts(spec, shape, GPUS["h100"], 3)).spec == spec
+    assert cheapest(spec, shape, GPUS["h100"], 3).spec == spec
+
+
 def strata(*arguments):
     code = "from strata_platform.cli import main; main()"
     return subprocess.run(
@@ -199,6 +208,7 @@ def test_what_a_person_reads_is_what_the_docs_show():
             {"parallel": {"type": "fsdp", "cpu_offload": True}, "topology": {"nproc_per_node": 2}},
             "parallel.cpu_offload",
         ),
+        ({"model": {"name": "meta-llama/Llama-3.2-1B", "dtype": "float32"}}, "model.dtype 'float32'"),
     ],
 )
 def test_what_is_not_counted_is_said(sections, part, tmp_path):
@@ -274,3 +284,6 @@ def test_mistakes_are_told(tmp_path):
     )
     ended = strata(tmp_path / "my.yaml")
     assert (ended.returncode, ended.stdout) == (2, "") and "parallel.type: 'deepspeed' is not" in ended.stderr
+    (tmp_path / "my.yaml").write_text("model: {name: llama-3.1-8b, attention: eager}")
+    ended = strata(tmp_path / "my.yaml")
+    assert (ended.returncode, ended.stdout) == (2, "") and "model.attention: 'eager'" in ended.stderr

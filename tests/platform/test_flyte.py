@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import grpc
@@ -73,6 +74,8 @@ class Kubernetes(BaseHTTPRequestHandler):
                 self.answer(200 if found else 404, found or {"message": f"pods {name} not found"})
             case ["pods", name, "log"]:
                 parts = content["logs"][name]
+                if isinstance(parts, tuple):
+                    return self.answer(parts[0], {"message": parts[1]})
                 self.send_response(200)
                 self.send_header("Connection", "close")
                 self.end_headers()
@@ -188,6 +191,16 @@ def test_lines_have_the_rank_that_they_tell_or_that_of_their_pods_first_process(
     assert line_of(single, f"{stamp} plain\n")[1].rank == 0
     assert line_of(other, f"{stamp} \n")[1] == LogLine(time, None, "", "p", 1)
     assert LogLine(time, None, "", "p").prefix == "[p]"
+
+
+def test_stamps_of_all_zones_are_of_one_and_what_the_kubelet_says_has_none(kubernetes):
+    (worker,) = pods_of(kubernetes, pod("w", replica=0))
+    utc, line = line_of(worker, "2026-11-21T23:59:58.25Z one")
+    east, later = line_of(worker, "2026-11-22T08:00:01.123456789+08:00 two")
+    assert (utc, east) == ("2026-11-21T23:59:58.250000000Z", "2026-11-22T00:00:01.123456789Z")
+    assert later.time - line.time == pytest.approx(2.873457, abs=1e-5)
+    assert line_of(worker, "failed to create fsnotify watcher: too many open files") is None
+    assert line_of(worker, "") is None
 
 
 def test_lines_of_pods_come_out_in_the_order_of_time_however_they_came_in():
@@ -368,6 +381,20 @@ def log_of(*lines, minute=0):
     return "".join(stamped)
 
 
+def test_an_execution_of_another_workflow_is_told_without_outputs(client, admin, monkeypatch):
+    """A sweep leaves a table and the best spec."""
+    admin.add("sweep", core_pb2.WorkflowExecution.SUCCEEDED)
+    outputs = SimpleNamespace(outputs=SimpleNamespace(literals={"table": None, "best": None}))
+    monkeypatch.setattr("flytekit.remote.FlyteRemote.sync_execution", lambda *arguments: outputs)
+    run = client.wait("sweep")
+    assert run.phase is Phase.SUCCEEDED
+    assert "of a workflow without the outputs model, report, record; it has best, table" in run.message
+    with pytest.raises(BackendError, match="without the outputs model"):
+        client.outputs("sweep")
+    with pytest.raises(RunNotFound):
+        client.get("")
+
+
 def test_a_run_that_trains_tells_its_step_and_when_it_will_be_done(client, admin, kubernetes):
     admin.add("run", core_pb2.WorkflowExecution.RUNNING)
     kubernetes.content["pods"] = [pod("w0", replica=0), pod("w1", replica=1)]
@@ -411,6 +438,23 @@ def test_all_pods_are_followed_over_lost_connections_and_preemptions_to_the_end(
     assert [line.text for line in followed if line.rank == 0] == [*lines, "continuing"]
     assert [line.text for line in followed if line.rank == 3] == ["w1 warns"]
     assert len(followed) == 6
+
+
+def test_a_line_of_the_kubelets_own_is_not_the_runs(client, admin, kubernetes):
+    admin.add("run", core_pb2.WorkflowExecution.RUNNING)
+    kubernetes.content["pods"] = [pod("w0", replica=0)]
+    trouble = "unable to retrieve container logs for containerd://ab\n"
+    kubernetes.content["logs"] = {"w0": [trouble + log_of(told.encode({"stage": "training", "steps": 10}))]}
+    assert client.get("run").stage is Stage.TRAINING
+    assert list(client.logs("run")) == []
+
+
+def test_a_run_whose_machine_does_not_answer_goes_on(client, admin, kubernetes):
+    admin.add("run", core_pb2.WorkflowExecution.RUNNING)
+    kubernetes.content["pods"] = [pod("w0", replica=0)]
+    kubernetes.content["logs"] = {"w0": (500, "dial tcp 10.0.0.7:10250: i/o timeout")}
+    run = client.get("run")
+    assert run.phase is Phase.RUNNING and "i/o timeout" in run.message
 
 
 def test_metrics_of_a_run_that_goes_on_are_those_that_it_tells(client, admin, kubernetes):

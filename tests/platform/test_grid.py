@@ -22,6 +22,18 @@ def test_a_section_of_another_type_starts_from_its_defaults():
     assert (kept.adapter.r, off.adapter.type, same.adapter.r) == (8, "none", 64)
 
 
+def test_forward_passes_of_a_step_follow_its_tokens():
+    def passes(base, **fields):
+        runs = Grid(fields=fields).runs(RunSpec.model_validate({"training": base}))
+        return [run.training.gradient_accumulation_steps for run in runs]
+
+    tokens, rows = "training.tokens_per_step", "training.micro_batch_size"
+    assert passes({}, **{tokens: [4096, 8192]}) == [4, 8]
+    assert passes({"tokens_per_step": 16384}, **{rows: [4, 8, 16]}) == [16, 8, 4]
+    with pytest.raises(SpecError, match=r"gradient_accumulation_steps is 3; leave one of them out"):
+        passes({"gradient_accumulation_steps": 3}, **{tokens: [4096]})
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -31,6 +43,7 @@ def test_a_section_of_another_type_starts_from_its_defaults():
         ({"seed": list(range(20)), "optimizer.lr": [1e-4] * 20}, "400 combinations, more than 256"),
         ({"optimizer.learning_rate": [1e-4]}, "optimizer.learning_rate"),
         ({"nowhere.lr": [1e-4]}, "nowhere"),
+        ({"seed.lr": [1e-4]}, "fields.seed.lr: seed has a value and no fields; sweep seed"),
         ({"optimizer.lr": [1e-4, 5]}, "optimizer.lr"),
         ({"training.steps": [10], "training.epochs": [1]}, "contradicts training.epochs"),
     ],

@@ -285,7 +285,11 @@ class FlyteBackend:
         run = replace(
             run, phase=phase, stage=place.stage, message=place.message, queue=place.queue, position=place.position
         )
-        return self._with_training(run, cluster, pods, execution.id.name)
+        try:
+            return self._with_training(run, cluster, pods, execution.id.name)
+        except BackendError as error:
+            # The machine of rank 0 does not answer; what becomes of the run, Flyte decides.
+            return replace(run, message=run.message or str(error))
 
     def _with_training(self, run: Run, cluster: Cluster, pods: Sequence[client.V1Pod], execution: str) -> Run:
         """With what the training process of rank 0 has told so far; what it told once is remembered."""
@@ -296,9 +300,8 @@ class FlyteBackend:
             if not seen:
                 known |= {"pod": pod.metadata.uid, "stage": Stage.STARTING}
             with answered(f"to read the log of {pod.metadata.name}"):
-                lines = [
-                    line_of(pod, raw)[1].text for raw in read(cluster, pod, follow=False, last=200 if seen else None)
-                ]
+                raws = read(cluster, pod, follow=False, last=200 if seen else None)
+                lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
             values = [value for value in map(told.decode, lines) if value is not None]
             for value in values:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
@@ -329,7 +332,15 @@ class FlyteBackend:
     def _places(self, execution: Execution) -> dict[str, str]:
         """Where the outputs of an execution that succeeded are."""
         literals = self._remote.sync_execution(_promoted(execution)).outputs.literals
-        return {kind: literals[kind].scalar.blob.uri for kind in ("model", "report", "record")}
+        kinds = ("model", "report", "record")
+        if missing := [kind for kind in kinds if kind not in literals]:
+            raise BackendError(
+                f"execution {execution.id.name} is of a workflow without the outputs {', '.join(missing)}; it has "
+                f"{', '.join(sorted(literals)) or 'none'}",
+                status=404,
+                reason="NotFound",
+            )
+        return {kind: literals[kind].scalar.blob.uri for kind in kinds}
 
     def list(self) -> list[Run]:
         """The newest execution of each of the last hundred's runs, as Flyte has them."""
@@ -356,7 +367,7 @@ def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
 
 def _execution_name(name: str, number: int) -> str:
     """Of the so-manieth submission of a run. Flyte's names begin with a letter."""
-    first = name if name[0].isalpha() else f"run-{name}"
+    first = name if name[:1].isalpha() else f"run-{name}"
     return first if number == 1 else f"{first}-x{number}"
 
 

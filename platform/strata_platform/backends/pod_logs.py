@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import count
 
 from kubernetes import client
@@ -26,23 +26,28 @@ PATIENCE = 20.0
 """Seconds that the end of a pod's log is waited for when its run has ended."""
 
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?")
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 
 
 @dataclass(frozen=True, order=True)
 class _Stamped:
-    """A line with the time that the node gave it: fixed-width text, in nanoseconds."""
+    """A line with the time that the node gave it: fixed-width text, in nanoseconds of UTC."""
 
     stamp: str
     number: int
     line: LogLine
 
 
-def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine]:
-    """The time stamp and the line that Kubernetes has for `raw`, of one of a run's pods.
+def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine] | None:
+    """The time stamp and the line that Kubernetes has for `raw`, of one of a run's pods; None for a line without a
+    stamp, with which a node's kubelet tells of its own troubles in between.
 
     Processes of a rank other than their pod's first begin their lines with it; a line without is the first one's.
     """
-    stamp, _, text = raw.partition(" ")
+    given, _, text = raw.partition(" ")
+    stamp = _utc(given)
+    if stamp is None:
+        return None
     text = text.rstrip("\r\n").rpartition("\r")[2]
     shape, rank = shape_of(pod), None
     if shape is not None:
@@ -57,11 +62,19 @@ def _attempt(pod: client.V1Pod) -> int:
     return next((int(item.value) for item in variables if item.name == "FLYTE_ATTEMPT_NUMBER"), 0)
 
 
+def _utc(stamp: str) -> str | None:
+    """As long and in the same zone as all others, so that stamps are ordered as text: nodes write their own zone's."""
+    if (found := _STAMP.fullmatch(stamp)) is None:
+        return None
+    whole, fraction, zone = found.groups()
+    moment = datetime.fromisoformat(whole + zone.replace("Z", "+00:00")).astimezone(UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{fraction or '':0<9}Z"
+
+
 def _seconds(stamp: str) -> float:
     # datetime reads microseconds.
     whole, _, fraction = stamp.rstrip("Z").partition(".")
-    base = datetime.fromisoformat(whole).replace(tzinfo=UTC)
-    return (base + timedelta(seconds=float(f"0.{fraction or 0}"))).timestamp()
+    return datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp() + float(f"0.{fraction}")
 
 
 class Merged:
@@ -101,7 +114,8 @@ class PodLogs:
         for pod in filter(has_begun, self._cluster.pods(self._execution)):
             with answered(f"to read the log of {pod.metadata.name}"):
                 for raw in read(self._cluster, pod, follow=False):
-                    merged.add(*line_of(pod, raw))
+                    if found := line_of(pod, raw):
+                        merged.add(*found)
         return merged.round(last=True)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
@@ -147,10 +161,10 @@ class PodLogs:
         while not self._closed.is_set():
             with contextlib.suppress(HTTPError, client.ApiException):
                 for raw in read(self._cluster, pod, follow=True):
-                    stamp, line = line_of(pod, raw)
-                    if stamp > last:
-                        self._arrived.put((stamp, line))
-                        last = stamp
+                    found = line_of(pod, raw)
+                    if found and found[0] > last:
+                        self._arrived.put(found)
+                        last = found[0]
             if has_ended(self._cluster, pod):
                 return
             self._closed.wait(1.0)

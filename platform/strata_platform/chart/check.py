@@ -56,7 +56,7 @@ class Cluster(BaseModel):
     flyte: tuple[str, str]
     image: str
     python: str
-    job_resources: dict[str, str]
+    job_resources: dict[str, str | int]
     job_seconds: int
 
 

@@ -260,11 +260,15 @@ def _yaml(text: str) -> Any:
 
 
 def _gpu_nodes(seen: Cluster) -> Finding:
-    nodes = [
-        node
-        for node in seen.items("/api/v1/nodes")
-        if any(name.endswith("/gpu") for name in node["status"].get("allocatable") or {})
-    ]
+    numbers = [(node, _gpus_of(node)) for node in seen.items("/api/v1/nodes")]
+    nodes = [node for node, gpus in numbers if gpus]
+    dead = [node["metadata"]["name"] for node, gpus in numbers if gpus == 0]
+    if dead:
+        return problem(
+            f"{len(dead)} of {len(dead) + len(nodes)} GPU nodes have none to give, such as {dead[0]}: their device "
+            "plugin does not run, or the driver has lost them",
+            "look at the device plugin's pod there, and at nvidia-smi or rocm-smi",
+        )
     if not nodes:
         return warning("no node has GPUs to give: runs train on CPUs", "install the GPU operator, or add nodes")
     label = seen.kubernetes_plugin.get("gpu-device-node-label")
@@ -282,6 +286,13 @@ def _gpu_nodes(seen: Cluster) -> Finding:
             "install the GPU feature discovery, or label them",
         )
     return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
+
+
+def _gpus_of(node: Mapping[str, Any]) -> int | None:
+    """How many its pods may have; None where it never had any."""
+    allocatable = node["status"].get("allocatable") or {}
+    numbers = [int(number) for name, number in allocatable.items() if name.endswith("/gpu")]
+    return sum(numbers) if numbers else None
 
 
 def _tenants(seen: Cluster) -> Finding:
@@ -338,42 +349,54 @@ def _pod_template(seen: Cluster, namespace: str) -> Finding:
 
 
 def _rendezvous(seen: Cluster, namespace: str) -> Finding:
-    """Whether pods of one job reach each other on any port."""
+    """Whether pods of one job reach each other on any port: out of one, and into the other."""
     policies = seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
-    closed = [p["metadata"]["name"] for p in policies if _concerns(p, "Ingress") and _selects_jobs(p)]
     if not policies:
         return warning("there is none: whatever runs here is reached by every pod of the cluster", "see the chart's")
-    if not closed:
+    of_jobs = [policy for policy in policies if _selects_jobs(policy)]
+    closed: dict[str, None] = {}
+    opening: dict[str, None] = {}
+    for direction, peers in (("Ingress", "from"), ("Egress", "to")):
+        concerned = [policy for policy in of_jobs if _concerns(policy, direction)]
+        rules = [(policy, rule) for policy in concerned for rule in policy["spec"].get(direction.lower()) or []]
+        found = [policy["metadata"]["name"] for policy, rule in rules if _lets_peers(rule, peers)]
+        (opening if found or not concerned else closed).update(
+            dict.fromkeys(found or [policy["metadata"]["name"] for policy in concerned])
+        )
+    if closed:
+        return problem(
+            f"{', '.join(closed)} keep pods of a job apart: they wait for each other and time out (rendezvous is on "
+            "port 23456, NCCL's ports are any)",
+            "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports, "
+            "in and out",
+        )
+    if not opening:
         return ok("none keeps pods of a job apart")
-    opening = [p for p in policies if _selects_jobs(p) and any(_lets_peers_in(rule) for rule in _rules(p))]
-    if opening:
-        return ok(f"pods of a job reach each other ({opening[0]['metadata']['name']})")
-    return problem(
-        f"{', '.join(closed)} keep pods of a job apart: they wait for each other and time out (rendezvous is on port "
-        "23456, NCCL's ports are any)",
-        "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports",
-    )
+    return ok(f"pods of a job reach each other ({', '.join(opening)})")
 
 
 def _concerns(policy: Mapping[str, Any], direction: str) -> bool:
-    return direction in (policy["spec"].get("policyTypes") or ["Ingress"])
+    """Whether it restricts that direction; as Kubernetes has it, a policy that does not say concerns what it has."""
+    spec = policy["spec"]
+    return direction in (spec.get("policyTypes") or ["Ingress", *(["Egress"] if spec.get("egress") else [])])
 
 
 def _selects_jobs(policy: Mapping[str, Any]) -> bool:
-    """Whether its pods are all, or those of training jobs."""
+    """Whether the pods of its selector are all, or those of training jobs."""
     selector = policy["spec"].get("podSelector") or {}
     keys = {*(selector.get("matchLabels") or {}), *(e["key"] for e in selector.get("matchExpressions") or [])}
     return not keys or any(key.startswith("training.kubeflow.org/") for key in keys)
 
 
-def _rules(policy: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rules: list[dict[str, Any]] = policy["spec"].get("ingress") or []
-    return rules
-
-
-def _lets_peers_in(rule: Mapping[str, Any]) -> bool:
-    """Whether it lets in pods of this namespace, on any port."""
+def _lets_peers(rule: Mapping[str, Any], peers: str) -> bool:
+    """Whether a rule is for pods of jobs in this namespace, on any port; `peers` is its field of who they are."""
     if rule.get("ports"):
         return False
-    sources = rule.get("from")
-    return not sources or any("podSelector" in source and "namespaceSelector" not in source for source in sources)
+    return not rule.get(peers) or any(map(_is_of_jobs, rule[peers]))
+
+
+def _is_of_jobs(peer: Mapping[str, Any]) -> bool:
+    """Whether pods of jobs in this namespace are among them; of namespaces by their labels nothing is known."""
+    if "ipBlock" in peer:
+        return bool(peer["ipBlock"].get("cidr") == "0.0.0.0/0")
+    return not peer.get("namespaceSelector") and _selects_jobs({"spec": peer})

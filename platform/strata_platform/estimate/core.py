@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, memory_of
+from strata_platform.estimate.memory import Memory, compute_bytes, memory_of
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.spec import RunSpec
@@ -51,6 +51,10 @@ class Estimate:
                 (
                     objective.type == "dpo",
                     "the reference of objective.type 'dpo': a forward pass, in every step or once before the first",
+                ),
+                (
+                    compute_bytes(self.spec) == 4,
+                    "model.dtype 'float32': products are timed as those of bfloat16, and take several times as long",
                 ),
                 (
                     parallel.type == "fsdp" and parallel.cpu_offload,

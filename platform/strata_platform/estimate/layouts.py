@@ -18,7 +18,9 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Iterator[Estimate]:
-    """Layouts of `spec` on at most so many GPUs, with the same rows in each step and so the same losses."""
+    """Layouts of `spec`, its own first, on at most so many GPUs; each step has the same rows, and so the same loss."""
+    if spec.topology.world_size <= most:
+        yield estimate(spec, shape, gpu)
     rows = spec.rows_per_step
     for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, ("none", "full")):
         if count > most or rows % (count * micro_batch):

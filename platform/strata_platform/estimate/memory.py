@@ -49,10 +49,13 @@ class Memory:
 
 
 def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
-    """The peak of one process of `spec`. Raises SpecError for a strategy of which none was measured."""
+    """The peak of one process of `spec`. Raises SpecError for what was never measured."""
     if spec.parallel.type == "deepspeed":
         said = "'deepspeed' is not estimated; set it to 'fsdp', which splits as much as stage 3 does"
         raise SpecError([Problem("parallel.type", said)], "estimate")
+    if spec.model.attention == "eager":
+        said = "'eager', which keeps the square of data.sequence_length, is not estimated; set it to 'sdpa'"
+        raise SpecError([Problem("model.attention", said)], "estimate")
     for field, ways in (("tensor_parallel", spec.tensor_parallel), ("context_parallel", spec.context_parallel)):
         if ways > 1:
             raise SpecError([Problem(f"parallel.{field}", f"{ways} is not estimated; set it to 1")], "estimate")

@@ -12,6 +12,7 @@ from strata_platform.spec.models import RunSpec
 
 # So many runs nobody asks for but by a slip.
 _MOST = 256
+_ACCUMULATION = "gradient_accumulation_steps"
 
 
 class Grid(BaseModel):
@@ -68,7 +69,14 @@ def _changed(base: RunSpec, changes: dict[str, Any]) -> RunSpec:
         at = values
         for name in filter(None, section.split(".")):
             at = at.setdefault(name, {})
+            if not isinstance(at, dict):
+                raise SpecError([Problem(f"fields.{path}", f"{name} has a value and no fields; sweep {section}")])
         if field == "type" and at.get("type") != value:
             at.clear()
         at[field] = value
+    # Of the base it is a default or derived, and another one for other rows.
+    training = values["training"]
+    derived = base.training.tokens_per_step is not None or training[_ACCUMULATION] == 1
+    if training["tokens_per_step"] is not None and derived and f"training.{_ACCUMULATION}" not in changes:
+        del training[_ACCUMULATION]
     return RunSpec.model_validate(values)

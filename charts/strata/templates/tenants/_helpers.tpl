@@ -30,8 +30,8 @@ matchExpressions:
 {{ include "strata.labels" .root }}
 {{- with .tenant }}
 strata/tenant: {{ .namespace }}
-strata/project: {{ .project }}
-strata/domain: {{ .domain }}
+strata/project: {{ .project | quote }}
+strata/domain: {{ .domain | quote }}
 {{- end }}
 {{- end }}
 
