@@ -57,7 +57,9 @@ def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None
         return
     began = time.monotonic()
     limit = min(HANG_SECONDS, spec.faults.hang_timeout)
-    watchdog = Watchdog(folder.hangs / "start", processes.rank, processes.world_size, limit)
+    # What an earlier start left there would be taken for what the processes say now.
+    start = processes.on_main(lambda: f"start-{time.time_ns()}")
+    watchdog = Watchdog(folder.hangs / start, processes.rank, processes.world_size, limit)
     with closing(watchdog):
         watchdog.start()
         watchdog.expect("the health check")

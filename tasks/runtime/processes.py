@@ -15,10 +15,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from strata_platform.spec import RunSpec
 
-# Long enough for one rank to load and pack data while the others wait, short enough that a dead peer ends the attempt.
 TIMEOUT = timedelta(minutes=30)
+"""How long collectives of training wait for a process, and processes for each other at the start."""
+
+PATIENCE = timedelta(days=7)
+"""How long the others wait for what the main process alone does: prepare data, read or copy a checkpoint. One that is
+lost is noticed by its connections, and a machine that is lost by the agents."""
 
 _CONNECTIONS = count()
+
+_waiting: list[dist.ProcessGroup] = []
+"""Of the process group that this process is in, the one for waiting."""
 
 T = TypeVar("T")
 
@@ -109,6 +116,7 @@ class Processes:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
         )
+        _waiting[:] = [_patient_group()]
 
     def barrier(self) -> None:
         """Wait for all processes of the job."""
@@ -130,7 +138,8 @@ class Processes:
             except ValueError as error:
                 refusal, outcome[1] = error, str(error)
         # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
-        dist.broadcast_object_list(outcome, src=0, group=self.group, device=torch.device("cpu"))
+        group = self.group or next(iter(_waiting), None)
+        dist.broadcast_object_list(outcome, src=0, group=group, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise refusal or ValueError(outcome[1])
         result: T = outcome[0]
@@ -158,9 +167,7 @@ class Processes:
         """The same processes, whose collectives, on the CPU, do not mix with those of any other group. A collective."""
         if self.world_size == 1:
             return self
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup), "new_group is called by its members alone"
-        return replace(self, group=group)
+        return replace(self, group=_patient_group())
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true in every process. A collective."""
@@ -172,5 +179,13 @@ class Processes:
 
     def disconnect(self) -> None:
         """Leave the process group."""
+        _waiting.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _patient_group() -> dist.ProcessGroup:
+    """All processes, on the CPU. A collective."""
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup), "new_group is called by its members alone"
+    return group

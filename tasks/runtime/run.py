@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -182,10 +183,17 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
                 job.writer.finish()
             run.warmed.close()
             recorder.note("warmup", run.warmed.to_dict())
+    # Where nothing was left to train as well: the last checkpoint may be here and not in the store.
+    run.processes.on_main(lambda: _require_copied(run))
     warmup = run.warmed.to_dict()
     return run.processes.on_main(
         lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
     )
+
+
+def _require_copied(run: Session) -> None:
+    if run.mirror is not None:
+        run.mirror.finish()
 
 
 def build_job(
@@ -279,7 +287,7 @@ def _load(
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    continued = checkpoint.facts_of(resume_from)["world_size"] == run.processes.world_size
+    continued = have_the_same_ranks(checkpoint.facts_of(resume_from), run.processes)
 
     def set_random_states() -> None:
         seed_generators(run.spec.seed, run.processes.share, checkpoint.step_of(resume_from))
@@ -287,6 +295,12 @@ def _load(
             load_random_states(index, rank)
 
     return set_random_states
+
+
+def have_the_same_ranks(facts: Mapping[str, Any], processes: Processes) -> bool:
+    """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
+    there = facts["world_size"], facts.get("copies", processes.copies)
+    return there == (processes.world_size, processes.copies)
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:

@@ -14,7 +14,7 @@ from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.folder import data_folder
 from tasks.runtime.model import has_fused_loss, patch
 from tasks.runtime.objectives import objective_of
-from tasks.runtime.objectives.reference import score_rows
+from tasks.runtime.objectives.reference import file_of, score_rows
 from tasks.runtime.plan import plan_of
 from tasks.runtime.processes import Processes
 from tests.runtime.pairs import PAIRS as ALL
@@ -164,6 +164,15 @@ def test_the_reference_comes_with_the_row_that_it_is_of(folder, rows):
         expected = [float(log_prob(model, ids, labels).detach()) for ids, labels in answers_of([row])]
         assert row["reference"][told].tolist() == pytest.approx(expected, rel=1e-5)
         assert torch.equal(told, (row["position_ids"] == 0) & (row["sides"] != 0))
+
+
+def test_references_of_rounded_and_of_exact_weights_are_kept_apart(folder):
+    def name(**adapter):
+        changes = {"model": {"name": "some/model"}, "adapter": {"type": "lora", **adapter}}
+        return file_of(make_spec(folder, {"reference": "precomputed"}, **changes), "data", "base").name
+
+    assert (name(), name(quantization="nf4")) == ("data-base-float32.safetensors", "data-base-float32-nf4.safetensors")
+    assert name(r=4) == name()
 
 
 def test_a_model_that_has_not_moved_is_indifferent(folder, rows):

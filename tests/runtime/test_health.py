@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
 from tasks.runtime.exits import EXIT_UNHEALTHY, describe_exit, explain
-from tasks.runtime.health import Unhealthy, _products, to_blame
+from tasks.runtime.folder import RunFolder
+from tasks.runtime.health import Unhealthy, _products, check_health, to_blame
+from tasks.runtime.processes import Processes
+from tasks.runtime.watchdog import Watchdog
 from tests.runtime.unhealthy import CASES, wrong_products
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +84,21 @@ def test_a_wrong_value_of_a_product_is_seen():
         assert _products(torch.device("cpu"))[0] == 1
     finally:
         torch.Tensor.__matmul__ = plain
+
+
+def test_every_start_has_a_place_of_its_own_for_what_hangs(tmp_path, monkeypatch):
+    """Stacks of an earlier start would be taken for those of this one."""
+    places = []
+
+    def noting(place, *arguments):
+        places.append(place)
+        return Watchdog(place, *arguments)
+
+    monkeypatch.setattr("tasks.runtime.health.Watchdog", noting)
+    spec = RunSpec.model_validate({"output": str(tmp_path)})
+    for _ in range(2):
+        check_health(spec, RunFolder.of(spec), Processes())
+    assert len(set(places)) == 2 and {place.parent for place in places} == {RunFolder.of(spec).hangs}
 
 
 def test_another_attempt_may_go_better(tmp_path, monkeypatch, capsys):

@@ -29,6 +29,7 @@ class Flaky(MemoryFileSystem):
     protocol = "flaky"
     store, pseudo_dirs = {}, [""]
     error = None
+    denied = None
     asked = threading.Event()
 
     @classmethod
@@ -48,9 +49,11 @@ class Flaky(MemoryFileSystem):
         self._may()
         return super().pipe_file(path, *arguments, **options)
 
-    def put_file(self, *arguments, **options):
+    def put_file(self, here, there, *arguments, **options):
         self._may()
-        return super().put_file(*arguments, **options)
+        if self.denied and self.denied in there:
+            raise PermissionError(there)
+        return super().put_file(here, there, *arguments, **options)
 
     def info(self, path, **options):
         self._may()
@@ -66,6 +69,7 @@ def store(monkeypatch):
     monkeypatch.setattr(Flaky, "store", {})
     monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
     monkeypatch.setattr(Flaky, "error", None)
+    monkeypatch.setattr(Flaky, "denied", None)
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(mirrors, "START_SECONDS", 0.05)
     Flaky.asked.clear()
@@ -316,3 +320,18 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
     shutil.rmtree(RunFolder.of(spec).root)
     assert train_spec(spec).restarts >= 1
     assert curve(spec) == undisturbed
+
+
+def test_a_run_is_complete_when_its_last_checkpoint_is_in_the_store(output, store):
+    spec = make_spec(output, "copied", "torch", "single", 1, steps=2)
+    checkpoint = {"every": 2, "keep_last": 1, "url": "flaky://bucket/runs"}
+    spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
+    store.denied = "checkpoint-2/"
+    # The second one finds nothing left to train.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"checkpoint\.url: .* cannot be used"):
+            train_spec(spec)
+        assert not RunFolder.of(spec).record.exists()
+    store.denied = None
+    assert train_spec(spec).status == "complete"
+    assert Remote("flaky://bucket/runs", "copied").steps() == [2]

@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from strata_platform.spec import RunSpec
+from tasks.runtime import processes
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks.hf import arguments
 from tasks.runtime.processes import Processes
@@ -49,6 +50,10 @@ def work(local_rank, folder, port):
             assert run.processes.on_main(lambda: f"from {run.processes.rank}") == "from 0"
             assert run.processes.all_true(True)
             others = run.processes.in_new_group()
+            # Nobody gives up on the main process while it prepares data or copies a checkpoint.
+            for group in (others.group, *processes._waiting):
+                assert group._get_backend(torch.device("cpu")).options._timeout == processes.PATIENCE
+            assert len(processes._waiting) == 1
             gathered = others.gather(local_rank)
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank

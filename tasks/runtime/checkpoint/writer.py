@@ -170,7 +170,8 @@ class CheckpointWriter:
                 self._model.generation_config.save_pretrained(folder)
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
-                whole.commit(folder, known, {**self._facts, **facts, "world_size": self._processes.world_size})
+                mesh = {"world_size": self._processes.world_size, "copies": self._processes.copies}
+                whole.commit(folder, known, {**self._facts, **facts, **mesh})
                 whole.prune(self.root, *self._keep)
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)

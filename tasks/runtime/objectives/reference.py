@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, Reference, Rows, collator
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.model import compute_dtype
 from tasks.runtime.objectives.objective import Start
 from tasks.runtime.processes import Processes
+from tasks.runtime.quantized import is_quantized
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +34,7 @@ def with_reference(start: Start, score: Score) -> PreparedData:
     Raises ValueError when a run that continues finds it gone: the model is not the first one any more.
     """
     spec, data = start.spec, start.data
-    dtype = str(compute_dtype(spec)).removeprefix("torch.")
-    folder = Path(spec.output).absolute() / "reference"
-    path = folder / f"{data.manifest.recipe_hash}-{start.base}-{dtype}.safetensors"
+    path = file_of(spec, data.manifest.recipe_hash, start.base)
     if not start.processes.on_main(path.is_file):
         if start.continues:
             raise ValueError(
@@ -47,6 +47,12 @@ def with_reference(start: Start, score: Score) -> PreparedData:
         start.processes.on_main(lambda: _save(path, found))
     tensors = load_file(path)
     return data.with_reference(train=Reference(tensors["log_probs"], tensors["rows"]))
+
+
+def file_of(spec: RunSpec, recipe_hash: str, base: str) -> Path:
+    """Where runs keep what the model of fingerprint `base` gives the answers of these data, as they compute it."""
+    weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if is_quantized(spec) else "")
+    return Path(spec.output).absolute() / "reference" / f"{recipe_hash}-{base}-{weights}.safetensors"
 
 
 def score_rows(
