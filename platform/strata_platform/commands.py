@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -10,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_json
 
 from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
@@ -61,7 +61,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
     with _errors():
         run = _connect(backend).get(name)
     if format == "json":
-        typer.echo(json.dumps(asdict(run), indent=2))
+        _echo_json(asdict(run), indent=2)
         return
     times = {"submitted": run.submitted, "started": run.started, "ended": run.ended}
     shown = {
@@ -86,7 +86,7 @@ def list_(format: _Format = "text", backend: _Backend = "local") -> None:
     with _errors():
         runs = _connect(backend).list()
     if format == "json":
-        typer.echo(json.dumps([asdict(run) for run in runs], indent=2))
+        _echo_json([asdict(run) for run in runs], indent=2)
         return
     rows = [(run.name, str(run.phase), _progress(run) or str(run.stage or ""), _clock(run.submitted)) for run in runs]
     table = [("NAME", "PHASE", "PROGRESS", "SUBMITTED"), *rows]
@@ -136,7 +136,10 @@ def metrics(
     """Print the steps of a run; as JSON, one object a line."""
     with _errors(), _interruptible(name):
         for point in _connect(backend, poll=poll).metrics(name, follow=follow):
-            typer.echo(json.dumps(asdict(point)) if format == "json" else _told(point))
+            if format == "json":
+                _echo_json(asdict(point))
+            else:
+                typer.echo(_told(point))
 
 
 @app.command()
@@ -144,8 +147,11 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
     """Print what happened to a run."""
     with _errors():
         for event in _connect(backend).events(name):
-            said = f"{_clock(event.time)}  {event.reason:<12} {event.message}{event.about and f' ({event.about})'}"
-            typer.echo(json.dumps(asdict(event)) if format == "json" else said)
+            if format == "json":
+                _echo_json(asdict(event))
+                continue
+            about = event.about and f" ({event.about})"
+            typer.echo(f"{_clock(event.time)}  {event.reason:<12} {event.message}{about}")
 
 
 @app.command()
@@ -169,7 +175,7 @@ def outputs(
     with _errors():
         found = _connect(backend).outputs(name, to=to)
     if format == "json":
-        typer.echo(json.dumps(asdict(found), indent=2))
+        _echo_json(asdict(found), indent=2)
     else:
         for kind, place in found.items():
             typer.echo(f"{kind:<8}{place}")
@@ -181,6 +187,11 @@ def _connect(backend: BackendName, *, image: str | None = None, poll: float = 1.
     # What goes wrong comes as exceptions; its log has open connections at every exit, with a trace each.
     logging.getLogger("flytekit").setLevel(logging.CRITICAL)
     return client
+
+
+def _echo_json(value: Any, indent: int | None = None) -> None:
+    """JSON knows no numbers that are none: a loss that is not finite is null."""
+    typer.echo(to_json(value, indent=indent, inf_nan_mode="null").decode())
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The client over processes of this machine, with a stand-in for what trains."""
 
 import json
+import math
 import os
 import select
 import shutil
@@ -18,6 +19,7 @@ from strata_platform.backends.journal import Journal, tail
 from strata_platform.backends.local import LocalBackend
 from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
+from strata_platform.commands import _echo_json
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_called
 from strata_platform.runs import MetricPoint, Phase, Stage
@@ -262,6 +264,11 @@ def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(clien
     with pytest.raises(BackendError, match=rf"process {os.getpid()}, is not on this machine"):
         client.cancel("run")
     journal.set_state(there)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(capsys):
+    _echo_json({"loss": math.nan, "step": 3})
+    assert capsys.readouterr().out == '{"loss":null,"step":3}\n'
 
 
 def test_a_gpu_of_an_unknown_kind_is_told(caplog):
