@@ -354,25 +354,25 @@ def _rendezvous(seen: Cluster, namespace: str) -> Finding:
     if not policies:
         return warning("there is none: whatever runs here is reached by every pod of the cluster", "see the chart's")
     of_jobs = [policy for policy in policies if _selects_jobs(policy)]
-    closed: dict[str, None] = {}
-    opening: dict[str, None] = {}
+    closed: list[str] = []
+    opening: list[str] = []
     for direction, peers in (("Ingress", "from"), ("Egress", "to")):
         concerned = [policy for policy in of_jobs if _concerns(policy, direction)]
         rules = [(policy, rule) for policy in concerned for rule in policy["spec"].get(direction.lower()) or []]
-        found = [policy["metadata"]["name"] for policy, rule in rules if _lets_peers(rule, peers)]
-        (opening if found or not concerned else closed).update(
-            dict.fromkeys(found or [policy["metadata"]["name"] for policy in concerned])
-        )
+        opened = [policy["metadata"]["name"] for policy, rule in rules if _lets_peers(rule, peers)]
+        opening += opened
+        if not opened:
+            closed += [policy["metadata"]["name"] for policy in concerned]
     if closed:
         return problem(
-            f"{', '.join(closed)} keep pods of a job apart: they wait for each other and time out (rendezvous is on "
+            f"{', '.join(dict.fromkeys(closed))} keep pods of a job apart: they wait for each other and time out (rendezvous is on "
             "port 23456, NCCL's ports are any)",
             "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports, "
             "in and out",
         )
     if not opening:
         return ok("none keeps pods of a job apart")
-    return ok(f"pods of a job reach each other ({', '.join(opening)})")
+    return ok(f"pods of a job reach each other ({', '.join(dict.fromkeys(opening))})")
 
 
 def _concerns(policy: Mapping[str, Any], direction: str) -> bool:
