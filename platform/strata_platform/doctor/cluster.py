@@ -365,8 +365,8 @@ def _rendezvous(seen: Cluster, namespace: str) -> Finding:
             closed += [policy["metadata"]["name"] for policy in concerned]
     if closed:
         return problem(
-            f"{', '.join(dict.fromkeys(closed))} keep pods of a job apart: they wait for each other and time out (rendezvous is on "
-            "port 23456, NCCL's ports are any)",
+            f"{', '.join(dict.fromkeys(closed))} keep pods of a job apart: they wait for each other and time out "
+            "(rendezvous is on port 23456, NCCL's ports are any)",
             "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports, "
             "in and out",
         )
