@@ -32,7 +32,7 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 	$(BIN)/pyflyte run workflows/finetune.py finetune
 
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \

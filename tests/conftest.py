@@ -11,6 +11,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests run side by side: threads that wait for each other on a busy core cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files that take half a minute or more come first: none of them is left to one worker while the others have nothing.
+SLOW = (
+    "runtime/test_matrix", "runtime/test_resume", "kernels/test_interpreter", "runtime/test_guard",
+    "runtime/test_objectives", "workflows/test_elastic", "runtime/test_parallel", "workflows/test_finetune",
+    "workflows/test_sweep", "runtime/test_graphs", "kernels/test_bake", "runtime/test_watchdog", "tests/test_notebook",
+    "runtime/test_quantized", "runtime/test_processes", "platform/test_client", "runtime/test_kills",
+    "runtime/test_trl",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order within a file, and that of other files, is as it was."""
+    place = {name: number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(SLOW)))
+
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
