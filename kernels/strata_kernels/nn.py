@@ -6,6 +6,7 @@ Names and shapes of parameters are those of transformers' Llama-type models, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.relu_squared import relu_squared
 from .ops.rms_norm import Cast, rms_norm
 from .ops.swiglu import swiglu, swiglu_packed
+from .patch.structure import projected
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -179,11 +181,8 @@ class GatedMLP(nn.Module):
         """[..., D] → [..., D]."""
         gated, packed, options = _GATED[self.activation]
         if self.packed:
-            h = packed(self.gate_up_proj(x), **options)
-        else:
-            h = gated(self.gate_proj(x), self.up_proj(x), **options)
-        y: Tensor = self.down_proj(h)
-        return y
+            return projected(partial(packed, self.gate_up_proj(x), **options), self.down_proj)
+        return projected(partial(gated, self.gate_proj(x), self.up_proj(x), **options), self.down_proj)
 
     def extra_repr(self) -> str:
         """The settings, as `repr` shows them."""

@@ -289,6 +289,17 @@ def test_inside_ddp(batch, tmp_path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_hooks_on_the_projection_are_called(batch) -> None:
+    """The feed-forward layer's last projection is fused with its activation where nobody would notice."""
+    model, seen = build(), []
+    expected = train(model, **batch)
+    patch_model(model)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
+    torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
+    assert len(seen) == LAYERS
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
 def test_inside_peft(batch) -> None:
     peft = pytest.importorskip("peft")

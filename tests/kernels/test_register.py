@@ -80,8 +80,24 @@ def targets(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device) % 5
 
 
-X, W = (ROWS, 8), (8,)
+def with_weight(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return function(*tensors[:-1], weight=tensors[-1])
+
+
+X, XX, W = (ROWS, 8), (ROWS, 16), (8,)
 Q, K = (ROWS, 2, 4, 8), (ROWS, 1, 4, 8)
+PROJECTED = [
+    (name, functools.partial(with_weight, function), shapes)
+    for name, function, shapes in (
+        ("swiglu", swiglu, (X, X)),
+        ("swiglu_packed", swiglu_packed, (XX,)),
+        ("geglu", geglu, (X, X)),
+        ("geglu_tanh", functools.partial(geglu, approximate="tanh"), (X, X)),
+        ("geglu_packed", geglu_packed, (XX,)),
+        ("geglu_tanh_packed", functools.partial(geglu_packed, approximate="tanh"), (XX,)),
+        ("relu_squared", relu_squared, (X,)),
+    )
+]
 EXAMPLES = {
     "rms_norm": Example(rms_norm, (X, W)),
     "add_rms_norm": Example(add_rms_norm, (X, X, W)),
@@ -95,6 +111,7 @@ EXAMPLES = {
     "geglu_packed": Example(geglu_packed, (X,)),
     "geglu_tanh_packed": Example(functools.partial(geglu_packed, approximate="tanh"), (X,)),
     "relu_squared": Example(relu_squared, (X,)),
+    **{f"{name}, projected": Example(function, (*shapes, (5, 8))) for name, function, shapes in PROJECTED},
     "cross_entropy": Example(loss, (X,)),
     "cross_entropy_rows": Example(functools.partial(loss, reduction="none"), (X,)),
     "linear_cross_entropy": Example(linear_loss, (X, (5, 8))),
@@ -202,6 +219,8 @@ def test_exported(example, device) -> None:
 
 
 def test_compiled_once_for_any_number_of_rows(example, device, gradients) -> None:
+    # What is compiled of one function has a limit, and all examples are called by one.
+    torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(example.function, fullgraph=True, backend=backend)
     for rows in (ROWS, ROWS + 3):

@@ -1,20 +1,8 @@
-"""Activations of feed-forward layers, gated or not: one forward and one backward kernel for all of them.
+"""Activations of feed-forward layers as operators: given gate and up, alone or as halves, launched and registered.
 
-    y  = m' · f(m · g) · u          m the gate's multiplier, m' the result's; without a gate there is no u
-    dg = m' · m · dy · u · f'(m · g)                         du = m' · dy · f(m · g)
-
-    silu        f = g · S(g)        f' = S(g) · (1 + g · (1 - S(g)))             S(x) = 1 / (1 + exp(-x))
-    gelu        f = g · Φ(g)        f' = Φ(g) + g · exp(-g²/2) / sqrt(2π)        Φ(x) = (1 + erf(x / sqrt(2))) / 2
-    gelu_tanh   f = g · S(2z)       f' = S(2z) · (1 + 2 · g · (1 - S(2z)) · dz/dg)
-                                    z  = sqrt(2/π) · (g + 0.044715 · g³)         S(2z) = (1 + tanh(z)) / 2
-    relu2       f = max(g, 0)²      f' = 2 · max(g, 0)
-
-Axes: R rows of D features. A program takes BLOCK elements that follow one another, cut into vectors of neighbors in one
-row: rows may lie apart, as the halves of a packed projection do, and every lane works at every width. Only gate and up
-are kept for the backward pass; f and f' are computed again. Bytes moved per element of y at the least: 3·itemsize
-forward and 5·itemsize backward, without a gate 2 and 3.
+The formulas and the kernels are in `_activation_kernels.py`.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -23,131 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from ._activation_kernels import activation_bwd_kernel, activation_fwd_kernel
 from ._launch import DTYPES, describe, has_dtype, launch, takes_kernel
 from ._register import _library, register
 
 # Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
 _VECTOR = 8
-
-
-@triton.jit
-def _reciprocal(b_x):
-    """1 / x for x >= 1, to 3e-7 of it, in two instructions; a division takes five, and the forward pass is near both
-    of the chip's limits, of memory and of instructions."""
-    b_r = tl.rsqrt(b_x)
-    return b_r * b_r
-
-
-@triton.jit
-def _sigmoid(b_x, PRECISE: tl.constexpr):
-    """S(x) and 1 - S(x) of an fp32 block; PRECISE for results that are not rounded to 16 bits afterwards."""
-    if PRECISE:
-        # exp(-x) as 2^n · 2^f with |f| <= 1/2: the hardware's 2^f is good to one unit in the last place there, and the
-        # part of x · log2(e) that fp32 drops is kept in the remainder r. At ±128 the sigmoid is 0 or 1 already.
-        b_x = tl.minimum(tl.maximum(b_x, -128.0), 128.0)
-        b_n = tl.floor(b_x * -1.4426950408889634 + 0.5)
-        b_r = tl.fma(b_n, -0.693145751953125, -b_x)
-        b_r = tl.fma(b_n, -1.42860682030941723212e-6, b_r)
-        b_exp = tl.exp2(b_r * 1.4426950408889634) * tl.exp2(b_n)
-        b_s = tl.div_rn(tl.full(b_x.shape, 1.0, tl.float32), 1.0 + b_exp)
-        # Without the cancellation of 1 - S; finite where the exponential is not and S is 0.
-        b_rest = tl.minimum(b_exp, 1e38) * b_s
-    else:
-        b_s = _reciprocal(1.0 + tl.exp(-b_x))
-        b_rest = 1.0 - b_s
-    return b_s, b_rest
-
-
-@triton.jit
-def _normal(b_x, PRECISE: tl.constexpr):
-    """Φ(x) and exp(-x²/2) of an fp32 block."""
-    b_exp = tl.exp2(b_x * b_x * -0.7213475204444817)
-    if PRECISE:
-        b_cdf = 0.5 + 0.5 * tl.erf(b_x * 0.7071067811865476)
-    else:
-        # Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26 at |x| / sqrt(2), halved: 1 - Φ(|x|) is
-        # exp(-x²/2) times a polynomial in t, to 8e-8. It needs no more than the exponential that f' needs anyway.
-        b_t = _reciprocal(1.0 + 0.231641888 * tl.abs(b_x))
-        b_p = tl.fma(b_t, 0.5307027145, -0.7265760135)
-        b_p = tl.fma(b_t, b_p, 0.7107068705)
-        b_p = tl.fma(b_t, b_p, -0.142248368)
-        b_tail = b_t * tl.fma(b_t, b_p, 0.127414796) * b_exp
-        b_cdf = tl.where(b_x < 0, b_tail, 1.0 - b_tail)
-    return b_cdf, b_exp
-
-
-@triton.jit
-def _activate(b_x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
-    """f(x) and f'(x) of an fp32 block."""
-    if ACTIVATION == "silu":
-        b_s, b_rest = _sigmoid(b_x, PRECISE)
-        b_f = b_x * b_s
-        b_df = b_s * (1.0 + b_x * b_rest)
-    elif ACTIVATION == "gelu":
-        b_cdf, b_exp = _normal(b_x, PRECISE)
-        b_f = b_x * b_cdf
-        b_df = b_cdf + b_x * b_exp * 0.3989422804014327
-    elif ACTIVATION == "gelu_tanh":
-        # At ±16 the sigmoid is 0 or 1 already, and the cube of a large x would be infinite.
-        b_h = tl.minimum(tl.maximum(b_x, -16.0), 16.0)
-        b_h2 = b_h * b_h
-        b_s, b_rest = _sigmoid(b_h * (1.5957691216057308 + 0.0713548162726009 * b_h2), PRECISE)
-        b_f = b_x * b_s
-        b_df = b_s * (1.0 + b_x * b_rest * (1.5957691216057308 + 0.2140644488178027 * b_h2))
-    else:
-        tl.static_assert(ACTIVATION == "relu2")
-        b_relu = tl.where(b_x < 0, 0.0, b_x)
-        b_f = b_relu * b_relu
-        b_df = 2.0 * b_relu
-    return b_f, b_df
-
-
-@triton.jit
-def _offsets(n_rows, n_cols, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Rows [BLOCK / VECTOR, 1], features [BLOCK / VECTOR, VECTOR] and mask of this program's elements."""
-    n_vectors = tl.cdiv(n_cols, VECTOR)
-    o_v = tl.program_id(0) * (BLOCK // VECTOR) + tl.arange(0, BLOCK // VECTOR)
-    o_r = o_v // n_vectors
-    o_d = (o_v - o_r * n_vectors).to(tl.int64)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    m = (o_r < n_rows)[:, None] & (o_d < n_cols)
-    return o_r.to(tl.int64)[:, None], o_d, m
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def activation_fwd_kernel(
-    p_g, p_u, p_y, n_rows, n_cols, stride_g, stride_u, gate_multiplier, multiplier,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """BLOCK elements of y; p_u is None where there is no gate."""
-    o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
-    b_g = tl.load(p_g + o_r * stride_g + o_d, mask=m, other=0.0).to(tl.float32)
-    b_y, _ = _activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
-    if p_u is not None:
-        b_y *= tl.load(p_u + o_r * stride_u + o_d, mask=m, other=0.0).to(tl.float32)
-    tl.store(p_y + o_r * n_cols + o_d, (b_y * multiplier).to(p_y.dtype.element_ty), mask=m)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def activation_bwd_kernel(
-    p_dy, p_g, p_u, p_dg, p_du, n_rows, n_cols, stride_dy, stride_g, stride_u, stride_dg, stride_du,
-    gate_multiplier, multiplier,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """BLOCK elements of dg and du; p_u and p_du are None where there is no gate."""
-    o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
-    b_dy = tl.load(p_dy + o_r * stride_dy + o_d, mask=m, other=0.0).to(tl.float32) * multiplier
-    b_g = tl.load(p_g + o_r * stride_g + o_d, mask=m, other=0.0).to(tl.float32)
-    b_f, b_df = _activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
-    b_dg = b_dy * (b_df * gate_multiplier)
-    if p_u is not None:
-        b_dg *= tl.load(p_u + o_r * stride_u + o_d, mask=m, other=0.0).to(tl.float32)
-        tl.store(p_du + o_r * stride_du + o_d, (b_dy * b_f).to(p_du.dtype.element_ty), mask=m)
-    tl.store(p_dg + o_r * stride_dg + o_d, b_dg.to(p_dg.dtype.element_ty), mask=m)
 
 
 @dataclass(frozen=True)
@@ -176,6 +48,7 @@ def _backward_triton(
     activation: str,
     d_gate: Tensor,
     d_up: Tensor | None,
+    y: Tensor | None,
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
@@ -184,7 +57,7 @@ def _backward_triton(
     n_rows, n_cols, rows, strides = _rows(dy, gate, up, d_gate, d_up)
     launch(
         activation_bwd_kernel, (_programs(n_rows, n_cols, _BACKWARD),),
-        *rows, n_rows, n_cols, *strides, *multipliers,
+        *rows, y, n_rows, n_cols, *strides, *multipliers,
         ACTIVATION=activation, PRECISE=gate.dtype == torch.float32,
         BLOCK=_BACKWARD.block, VECTOR=_VECTOR, num_warps=_BACKWARD.warps,
     )  # fmt: skip
@@ -326,19 +199,35 @@ class _Operator:
         return y
 
     def backward_fake(self, dy: Tensor, *inputs: Any) -> Any:
-        return _one_or_all(tuple(map(_dense, inputs[: self.form.tensors])))
+        return _one_or_all(self._empty_gradients(inputs))
 
     def backward_run(self, dy: Tensor, *inputs: Any) -> Any:
+        return _one_or_all(self._pull(dy, inputs, None))
+
+    def backward_and_output_fake(self, dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return *self._empty_gradients(inputs), self.fake(*inputs)
+
+    def backward_and_output_run(self, dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        if not takes_kernel(dy):
+            return *self._pull(dy, inputs, None), self.plain(*inputs)
+        y = self.fake(*inputs)
+        return *self._pull(dy, inputs, y), y
+
+    def _empty_gradients(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return tuple(map(_dense, inputs[: self.form.tensors]))
+
+    def _pull(self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients; y, if any, is filled as well."""
         settings = inputs[self.form.tensors :]
         gate, up = self.form.split(*inputs)
         if not takes_kernel(dy):
             halves = _backward_reference(self.activation, dy, gate, up, *self.form.multipliers(inputs))
-            return _one_or_all(self.form.join(*halves, *settings))
-        gradients = tuple(map(_dense, inputs[: self.form.tensors]))
+            return self.form.join(*halves, *settings)
+        gradients = self._empty_gradients(inputs)
         if dy.numel() != 0:
             d_gate, d_up = self.form.split(*gradients, *settings)
-            _backward_triton(self.activation, d_gate, d_up, dy, gate, up, *self.form.multipliers(inputs))
-        return _one_or_all(gradients)
+            _backward_triton(self.activation, d_gate, d_up, y, dy, gate, up, *self.form.multipliers(inputs))
+        return gradients
 
     def backward_twice(self, ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         """The second derivative, which training does not ask for, in plain PyTorch."""
@@ -349,8 +238,23 @@ class _Operator:
         return *torch.func.vjp(once, *ctx.saved_tensors)[1](cotangents), *(None for _ in ctx.settings)
 
 
-def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
-    """Register `strata::<name>` and its backward operator, both differentiable, and return the first."""
+@dataclass(frozen=True)
+class Activation:
+    """An activation's operators, all of which take the parameters of its form.
+
+    forward: y, differentiable any number of times.
+    backward: dy before them; the gradients.
+    backward_and_output: dy before them; the gradients, then y, of the same bits as forward's. Not differentiable.
+    """
+
+    form: Form
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    backward_and_output: Callable[..., Any]
+
+
+def define(name: str, activation: str, form: Form) -> Activation:
+    """Register `strata::<name>` and its backward operators."""
     functions = _Operator(activation, form)
     one = form.tensors == 1
 
@@ -359,9 +263,12 @@ def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
         ctx.save_for_backward(*tensors)
         ctx.settings = inputs[len(tensors) :]
 
+    def pull(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        gradients = backward_operator(dy, *inputs)
+        return (gradients,) if one else gradients
+
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        gradients = backward_operator(dy, *ctx.saved_tensors, *ctx.settings)
-        return *((gradients,) if one else gradients), *(None for _ in ctx.settings)
+        return *pull(dy, *ctx.saved_tensors, *ctx.settings), *(None for _ in ctx.settings)
 
     backward_operator = _register_batched(
         f"{name}_bwd(Tensor dy, {form.inputs}) -> {'Tensor' if one else '(Tensor, Tensor)'}",
@@ -370,6 +277,11 @@ def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
         setup_context=setup_context,
         backward=functions.backward_twice,
     )
+    backward_and_output = _register_batched(
+        f"{name}_bwd_and_output(Tensor dy, {form.inputs}) -> (Tensor, Tensor{'' if one else ', Tensor'})",
+        functions.backward_and_output_run,
+        functions.backward_and_output_fake,
+    )
     operator = _register_batched(
         f"{name}({form.inputs}) -> Tensor",
         functions.run,
@@ -377,7 +289,11 @@ def define(name: str, activation: str, form: Form) -> Callable[..., Any]:
         setup_context=setup_context,
         backward=backward,
     )
-    return lambda *inputs: functions.plain(*inputs) if _is_pushed_forward() else operator(*inputs)
+
+    def forward(*inputs: Any) -> Any:
+        return functions.plain(*inputs) if _is_pushed_forward() else operator(*inputs)
+
+    return Activation(form, forward, pull, backward_and_output)
 
 
 def _is_pushed_forward() -> bool:

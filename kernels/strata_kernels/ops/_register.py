@@ -69,7 +69,12 @@ def register(
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
 
-    node = _node(name, below, setup_context, backward)
+    def one_level_down(*args: Any) -> Any:
+        # A node's forward runs without grad mode, which the levels of torch.func below are to record in.
+        with torch.enable_grad():
+            return below(*args)
+
+    node = _node(name, one_level_down, setup_context, backward)
 
     def differentiable(*args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -118,7 +123,7 @@ def _eager(
     """`overload`; or where the dispatcher has nothing but autograd and `run` for a call, these."""
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_observed() or not _PLAIN.issuperset(map(type, args)):
+        if is_observed() or not _PLAIN.issuperset(map(type, args)):
             return overload(*args)
         if not torch.is_grad_enabled():
             return directly(*args)
@@ -140,8 +145,14 @@ def has_mode() -> bool:
     return _included() not in _ALWAYS
 
 
-def _is_observed() -> bool:
-    return has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
+def is_recorded() -> bool:
+    """Whether autograd takes note of what is computed: it is on, and this is not the inside of another operator."""
+    return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _is_excluded(_AUTOGRAD))
+
+
+def is_observed() -> bool:
+    """Whether a compiler or a mode follows what is called here, so that it must go through the dispatcher."""
+    return torch.compiler.is_compiling() or has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

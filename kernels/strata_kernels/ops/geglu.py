@@ -1,6 +1,6 @@
 """The gated activation of Gemma-type feed-forward layers: `gelu(gate) * up`.
 
-The formulas, the kernels and how they are launched are in `_activation.py`.
+The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202); Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016 (arXiv:1606.08415).
@@ -13,14 +13,15 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ._activation import GATED, PACKED, check_gated, check_packed, define
+from ._activation import GATED, PACKED, check_gated, check_packed
+from ._projected import define_projected
 
 Approximate = Literal["none", "tanh"]
 
-_geglu = {"none": define("geglu", "gelu", GATED), "tanh": define("geglu_tanh", "gelu_tanh", GATED)}
+_geglu = {"none": define_projected("geglu", "gelu", GATED), "tanh": define_projected("geglu_tanh", "gelu_tanh", GATED)}
 _geglu_packed = {
-    "none": define("geglu_packed", "gelu", PACKED),
-    "tanh": define("geglu_tanh_packed", "gelu_tanh", PACKED),
+    "none": define_projected("geglu_packed", "gelu", PACKED),
+    "tanh": define_projected("geglu_tanh_packed", "gelu_tanh", PACKED),
 }
 
 
@@ -31,6 +32,8 @@ def geglu(
     *,
     gate_multiplier: float = 1.0,
     multiplier: float = 1.0,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`multiplier * gelu(gate_multiplier * gate, approximate=approximate) * up`, fused, in fp32 and rounded once.
 
@@ -41,19 +44,23 @@ def geglu(
             (`gelu_pytorch_tanh` in transformers' configs).
         gate_multiplier: of the gate, before the activation.
         multiplier: of the result.
+        weight: [H, D], of a projection that follows, or None: the result is then
+            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
+        bias: [H], of that projection.
 
     Returns:
-        [..., D], contiguous, in the dtype of gate.
+        [..., D], contiguous, in the dtype of gate; [..., H] with a weight.
 
     Raises:
-        ValueError: gate and up differ in shape, dtype or device, another dtype, or an unknown approximation.
+        ValueError: gate and up differ in shape, dtype or device, another dtype, or an unknown approximation; weight or
+            bias do not fit.
 
     Example:
         >>> geglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([0.0000, 1.6827])
     """
     check_gated(gate, up)
-    y: Tensor = _chosen(_geglu, approximate)(gate, up, gate_multiplier, multiplier)
+    y: Tensor = _chosen(_geglu, approximate)(gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
     return y
 
 
@@ -64,6 +71,8 @@ def geglu_packed(
     gate_first: bool = True,
     gate_multiplier: float = 1.0,
     multiplier: float = 1.0,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`geglu(*x.chunk(2, dim=-1), approximate)`, whose gradient is one tensor like x, without a concatenation.
 
@@ -71,20 +80,22 @@ def geglu_packed(
         x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.
         approximate: as in `geglu`.
         gate_first: whether the gate is the first half; the second otherwise.
-        gate_multiplier, multiplier: as in `geglu`.
+        gate_multiplier, multiplier, weight, bias: as in `geglu`.
 
     Returns:
-        [..., D], contiguous, in the dtype of x.
+        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
 
     Raises:
-        ValueError: x has an odd last size, another dtype, or an unknown approximation.
+        ValueError: x has an odd last size, another dtype, or an unknown approximation; weight or bias do not fit.
 
     Example:
         >>> geglu_packed(torch.tensor([0.0, 1.0, 5.0, 2.0]), "tanh")
         tensor([0.0000, 1.6824])
     """
     check_packed(x)
-    y: Tensor = _chosen(_geglu_packed, approximate)(x, gate_first, gate_multiplier, multiplier)
+    y: Tensor = _chosen(_geglu_packed, approximate)(
+        x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias
+    )
     return y
 
 

@@ -1,6 +1,6 @@
 """The squared ReLU of Primer and Nemotron feed-forward layers, which have no gate.
 
-The formulas, the kernels and how they are launched are in `_activation.py`.
+The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
 
 Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
 """
@@ -9,23 +9,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._activation import SINGLE, define
+from ._activation import SINGLE
 from ._launch import DTYPES, describe, has_dtype
+from ._projected import define_projected
 
-_relu_squared = define("relu_squared", "relu2", SINGLE)
+_relu_squared = define_projected("relu_squared", "relu2", SINGLE)
 
 
-def relu_squared(x: Tensor) -> Tensor:
+def relu_squared(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`torch.relu(x).square()`; on a GPU fused, computed in fp32 and rounded once.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.
+        weight: [H, D], of a projection that follows, or None: the result is then
+            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
+        bias: [H], of that projection.
 
     Returns:
-        [..., D], contiguous, in the dtype of x.
+        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
 
     Raises:
-        ValueError: x has no axis or another dtype.
+        ValueError: x has no axis or another dtype; weight or bias do not fit.
 
     Example:
         >>> relu_squared(torch.tensor([-1.0, 0.0, 3.0]))
@@ -33,5 +37,5 @@ def relu_squared(x: Tensor) -> Tensor:
     """
     if not has_dtype(x) or x.dim() == 0:
         raise ValueError(f"x must be {DTYPES} of shape [..., D], got {describe(x)}")
-    y: Tensor = _relu_squared(x)
+    y: Tensor = _relu_squared(x, weight=weight, bias=bias)
     return y

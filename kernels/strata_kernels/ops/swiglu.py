@@ -1,6 +1,6 @@
 """The gated activation of Llama-type feed-forward layers: `silu(gate) * up`.
 
-The formulas, the kernels and how they are launched are in `_activation.py`.
+The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
 """
@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._activation import GATED, PACKED, check_gated, check_packed, define
+from ._activation import GATED, PACKED, check_gated, check_packed
+from ._projected import define_projected
 
-_swiglu = define("swiglu", "silu", GATED)
-_swiglu_packed = define("swiglu_packed", "silu", PACKED)
+_swiglu = define_projected("swiglu", "silu", GATED)
+_swiglu_packed = define_projected("swiglu_packed", "silu", PACKED)
 
 
-def swiglu(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> Tensor:
+def swiglu(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """`multiplier * silu(gate_multiplier * gate) * up`; on a GPU fused, computed in fp32 and rounded once.
 
     Both multipliers are those of Falcon-H1, whose second, written behind `down_proj`, may stand before it.
@@ -25,24 +34,33 @@ def swiglu(gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, multiplier
         up: the same shape, dtype and device.
         gate_multiplier: of the gate, before the activation.
         multiplier: of the result.
+        weight: [H, D], of a projection that follows, or None: the result is then
+            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
+        bias: [H], of that projection.
 
     Returns:
-        [..., D], contiguous, in the dtype of gate.
+        [..., D], contiguous, in the dtype of gate; [..., H] with a weight.
 
     Raises:
-        ValueError: gate and up differ in shape, dtype or device, or have another dtype.
+        ValueError: gate and up differ in shape, dtype or device, or have another dtype; weight or bias do not fit.
 
     Example:
         >>> swiglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
         tensor([0.0000, 1.4621])
     """
     check_gated(gate, up)
-    y: Tensor = _swiglu(gate, up, gate_multiplier, multiplier)
+    y: Tensor = _swiglu(gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
     return y
 
 
 def swiglu_packed(
-    x: Tensor, *, gate_first: bool = True, gate_multiplier: float = 1.0, multiplier: float = 1.0
+    x: Tensor,
+    *,
+    gate_first: bool = True,
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`swiglu(*x.chunk(2, dim=-1))`, whose gradient is written as one tensor like x, without a concatenation.
 
@@ -50,18 +68,18 @@ def swiglu_packed(
         x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.
         gate_first: whether the gate is the first half, as in vLLM's silu_and_mul and in Phi-3; the second otherwise, as
             in flash-attn's GatedMlp.
-        gate_multiplier, multiplier: as in `swiglu`.
+        gate_multiplier, multiplier, weight, bias: as in `swiglu`.
 
     Returns:
-        [..., D], contiguous, in the dtype of x.
+        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
 
     Raises:
-        ValueError: x has an odd last size or another dtype.
+        ValueError: x has an odd last size or another dtype; weight or bias do not fit.
 
     Example:
         >>> swiglu_packed(torch.tensor([0.0, 1.0, 5.0, 2.0]))
         tensor([0.0000, 1.4621])
     """
     check_packed(x)
-    y: Tensor = _swiglu_packed(x, gate_first, gate_multiplier, multiplier)
+    y: Tensor = _swiglu_packed(x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
     return y

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from ..ops.relu_squared import relu_squared
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
-from .structure import activation_options, linear_head
+from .structure import activation_options, linear_head, projected
 from .table import Mlp, Norm, Row
 
 Forward = Callable[..., Any]
@@ -44,22 +44,22 @@ def norm_forward(norm: Norm) -> Forward:
 
 
 def mlp_forward(mlp: Mlp) -> Forward:
-    """The feed-forward layer with its activation fused."""
+    """The feed-forward layer with its activation fused, and with its projection where that is a plain one."""
     gated, packed = {"swiglu": (swiglu, swiglu_packed), "geglu": (geglu, geglu_packed)}.get(mlp.operator, (None, None))
 
-    def activate(self: Any, x: Tensor) -> Tensor:
+    def activate(self: Any, x: Tensor, **projection: Any) -> Tensor:
         if gated is None or packed is None:
-            return relu_squared(self.up_proj(x))
+            return relu_squared(self.up_proj(x), **projection)
         options = activation_options(mlp.operator, getattr(self, mlp.activation))
         assert options is not None
         if mlp.gate_multiplier:
             options = {**options, "gate_multiplier": getattr(self, mlp.gate_multiplier)}
         if mlp.packed:
-            return packed(self.gate_up_proj(x), **options)
-        return gated(self.gate_proj(x), self.up_proj(x), **options)
+            return packed(self.gate_up_proj(x), **options, **projection)
+        return gated(self.gate_proj(x), self.up_proj(x), **options, **projection)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(activate(self, x))
+        y = projected(partial(activate, self, x), self.down_proj)
         # Not in the operator: the projection may have a bias.
         return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
 

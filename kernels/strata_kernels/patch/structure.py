@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -41,6 +43,30 @@ def linear_head(head: nn.Module) -> nn.Linear:
             "remove those, or pass exclude=('linear_cross_entropy',)"
         )
     return head
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling `module` is `torch.nn.functional.linear` with its weight and bias, and nothing hangs on the call.
+
+    Not so where PEFT or a quantization stands in its place, a strategy has cut its weight, or hooks fetch it.
+    """
+    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor):
+        return False
+    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return "forward" not in module.__dict__ and not any(hooks)
+
+
+def projected(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
+    """`projection(activate())`, in one where nothing hangs on the call of the projection.
+
+    activate: an operator that takes weight and bias along, with all else given.
+    """
+    if is_plain_linear(projection):
+        return activate(weight=projection.weight, bias=projection.bias)
+    y: Tensor = projection(activate())
+    return y
 
 
 # "gelu_new" is the tanh approximation written out.

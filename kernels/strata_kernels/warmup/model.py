@@ -137,6 +137,8 @@ def _train_linear_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             module.weight.requires_grad_()
+            # An adapter in its place is called as well, not fused with what is before it.
+            module.register_forward_hook(lambda *_: None)
 
 
 def _transformers() -> Any:
