@@ -82,6 +82,8 @@ class Run:
             "runtime": {"framework": "torch"},
             # A process of its own for each run; the first steps compile as well.
             "kernels": {"warmup": False},
+            # It would take what the process keeps of the run before for another program's memory.
+            "faults": {"health_check": False},
             "topology": {"nproc_per_node": self.processes},
         }
         for path, value in self.fields.items():
@@ -142,12 +144,14 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     # Without one the program can be tried; of a CPU's memory nothing is known.
     gpu = device.type == "cuda"
     model = build_empty_model(run.spec)
-    if run.processes.is_main or run.spec.parallel.type == "ddp":
+    # Under fsdp the others get their parts of the main process's weights.
+    whole = run.processes.is_main or run.spec.parallel.type == "ddp"
+    if whole:
         materialize(model, device)
         torch.manual_seed(0)
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
-    if add_adapter(model, run.spec) is not None:
+    if add_adapter(model, run.spec) is not None and whole:
         model.to(device)
     adopt_tokenizer(model, data.tokenizer())
     fused = has_fused_loss(prepare_for_training(model, run.spec))

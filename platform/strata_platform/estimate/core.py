@@ -9,6 +9,7 @@ from strata_platform.estimate.memory import Memory, compute_bytes, memory_of
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.spec import RunSpec
+from strata_platform.spec.parallel import Fsdp
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,15 @@ class Estimate:
         return self.tokens_per_second * model_flops(self.shape, self.spec.data.sequence_length) / self.gpu.peak
 
     @property
+    def moves_to_host(self) -> bool:
+        """Whether `memory` has what is the host's instead, so that `fits` says too little."""
+        parallel = self.spec.parallel
+        return isinstance(parallel, Fsdp) and parallel.cpu_offload
+
+    @property
     def uncounted(self) -> tuple[str, ...]:
         """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
-        objective, parallel = self.spec.objective, self.spec.parallel
+        objective = self.spec.objective
         return tuple(
             said
             for asked, said in (
@@ -57,7 +64,7 @@ class Estimate:
                     "model.dtype 'float32': products are timed as those of bfloat16, and take several times as long",
                 ),
                 (
-                    parallel.type == "fsdp" and parallel.cpu_offload,
+                    self.moves_to_host,
                     "parallel.cpu_offload: weights, gradients and optimizer are in host memory, and steps are slower",
                 ),
             )

@@ -20,6 +20,8 @@ from strata_platform.spec.parallel import Fsdp
 _LOSS_BUDGET = 512 * 2**20
 # Without it, bytes for each logit: bf16, its fp32 copy, log-probabilities, and their gradients.
 _PLAIN_LOGIT = 12
+# Operators of the kernel layer that fuse the gate.
+_GATES = frozenset({"swiglu", "geglu", "relu_squared"})
 # Weights that share the scales of their moments of eight bits.
 _BLOCK = 256
 # What the allocator, cuBLAS and NCCL hold beside.
@@ -153,16 +155,24 @@ def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float
     """Bytes that the backward pass of a layer reads: what goes into norms, products, attention and the gate."""
     # Under the mask of packed rows, keys and values are repeated for every head before attention sees them.
     keys = shape.queries if spec.data.packing else shape.keys
-    width = 4 * shape.hidden + 2 * shape.queries + 2 * keys + 3 * shape.intermediate
+    gate = 2 if _fuses_gate(spec) else 3
+    width = 4 * shape.hidden + 2 * shape.queries + 2 * keys + gate * shape.intermediate
     if not spec.kernels.enabled:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate
     return float(tokens * width * compute_bytes(spec))
 
 
+def _fuses_gate(spec: RunSpec) -> bool:
+    """Whether the gate and the projection behind it are one, and nothing is kept between; adapters take its place."""
+    return spec.kernels.enabled and not isinstance(spec.adapter, Lora) and _GATES.isdisjoint(spec.kernels.exclude)
+
+
 def working_set(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     """Bytes of one layer's backward pass: its activations, if they were recomputed, and their gradients."""
-    gradients = tokens * (2 * shape.hidden + 2 * shape.intermediate) * compute_bytes(spec)
+    # What the gate lets through is written once more where it was not kept.
+    gate = 3 if _fuses_gate(spec) else 2
+    gradients = tokens * (2 * shape.hidden + gate * shape.intermediate) * compute_bytes(spec)
     if not spec.training.recomputed_every:
         return gradients
     return gradients + activations_of_layer(spec, shape, tokens) - _kept_by_recomputed(spec, shape, tokens)

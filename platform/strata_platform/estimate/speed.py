@@ -47,7 +47,10 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     again = 0.0 if spec.training.gradient_checkpointing == "per_op" else light
     # Forward, gradient of the inputs, and gradient of the weights where they learn.
     layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
-    if lora:
+    if lora is None:
+        # Recomputation ends with the last tensor that is read again, before the last projection.
+        layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
+    else:
         layer_flops += 6 * shape.lora_parameters(lora.r) / shape.layers
     head_flops = 2 * shape.head_parameters * (2 if lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
