@@ -15,9 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ NAMESPACE = "strata-system"
 TENANTS = ("flytesnacks-development", "rival-development")
 # Addresses of that cluster, which its scripts choose.
 STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
+# Of a second store, in which each tenant has an account.
+ACCOUNTS = 9002
 # Folders of this machine that pods see read-only, at the same paths. The workflow's own code travels with it.
 SEEN = {
     "usr": Path("/usr"),
@@ -167,13 +171,8 @@ def install() -> None:
 
 def upgrade(release: list[str], values: str) -> None:
     """The second step; Kueue's webhooks answer a moment after it is ready."""
-    for patience in (5, 10, 20):
-        try:
-            inside("helm", "upgrade", "strata", *release, limit=LIMITS["install"], text=values)
-            return
-        except subprocess.CalledProcessError:
-            time.sleep(patience)
-    inside("helm", "upgrade", "strata", *release, limit=LIMITS["install"], text=values)
+    command = ["helm", "upgrade", "strata", *release]
+    patiently(lambda: inside(*command, limit=LIMITS["install"], text=values), 5, 10, 20)
 
 
 def module(version: str) -> Path:
@@ -268,7 +267,7 @@ def own_values() -> dict[str, Any]:
         "readinessProbe": PATIENT | {"initialDelaySeconds": 1},
     }
     network = {
-        "objectStore": [{"cidr": f"{STORE}/32", "ports": [{"port": 9000}]}],
+        "objectStore": [{"cidr": f"{STORE}/32", "ports": [{"port": 9000}, {"port": ACCOUNTS}]}],
         "dns": [{"cidr": f"{NAMES}/32", "ports": [{"port": 53}, {"port": 53, "protocol": "UDP"}]}],
     }
     return {
@@ -334,6 +333,37 @@ def apply(*manifests: dict[str, Any]) -> None:
     inside("kubectl", "apply", "--server-side", "-f", "-", limit=60, text=yaml.safe_dump_all(manifests))
 
 
+def patiently(do: Callable[[], object], *pauses: float) -> None:
+    """Do what fails until a server answers, again after each pause; its error after the last."""
+    for pause in pauses:
+        try:
+            do()
+            return
+        except subprocess.CalledProcessError:
+            time.sleep(pause)
+    do()
+
+
+@contextmanager
+def accounts() -> Iterator[str]:
+    """Where an object store answers that has an account and a bucket of each tenant, both by the tenant's name."""
+    endpoint, gateway = f"http://{STORE}:{ACCOUNTS}", str(STATE / "bin" / "versitygw")
+    root = ["--access", "root", "--secret", "rootsecret"]
+    with tempfile.TemporaryDirectory() as users, tempfile.TemporaryDirectory() as data:
+        serve = [gateway, *root, "--port", f"{STORE}:{ACCOUNTS}", "--iam-dir", users, "posix", data]
+        # It would print every request.
+        with started([str(SCRIPTS / "ns.sh"), *serve], stdout=subprocess.DEVNULL) as process:
+            try:
+                for tenant in TENANTS:
+                    admin = [gateway, "admin", *root, "--endpoint-url", endpoint]
+                    user = [*admin, "create-user", "--access", tenant, "--secret", f"{tenant}-secret", "--role", "user"]
+                    patiently(partial(inside, *user, limit=30), 0.2, 0.5, 1, 2, 5)
+                    inside(*admin, "create-bucket", "--bucket", tenant, "--owner", tenant, limit=30)
+                yield endpoint
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_tests(arguments: list[str]) -> int:
     """pytest in the cluster's network; its exit status."""
     os.environ.update(store_environment())
@@ -341,8 +371,10 @@ def run_tests(arguments: list[str]) -> int:
     reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
     python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
-    with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
-        status = process.wait()
+    with accounts() as endpoint:
+        os.environ.update(STRATA_E2E_ACCOUNTS=endpoint)
+        with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
+            status = process.wait()
     if status:
         print(inside("kubectl", "get", "pods,workloads", "--all-namespaces", limit=30))
         print(inside("kubectl", "get", "events", "--all-namespaces", "--sort-by=.lastTimestamp", limit=30)[-6000:])

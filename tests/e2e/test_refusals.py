@@ -162,3 +162,26 @@ BUCKET = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeou
 def test_the_object_store_asks_who_it_is(cluster):
     said = cluster.window("python", "-c", BUCKET, f"{os.environ['FLYTE_AWS_ENDPOINT']}/flyte?list-type=2")
     assert "HTTP Error 403" in said
+
+
+WRITE = """import sys, s3fs
+endpoint, tenant, bucket = sys.argv[1:]
+store = s3fs.S3FileSystem(key=tenant, secret=f"{tenant}-secret", endpoint_url=endpoint)
+for attempt in (lambda: store.pipe(f"{bucket}/file", b"data"), lambda: store.cat(f"{bucket}/file")):
+    try:
+        attempt()
+        print("done")
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif("STRATA_E2E_ACCOUNTS" not in os.environ, reason="STRATA_E2E_ACCOUNTS names no object store")
+def test_a_bucket_of_another_tenant(cluster):
+    """With the key that a tenant has in a store with accounts; the other tenant's is a secret of the other's."""
+    own, others = (
+        cluster.window("python", "-c", WRITE, os.environ["STRATA_E2E_ACCOUNTS"], NAMESPACE, bucket)
+        for bucket in (NAMESPACE, RIVAL_NAMESPACE)
+    )
+    assert own.splitlines() == ["done"] * 2
+    assert others.splitlines() == ["refused"] * 2
