@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parent.parent
+
+
+def test_files_that_are_run_first_are_there():
+    assert set(SLOW) <= {f"{path.parent.name}/{path.stem}" for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 @pytest.mark.parametrize("folder", [".", "kernels", "platform"])

@@ -26,7 +26,6 @@ from strata_platform.estimate.prices import CONFIG_MAP, KEY
 from strata_platform.estimate.show import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import Fsdp
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +170,7 @@ class Client:
             return
         if found is None or found.fits:
             return
-        if isinstance(spec.parallel, Fsdp) and spec.parallel.cpu_offload:
+        if found.moves_to_host:
             log.warning("whether the run fits is not known: what parallel.cpu_offload moves to the host is not counted")
             return
         best = cheapest(spec, found.shape, found.gpu, 64)

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,7 +60,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
     with _errors():
         run = _connect(backend).get(name)
     if format == "json":
-        _echo_json(asdict(run), indent=2)
+        _echo_json(run, indent=2)
         return
     times = {"submitted": run.submitted, "started": run.started, "ended": run.ended}
     shown = {
@@ -86,7 +85,7 @@ def list_(format: _Format = "text", backend: _Backend = "local") -> None:
     with _errors():
         runs = _connect(backend).list()
     if format == "json":
-        _echo_json([asdict(run) for run in runs], indent=2)
+        _echo_json(runs, indent=2)
         return
     rows = [(run.name, str(run.phase), _progress(run) or str(run.stage or ""), _clock(run.submitted)) for run in runs]
     table = [("NAME", "PHASE", "PROGRESS", "SUBMITTED"), *rows]
@@ -137,7 +136,7 @@ def metrics(
     with _errors(), _interruptible(name):
         for point in _connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
-                _echo_json(asdict(point))
+                _echo_json(point)
             else:
                 typer.echo(_told(point))
 
@@ -148,10 +147,10 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
     with _errors():
         for event in _connect(backend).events(name):
             if format == "json":
-                _echo_json(asdict(event))
-                continue
-            about = event.about and f" ({event.about})"
-            typer.echo(f"{_clock(event.time)}  {event.reason:<12} {event.message}{about}")
+                _echo_json(event)
+            else:
+                about = event.about and f" ({event.about})"
+                typer.echo(f"{_clock(event.time)}  {event.reason:<12} {event.message}{about}")
 
 
 @app.command()
@@ -175,7 +174,7 @@ def outputs(
     with _errors():
         found = _connect(backend).outputs(name, to=to)
     if format == "json":
-        _echo_json(asdict(found), indent=2)
+        _echo_json(found, indent=2)
     else:
         for kind, place in found.items():
             typer.echo(f"{kind:<8}{place}")

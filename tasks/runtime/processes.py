@@ -24,8 +24,8 @@ lost is noticed by its connections, and a machine that is lost by the agents."""
 
 _CONNECTIONS = count()
 
-_waiting: list[dist.ProcessGroup] = []
-"""Of the process group that this process is in, the one for waiting."""
+_patient: dist.ProcessGroup | None = None
+"""The group that a connected process waits for the main one in."""
 
 T = TypeVar("T")
 
@@ -116,7 +116,8 @@ class Processes:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
         )
-        _waiting[:] = [_patient_group()]
+        global _patient
+        _patient = _patient_group()
 
     def barrier(self) -> None:
         """Wait for all processes of the job."""
@@ -138,8 +139,7 @@ class Processes:
             except ValueError as error:
                 refusal, outcome[1] = error, str(error)
         # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
-        group = self.group or next(iter(_waiting), None)
-        dist.broadcast_object_list(outcome, src=0, group=group, device=torch.device("cpu"))
+        dist.broadcast_object_list(outcome, src=0, group=self.group or _patient, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise refusal or ValueError(outcome[1])
         result: T = outcome[0]
@@ -179,7 +179,8 @@ class Processes:
 
     def disconnect(self) -> None:
         """Leave the process group."""
-        _waiting.clear()
+        global _patient
+        _patient = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

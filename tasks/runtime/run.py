@@ -183,17 +183,13 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
                 job.writer.finish()
             run.warmed.close()
             recorder.note("warmup", run.warmed.to_dict())
-    # Where nothing was left to train as well: the last checkpoint may be here and not in the store.
-    run.processes.on_main(lambda: _require_copied(run))
+        else:
+            # The last checkpoint may be here and not in the store.
+            run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
     warmup = run.warmed.to_dict()
     return run.processes.on_main(
         lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
     )
-
-
-def _require_copied(run: Session) -> None:
-    if run.mirror is not None:
-        run.mirror.finish()
 
 
 def build_job(

@@ -133,6 +133,7 @@ REFUSED_BY_THE_SCHEMA = {
     "a model with a comma": ("kernels: {bake: {models: ['a,b']}}", "/kernels/bake/models/0"),
     "no architecture": ("kernels: {bake: {archs: []}}", "/kernels/bake/archs"),
     "a duration without a unit": ("observability: {alerts: {stalledAfter: 15}}", "/observability/alerts/stalledAfter"),
+    "no port for a second process": ("observability: {port: 65535}", "/observability/port"),
     "a share of more than all": ("observability: {alerts: {dataWait: 20}}", "/observability/alerts/dataWait"),
     "a price of an unknown kind of GPU": ("prices: {gpus: {H200: 3.5}}", "/prices/gpus", "H200"),
     "a price in words": ("prices: {gpus: {h200: 3.50 USD}}", "/prices/gpus/h200"),

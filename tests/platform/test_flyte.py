@@ -440,13 +440,14 @@ def test_all_pods_are_followed_over_lost_connections_and_preemptions_to_the_end(
     assert len(followed) == 6
 
 
-def test_a_line_of_the_kubelets_own_is_not_the_runs(client, admin, kubernetes):
+def test_a_line_of_the_kubelets_own_is_not_the_runs(client, admin, kubernetes, caplog):
     admin.add("run", core_pb2.WorkflowExecution.RUNNING)
     kubernetes.content["pods"] = [pod("w0", replica=0)]
     trouble = "unable to retrieve container logs for containerd://ab\n"
     kubernetes.content["logs"] = {"w0": [trouble + log_of(told.encode({"stage": "training", "steps": 10}))]}
     assert client.get("run").stage is Stage.TRAINING
     assert list(client.logs("run")) == []
+    assert caplog.messages == [f"log of w0: {trouble.strip()}"]
 
 
 def test_a_run_whose_machine_does_not_answer_goes_on(client, admin, kubernetes):

@@ -51,9 +51,8 @@ def work(local_rank, folder, port):
             assert run.processes.all_true(True)
             others = run.processes.in_new_group()
             # Nobody gives up on the main process while it prepares data or copies a checkpoint.
-            for group in (others.group, *processes._waiting):
+            for group in (others.group, processes._patient):
                 assert group._get_backend(torch.device("cpu")).options._timeout == processes.PATIENCE
-            assert len(processes._waiting) == 1
             gathered = others.gather(local_rank)
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank

@@ -21,7 +21,9 @@ from tests.runtime.train_only import train_spec
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*", "ignore::UserWarning:trl.*"),
+    # Of names that TRL uses, and of its own trainer.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental':UserWarning"),
 ]
 
 PAIRS = ALL[:12]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -28,8 +28,8 @@ from kubernetes import client
 from strata_platform import told
 from strata_platform.backends.answers import answered
 from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
-from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
-from strata_platform.backends.pod_logs import PodLogs, has_begun, line_of, read
+from strata_platform.backends.cluster import Cluster, shape_of
+from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
@@ -279,17 +279,14 @@ class FlyteBackend:
             cluster = self._kubernetes()
             pods = cluster.pods(execution.id.name)
             place = cluster.place(execution.id.name, pods)
-        except BackendError as error:
-            return replace(run, message=str(error))
-        phase = Phase.QUEUED if place.stage is Stage.WAITING else run.phase
-        run = replace(
-            run, phase=phase, stage=place.stage, message=place.message, queue=place.queue, position=place.position
-        )
-        try:
+            phase = Phase.QUEUED if place.stage is Stage.WAITING else run.phase
+            run = replace(
+                run, phase=phase, stage=place.stage, message=place.message, queue=place.queue, position=place.position
+            )
             return self._with_training(run, cluster, pods, execution.id.name)
         except BackendError as error:
-            # The machine of rank 0 does not answer; what becomes of the run, Flyte decides.
-            return replace(run, message=run.message or str(error))
+            # No rights there, or the machine of rank 0 does not answer: what becomes of the run, Flyte decides.
+            return replace(run, message="; ".join(filter(None, (run.message, str(error)))))
 
     def _with_training(self, run: Run, cluster: Cluster, pods: Sequence[client.V1Pod], execution: str) -> Run:
         """With what the training process of rank 0 has told so far; what it told once is remembered."""
@@ -350,19 +347,6 @@ class FlyteBackend:
         for execution in recent:
             newest.setdefault(_name(execution), execution)
         return [self._run(execution) for execution in newest.values()]
-
-
-def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
-    """Of the pods of a run, the one that rank 0 trains in now."""
-    return [
-        pod
-        for pod in pods
-        if shape_of(pod) is not None
-        and pod.metadata.labels.get(REPLICA, "0") == "0"
-        and pod.status.phase == "Running"
-        and has_begun(pod)
-        and not pod.metadata.deletion_timestamp
-    ]
 
 
 def _execution_name(name: str, number: int) -> str:

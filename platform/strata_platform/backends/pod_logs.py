@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import logging
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -21,6 +22,8 @@ from strata_platform.backends.backend import Outage, Pause
 from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
 from strata_platform.errors import Unreachable
 from strata_platform.runs import LogLine
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 20.0
 """Seconds that the end of a pod's log is waited for when its run has ended."""
@@ -107,15 +110,15 @@ class PodLogs:
         self._arrived: queue.SimpleQueue[tuple[str, LogLine]] = queue.SimpleQueue()
         self._readers: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
+        self._warned: set[tuple[str, str]] = set()
 
     def so_far(self) -> Iterator[LogLine]:
         """What the pods that are still there have printed."""
         merged = Merged()
         for pod in filter(has_begun, self._cluster.pods(self._execution)):
             with answered(f"to read the log of {pod.metadata.name}"):
-                for raw in read(self._cluster, pod, follow=False):
-                    if found := line_of(pod, raw):
-                        merged.add(*found)
+                for found in self._lines(pod, follow=False):
+                    merged.add(*found)
         return merged.round(last=True)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
@@ -160,14 +163,22 @@ class PodLogs:
         last = ""
         while not self._closed.is_set():
             with contextlib.suppress(HTTPError, client.ApiException):
-                for raw in read(self._cluster, pod, follow=True):
-                    found = line_of(pod, raw)
-                    if found and found[0] > last:
-                        self._arrived.put(found)
-                        last = found[0]
+                for stamp, line in self._lines(pod, follow=True):
+                    if stamp > last:
+                        self._arrived.put((stamp, line))
+                        last = stamp
             if has_ended(self._cluster, pod):
                 return
             self._closed.wait(1.0)
+
+    def _lines(self, pod: client.V1Pod, *, follow: bool) -> Iterator[tuple[str, LogLine]]:
+        """The pod's lines with their stamps. What the kubelet says in between is a warning, once for each pod."""
+        for raw in read(self._cluster, pod, follow=follow):
+            if (found := line_of(pod, raw)) is not None:
+                yield found
+            elif (said := (pod.metadata.name, raw.strip())) not in self._warned:
+                self._warned.add(said)
+                log.warning("log of %s: %s", *said)
 
 
 def read(cluster: Cluster, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
@@ -193,6 +204,19 @@ def read(cluster: Cluster, pod: client.V1Pod, *, follow: bool, last: int | None 
             yield raw.decode(errors="replace")
     finally:
         answer.close()
+
+
+def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
+    """Of the pods of a run, the one that rank 0 trains in now."""
+    return [
+        pod
+        for pod in pods
+        if shape_of(pod) is not None
+        and pod.metadata.labels.get(REPLICA, "0") == "0"
+        and pod.status.phase == "Running"
+        and has_begun(pod)
+        and not pod.metadata.deletion_timestamp
+    ]
 
 
 def has_begun(pod: client.V1Pod) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from strata_platform.chart.section import DnsName, Labels, PortNumber, Values
+from strata_platform.chart.section import DnsName, Labels, Values
 
 Duration = Annotated[str, Field(pattern=r"^[1-9][0-9]*(s|m|h|d)$")]
 """A duration as Prometheus writes it, such as 15m."""
@@ -40,7 +40,8 @@ class Observability(Values):
     )
     namespace: DnsName = Field("monitoring", description="Where Prometheus runs; its pods may connect to the ports.")
     labels: Labels = Field({}, description="Labels that Prometheus selects PodMonitors and rules by.")
-    port: PortNumber = Field(9400, description="`tracking.prometheus_port` of the runs.")
+    # The bounds of that field, which leave a port for each of the most processes.
+    port: Annotated[int, Field(ge=1024, le=65472)] = Field(9400, description="`tracking.prometheus_port` of the runs.")
     processes: Annotated[int, Field(ge=1, le=64)] = Field(8, description="Most processes of a pod; each has a port.")
     interval: Duration = Field("30s", description="How often metrics are read.")
     alerts: Alerts = Field(Alerts(), description="When people are told.")

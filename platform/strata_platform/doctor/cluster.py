@@ -14,6 +14,7 @@ import yaml
 
 from strata_platform.cluster import PYTORCHJOB, access_review, frameworks, why_inactive
 from strata_platform.doctor.finding import Check, Finding, Nothing, ok, problem, skipped, warning
+from strata_platform.doctor.network_policies import rendezvous
 
 _TENANT = "strata/tenant"
 _DOCS = "docs/cluster.md has the values"
@@ -37,7 +38,7 @@ def checks() -> Iterator[Check]:
     for namespace in _names(seen):
         yield f"{namespace}: queues", partial(_queues, seen, namespace)
         yield f"{namespace}: pod template", partial(_pod_template, seen, namespace)
-        yield f"{namespace}: network policies", partial(_rendezvous, seen, namespace)
+        yield f"{namespace}: network policies", partial(_network_policies, seen, namespace)
 
 
 class Cluster:
@@ -348,55 +349,5 @@ def _pod_template(seen: Cluster, namespace: str) -> Finding:
     return ok(f"{name}, with a cache of kernels")
 
 
-def _rendezvous(seen: Cluster, namespace: str) -> Finding:
-    """Whether pods of one job reach each other on any port: out of one, and into the other."""
-    policies = seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
-    if not policies:
-        return warning("there is none: whatever runs here is reached by every pod of the cluster", "see the chart's")
-    of_jobs = [policy for policy in policies if _selects_jobs(policy)]
-    closed: list[str] = []
-    opening: list[str] = []
-    for direction, peers in (("Ingress", "from"), ("Egress", "to")):
-        concerned = [policy for policy in of_jobs if _concerns(policy, direction)]
-        rules = [(policy, rule) for policy in concerned for rule in policy["spec"].get(direction.lower()) or []]
-        opened = [policy["metadata"]["name"] for policy, rule in rules if _lets_peers(rule, peers)]
-        opening += opened
-        if not opened:
-            closed += [policy["metadata"]["name"] for policy in concerned]
-    if closed:
-        return problem(
-            f"{', '.join(dict.fromkeys(closed))} keep pods of a job apart: they wait for each other and time out "
-            "(rendezvous is on port 23456, NCCL's ports are any)",
-            "add a policy that lets pods with the label training.kubeflow.org/job-name reach each other on all ports, "
-            "in and out",
-        )
-    if not opening:
-        return ok("none keeps pods of a job apart")
-    return ok(f"pods of a job reach each other ({', '.join(dict.fromkeys(opening))})")
-
-
-def _concerns(policy: Mapping[str, Any], direction: str) -> bool:
-    """Whether it restricts that direction; as Kubernetes has it, a policy that does not say concerns what it has."""
-    spec = policy["spec"]
-    return direction in (spec.get("policyTypes") or ["Ingress", *(["Egress"] if spec.get("egress") else [])])
-
-
-def _selects_jobs(policy: Mapping[str, Any]) -> bool:
-    """Whether the pods of its selector are all, or those of training jobs."""
-    selector = policy["spec"].get("podSelector") or {}
-    keys = {*(selector.get("matchLabels") or {}), *(e["key"] for e in selector.get("matchExpressions") or [])}
-    return not keys or any(key.startswith("training.kubeflow.org/") for key in keys)
-
-
-def _lets_peers(rule: Mapping[str, Any], peers: str) -> bool:
-    """Whether a rule is for pods of jobs in this namespace, on any port; `peers` is its field of who they are."""
-    if rule.get("ports"):
-        return False
-    return not rule.get(peers) or any(map(_is_of_jobs, rule[peers]))
-
-
-def _is_of_jobs(peer: Mapping[str, Any]) -> bool:
-    """Whether pods of jobs in this namespace are among them; of namespaces by their labels nothing is known."""
-    if "ipBlock" in peer:
-        return bool(peer["ipBlock"].get("cidr") == "0.0.0.0/0")
-    return not peer.get("namespaceSelector") and _selects_jobs({"spec": peer})
+def _network_policies(seen: Cluster, namespace: str) -> Finding:
+    return rendezvous(seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"))
