@@ -167,7 +167,7 @@ def take_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     taken = model_tensors(model)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
+            setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad))
     model.tie_weights()
     return taken
 

@@ -1,20 +1,35 @@
 """Frozen weights in four bits under an adapter (QLoRA), by bitsandbytes.
 
 Only what lies in memory is quantized: the model is read as it is, its fingerprint and what is exported are those of its
-exact weights. bitsandbytes quantizes a layer when it moves to its device.
+exact weights. bitsandbytes quantizes a layer when it moves to its device. FSDP hands out exact weights, one at a time,
+and each process keeps its part of what `pack` makes of one; the scales, a byte for 64 weights, are whole everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
+from tasks.runtime.model import compute_dtype
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
+
+# Weights that share a scale, each with its own.
+_BLOCK = 64
+_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+
+
+Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
+"""By the name of a weight that is packed its layer, and an empty tensor like the exact weight."""
 
 
 def is_quantized(spec: RunSpec) -> bool:
@@ -30,9 +45,10 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
         return
     head = model.get_output_embeddings()
     for path, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and layer is not head:
+        # The few whose blocks are not whole stay as they are.
+        if type(layer) is nn.Linear and layer is not head and layer.weight.numel() % _BLOCK == 0:
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, _four_bits(layer))
+            setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec)))
     model.is_loaded_in_4bit = True
     try:
         yield
@@ -41,19 +57,56 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
         del model.is_loaded_in_4bit
 
 
-def _four_bits(layer: nn.Linear) -> nn.Linear:
-    """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
+def _four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    """The same layer, of bitsandbytes; its weight is packed when it moves to a device.
+
+    What is packed poses as numbers of the type that layers compute in, so that nobody converts it on the way.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    settings: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    settings = {**_KIND, "quant_storage": dtype}
     packed: nn.Linear = Linear4bit(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
-        compute_dtype=layer.weight.dtype,
+        compute_dtype=dtype,
         device="meta",
         **settings,
     )
-    packed.weight = Params4bit(layer.weight.data, requires_grad=False, module=packed, **settings)
+    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **settings)
     packed.bias = layer.bias
     return packed
+
+
+def lay_out(model: nn.Module) -> Packed:
+    """Give the quantized layers of an empty model weights of the shape that they have when packed, still empty."""
+    from bitsandbytes.nn import Linear4bit
+
+    found: Packed = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            exact = layer.weight.detach()
+            size = exact.numel() // 2 // layer.quant_storage.itemsize
+            empty = torch.empty(size, 1, dtype=layer.quant_storage, device="meta")
+            layer.weight = nn.Parameter(empty, requires_grad=False)
+            # bitsandbytes' own makes a parameter of its class of what it finds, in every pass, which no graph can have.
+            vars(layer)["forward"] = partial(_project, layer)
+            found[f"{name}.weight"] = (layer, exact)
+    return found
+
+
+def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
+    """The weight of `layer` in four bits; the layer keeps the scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed: Tensor
+    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, quant_storage=layer.quant_storage, **_KIND)
+    return packed
+
+
+def _project(layer: Linear4bit, x: Tensor) -> Tensor:
+    """`layer(x)`, of a weight that is a plain tensor."""
+    from bitsandbytes import matmul_4bit
+
+    y: Tensor = matmul_4bit(x.to(layer.compute_dtype), layer.weight, bias=layer.bias, quant_state=layer.quant_state)
+    return y.to(x.dtype)

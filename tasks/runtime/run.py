@@ -262,8 +262,8 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     if spec.adapter.type == "none" and resume_from:
         return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
-    # What is quantized is more than a weight that the main process could hand out: each process reads it.
-    reads = run.processes.is_main or is_quantized(spec)
+    # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
+    reads = run.processes.is_main or (is_quantized(spec) and spec.parallel.type != "fsdp")
     model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
     with quantized(model, spec):
         add_adapter(model, spec)

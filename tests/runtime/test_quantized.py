@@ -18,11 +18,20 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.parallel import require_installed
+from tasks.runtime.quantized import _four_bits, lay_out, pack
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_spec
 from tests.runtime.train_only import train_spec
+
+# Frozen weights of four bits: framework, strategy, processes, adapter, settings of `training`, options of the strategy.
+FOUR_BITS = {
+    "replicas": ("hf", "ddp", 2, "lora", {}, {}),
+    "fsdp": ("torch", "fsdp", 2, "lora", {"gradient_checkpointing": "full"}, {}),
+    "fsdp-compiled": ("lightning", "fsdp", 2, "lora", {"compile": True}, {"reshard_after_forward": False}),
+    "zero-3": ("torch", "deepspeed", 2, "lora", {}, {"stage": 3}),
+}
 
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
@@ -74,24 +83,48 @@ def test_the_adapter_is_merged_into_the_exact_model(alone):
 
 @pytest.fixture(scope="module")
 def trained(output):
-    """Specs of runs by two processes, of which the second is trained from its first checkpoint once more."""
-    replicas = nf4(make_spec(output, "replicas", "hf", "ddp", 2, "lora"))
-    split = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
-    file = file_of(output, split)
+    """Runs by two processes, each trained from its first checkpoint once more."""
+    specs = {
+        name: nf4(make_spec(output, name, *cell, training=layers, **options))
+        for name, (*cell, layers, options) in FOUR_BITS.items()
+    }
+    specs["split"] = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
+    files = [f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked", "2", file_of(output, replicas), file, f"{file}@{SAVED}"],
+        [sys.executable, "-m", "tests.runtime.forked", "2", *files],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         text=True, capture_output=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return replicas, split
+    return specs
 
 
 @needed
-def test_two_replicas_have_the_losses_of_one(trained, alone):
-    replicas, _ = trained
-    assert curve(replicas) == approx(curve(alone, attempt=0))
-    assert json.loads(RunFolder.of(replicas).record.read_text())["status"] == "complete"
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_two_processes_have_the_losses_of_one_and_come_back_exactly(name, trained, alone):
+    first = curve(trained[name], attempt=0)
+    assert first == approx(curve(alone, attempt=0))
+    assert curve(trained[name], attempt=1) == first[SAVED:]
+    assert json.loads(RunFolder.of(trained[name]).record.read_text())["status"] == "complete"
+
+
+@needed
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_that_is_packed_when_it_comes_gives_what_bitsandbytes_does(bias):
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 48, bias=bias), torch.randn(3, 64)
+    theirs = _four_bits(layer, torch.float32).to("cpu")
+    ours = torch.nn.Sequential(_four_bits(layer, torch.float32))
+    ((name, (inner, exact)),) = lay_out(ours).items()
+    assert (name, exact.shape) == ("0.weight", (48, 64))
+    assert (inner.weight.shape, inner.weight.dtype, inner.weight.device.type) == (
+        (48 * 64 // 8, 1),
+        torch.float32,
+        "meta",
+    )
+    inner.weight = torch.nn.Parameter(pack(inner, layer.weight.detach()), requires_grad=False)
+    assert torch.equal(ours(x), theirs(x))
+    assert not torch.equal(ours(x), layer(x))
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +137,12 @@ def exact(output):
 
 @needed
 def test_moments_of_eight_bits_learn_like_exact_ones(trained, exact):
-    assert [loss for _, loss, *_ in curve(trained[1], attempt=0)] == pytest.approx(exact, rel=1e-4)
+    assert [loss for _, loss, *_ in curve(trained["split"], attempt=0)] == pytest.approx(exact, rel=1e-4)
 
 
 @needed
 def test_moments_are_split_like_their_weights_and_come_back_exactly(trained):
-    _, split = trained
+    split = trained["split"]
     assert curve(split, attempt=1) == curve(split, attempt=0)[SAVED:]
     index = json.loads((RunFolder.of(split).checkpoints / f"checkpoint-{SAVED}" / "index.json").read_text())
     parts = {
@@ -127,7 +160,7 @@ def test_moments_are_split_like_their_weights_and_come_back_exactly(trained):
 
 @needed
 def test_one_process_continues_with_the_moments_that_two_saved(trained, output):
-    two = curve(trained[1], attempt=0)
+    two = curve(trained["split"], attempt=0)
     spec = eight_bits(make_spec(output, "split", "torch", "single", 1))
     assert train_spec(spec, SAVED).status == "complete"
     assert curve(spec) == approx(two)
@@ -142,7 +175,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, output):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"type": "fsdp"}}, r"adapter\.quantization: 'nf4' packs weights .* set parallel\.type to 'ddp'"),
         ({"adapter": {"type": "lora", "quantization": "nf4", "use_dora": True}}, r"'nf4' hides the lengths"),
     ],
 )

@@ -203,12 +203,6 @@ def _quantization(spec: RunSpec) -> Iterator[Contradiction]:
         return
     kind = spec.adapter.quantization
     yield Contradiction(
-        spec.parallel.type not in ("single", "ddp"),
-        ("adapter.quantization", "parallel.type"),
-        f"'{kind}' packs weights in a way that parallel.type '{spec.parallel.type}' cannot split; set parallel.type to "
-        "'ddp', or adapter.quantization to 'none'",
-    )
-    yield Contradiction(
         spec.adapter.use_dora,
         ("adapter.quantization", "adapter.use_dora"),
         f"'{kind}' hides the lengths of weight vectors that adapter.use_dora starts from; set adapter.use_dora to "

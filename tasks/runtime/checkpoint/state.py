@@ -18,7 +18,10 @@ from tasks.runtime.checkpoint.fragment import part_of
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.random_states import random_states, restore_random_states
 
-_MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+_OPTIMIZER, _RANDOM = "optimizer.", "random."
+
+MODEL = "model."
+"""What the name of a tensor of the model begins with."""
 
 MASTER = "master"
 """The slot of an optimizer that keeps exact weights beside the rounded ones that layers compute with."""
@@ -45,7 +48,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[_MODEL + name] = part_of(tensor)
+            tensors[MODEL + name] = part_of(tensor)
     return tensors
 
 
@@ -53,9 +56,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Those of `model_tensors` that a checkpoint has: under an adapter not the frozen ones, which are read anew."""
     tensors = model_tensors(model)
     if has_adapter(model):
-        learned = {_MODEL + name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        learned = {MODEL + name for name, parameter in model.named_parameters() if parameter.requires_grad}
         # Beside parameters and buffers a state dict has what quantized weights are read by.
-        kept = learned | {_MODEL + name for name, _ in model.named_buffers()}
+        kept = learned | {MODEL + name for name, _ in model.named_buffers()}
         tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
     return tensors
 
@@ -77,8 +80,8 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 def adopt_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """Give an empty model the types of one with weights: some families keep some tensors in fp32 under any dtype."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if _MODEL + name in dtypes:
-            tensor.data = tensor.data.to(dtypes[_MODEL + name])
+        if MODEL + name in dtypes:
+            tensor.data = tensor.data.to(dtypes[MODEL + name])
 
 
 def load_model(index: Index, model: nn.Module) -> None:
@@ -88,9 +91,9 @@ def load_model(index: Index, model: nn.Module) -> None:
 
 def read_model_tensors(index: Index) -> dict[str, Tensor]:
     """What the checkpoint has of the model, whole and on the CPU, by names in the model."""
-    tensors = {key: index.empty(key) for key in index if key.startswith(_MODEL)}
+    tensors = {key: index.empty(key) for key in index if key.startswith(MODEL)}
     index.read(tensors)
-    return {key.removeprefix(_MODEL): tensor for key, tensor in tensors.items()}
+    return {key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}
 
 
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

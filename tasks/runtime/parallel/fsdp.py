@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
-from tasks.runtime.checkpoint.state import model_tensors
+from tasks.runtime.checkpoint.state import MODEL, model_tensors
 from tasks.runtime.layers import layers_of
 from tasks.runtime.model import compute_dtype, materialize, take_weights
 from tasks.runtime.parallel.context import cut_rows
 from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.parallel.tensor import cut
 from tasks.runtime.processes import Processes
+from tasks.runtime.quantized import Packed, is_quantized, lay_out, pack
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,7 +45,7 @@ class Fsdp(InPlace):
             self._context_mesh = init_device_mesh(device, shape, mesh_dim_names=("reader", "context", "same"))[
                 "context"
             ]
-        self._fused_loss = spec.fused_loss
+        self._fused_loss, self._quantized = spec.fused_loss, is_quantized(spec)
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
@@ -54,6 +55,7 @@ class Fsdp(InPlace):
         layers = layers_of(model, "parallel.type", "'ddp'")
         # Before they are split: the main process hands out what only it has.
         whole = take_weights(model)
+        packed = lay_out(model) if self._quantized else {}
         if self._context_mesh is not None:
             cut_rows(model, self._context_mesh, self._processes)
         if self._tensor_mesh is not None:
@@ -66,7 +68,7 @@ class Fsdp(InPlace):
         device = self._processes.device
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
         if not weights_follow:
-            self._hand_out(model, whole)
+            self._hand_out(model, whole, packed)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -83,12 +85,15 @@ class Fsdp(InPlace):
             offload_policy=offload if self._settings.cpu_offload else OffloadPolicy(),
         )
 
-    def _hand_out(self, model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> None:
+    def _hand_out(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: Packed) -> None:
         """Give every process its parts of the main process's weights, one tensor at a time. A collective."""
         for name, tensor in model_tensors(model).items():
-            sent = whole[name] if self._processes.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+            layer, like = packed.get(name.removeprefix(MODEL), (None, tensor))
+            sent = whole[name] if self._processes.is_main else torch.empty(like.shape, dtype=like.dtype)
             sent = sent.to(self._processes.device)
             dist.broadcast(sent, src=0)
+            if layer is not None:
+                sent = pack(layer, sent)
             if isinstance(tensor, DTensor):
                 for chunk in tensor.__create_chunk_list__():
                     begins = zip(chunk.offsets, chunk.sizes, strict=True)
