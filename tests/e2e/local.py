@@ -35,6 +35,7 @@ NAMESPACE = "strata-system"
 TENANTS = ("flytesnacks-development", "rival-development")
 # Addresses of that cluster, which its scripts choose.
 STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
+BRIDGE = "0a:58:0a:58:00:01"
 # Of a second store, in which each tenant has an account.
 ACCOUNTS = 9002
 # Folders of this machine that pods see read-only, at the same paths. The workflow's own code travels with it.
@@ -129,6 +130,9 @@ def up() -> None:
         script("up.sh", LIMITS["up"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster does not start here: {error}") from error
+    # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for the
+    # most of a minute the others then know no way to the stores, the API server and each other's services.
+    inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
     install()
 
 
