@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -190,11 +190,11 @@ class Job:
         self.watchdog.expect("the return to a checkpoint", SLOW)
         self.withheld = None
         self.writer.wait()
-        folder = self.processes.on_main(lambda: checkpoint.latest(self.writer.root))
+        folder, facts = self.processes.on_main(self._newest)
         if folder is None:
             raise ValueError(f"{fault}; and there is no whole checkpoint in {self.writer.root} to go back to")
         self.start = self.newest = checkpoint.step_of(folder)
-        self.guard.recall(checkpoint.facts_of(folder))
+        self.guard.recall(facts)
         self.guard.pass_over(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.amend(folder, self.guard.facts())
@@ -202,6 +202,11 @@ class Job:
         if self.processes.is_main:
             log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)
+
+    def _newest(self) -> tuple[Path | None, dict[str, Any]]:
+        """The newest whole checkpoint and what it notes. For one process, which changes that while others go on."""
+        folder = checkpoint.latest(self.writer.root)
+        return folder, {} if folder is None else checkpoint.facts_of(folder)
 
     def _require_finite(self, step: int) -> None:
         """Where steps are taken in the backward pass no norm tells that they ruined the weights."""

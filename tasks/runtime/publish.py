@@ -11,6 +11,11 @@ from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
 
+# What an earlier model in a repository may have that a library would load in place of the new weights, or on top.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json")
+# What begins the names in a run's folder, here or in a store.
+_OF_A_RUN = ("checkpoint", "metrics.jsonl", "spec.yaml")
+
 
 def require_targets(spec: RunSpec) -> None:
     """Raises ValueError when what `export` names cannot be opened: before anything is trained, and not at its end."""
@@ -60,17 +65,26 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
     hub, name = HfApi(), spec.export.push_to_hub
     # Also where it is there already, whose visibility then stays.
     address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
-    hub.upload_folder(repo_id=name, folder_path=model, commit_message=f"Add the model of run {spec.name}")
+    told = f"Add the model of run {spec.name}"
+    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_WEIGHTS))
     return str(address)
 
 
 def _to_store(spec: RunSpec, model: Path) -> str:
-    """Its configuration comes last and goes first: a folder without one is no model."""
+    """Its configuration comes last and goes first: a folder without one is no model.
+
+    Raises ValueError where the folder is that of a run, whose files would be taken for those of an earlier model.
+    """
     address = f"{str(spec.export.url).rstrip('/')}/{spec.name}"
     store, root = open_url(address, "export.url")
+    store.invalidate_cache()
     store.makedirs(root, exist_ok=True)
+    there = store.find(root)
+    for path in there:
+        if path.removeprefix(root).lstrip("/").startswith(_OF_A_RUN):
+            raise ValueError(f"{path} is of a run, and {address} is to be the model's alone; choose another export.url")
     # Files of an earlier export that this one has not.
-    for old in sorted(store.find(root), key=lambda path: not path.endswith("/config.json")):
+    for old in sorted(there, key=lambda path: not path.endswith("/config.json")):
         store.rm_file(old)
     names = sorted(str(path.relative_to(model)) for path in model.rglob("*") if path.is_file())
     for name in sorted(names, key=lambda name: name == "config.json"):

@@ -355,7 +355,8 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     if done == steps and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
         if record.status == "complete":
-            return latest, record
+            # The folder may have another place since.
+            return latest, record.model_copy(update={"checkpoint": str(latest)})
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.mirror is not None:
         run.mirror.discard_after(done)

@@ -1,15 +1,21 @@
 """What is done at the end of a step, whatever the framework."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.guard import Guard, RollBack
 from tasks.runtime.job import Job
 from tasks.runtime.objectives import next_token, target_tokens
+from tasks.runtime.processes import Processes
 from tests.runtime.train_only import train_spec
 
 
@@ -34,6 +40,33 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
         train_spec(spec)
     assert checkpoint.latest(RunFolder.of(spec).checkpoints) is None
     assert not RunFolder.of(spec).record.exists()
+
+
+def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkeypatch):
+    """What the checkpoint notes is read once and handed out: the main process may have changed it by now."""
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    whole.commit(folder, {}, {"guard": {"losses": [], "skips": 0, "passed_over": []}})
+    processes, spec = Processes(), RunSpec.model_validate({"faults": {"nonfinite": "rollback"}})
+
+    def on_main(call):
+        """As on a late process: the main one has done its part, and the next one, too."""
+        value = call()
+        whole.amend(folder, {"guard": {"losses": [], "skips": 0, "passed_over": [(10, 3)]}})
+        return value
+
+    monkeypatch.setattr(Processes, "on_main", lambda self, call: on_main(call))
+    job = SimpleNamespace(
+        watchdog=SimpleNamespace(expect=lambda *arguments: None),
+        writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, facts={}),
+        recorder=SimpleNamespace(rolled_back=lambda: None),
+        guard=Guard(spec, processes, {}),
+        processes=processes,
+        load=lambda folder: None,
+    )
+    job._newest = partial(Job._newest, job)
+    Job._go_back(job, RollBack(13, "the loss is nan"))
+    assert job.guard.passed_over == [(10, 3)]
 
 
 @pytest.mark.parametrize("framework", ["torch", "hf", "lightning"])

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import threading
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -237,6 +238,30 @@ def test_checkpoints_wait_while_the_store_is_away(mirror, store, caplog):
     copying.finish()
     assert Remote("flaky://bucket/runs", "x").steps() == [100, 150]
     assert "x/metrics.jsonl" in names() and "cannot be reached" in caplog.text
+
+
+def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, store, monkeypatch, caplog):
+    copying, folder = mirror(keep_last=1)
+    put_file, begun, go_on, order = Flaky.put_file, threading.Event(), threading.Event(), []
+
+    def slow(self, here, there, *arguments, **options):
+        order.append(whole.step_of(Path(here).parent))
+        begun.set()
+        assert go_on.wait(10)
+        return put_file(self, here, there, *arguments, **options)
+
+    monkeypatch.setattr(Flaky, "put_file", slow)
+    copying.add(save(folder.checkpoints, 50))
+    assert begun.wait(10)
+    for step in (100, 150, 200):
+        copying.add(save(folder.checkpoints, step))
+        whole.prune(folder.checkpoints, 1, spare=copying.copying)
+    assert list(map(whole.step_of, whole.folders(folder.checkpoints))) == [50, 200]
+    go_on.set()
+    copying.finish()
+    assert order == [50, 50, 200, 200]
+    assert Remote("flaky://bucket/runs", "x").steps() == [200]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(("error", "timeout"), [(OSError("away"), 1), (PermissionError("no"), 900)])

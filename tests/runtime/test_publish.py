@@ -30,7 +30,7 @@ def model(tmp_path):
 class Hub(BaseHTTPRequestHandler):
     """As much of the Hub as an upload of small files asks of it."""
 
-    asked = ()
+    asked, there = (), ()
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -54,7 +54,10 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(answer, status)
 
     def do_GET(self):
-        self._answer({"sha": "1", "id": "org/model", "siblings": []}, 200)
+        if "/tree/" in self.path:
+            self._answer([{"type": "file", "path": path, "size": 1, "oid": "0"} for path in self.there], 200)
+        else:
+            self._answer({"sha": "1", "id": "org/model", "siblings": []}, 200)
 
     def _answer(self, answer, status):
         content = json.dumps(answer).encode()
@@ -85,6 +88,7 @@ def hub(monkeypatch):
 
 def test_a_model_is_pushed_to_the_hub(hub, model):
     spec = spec_of(push_to_hub="org/model")
+    hub.there = ["LICENSE", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
     require_targets(spec)
     publish(spec, model)
     assert all(token == "Bearer hf_secret" for _, token, _ in hub.asked)
@@ -95,8 +99,11 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
     [commit] = [body for path, _, body in hub.asked if "/commit/" in path]
     lines = [json.loads(line)["value"] for line in commit.splitlines()]
     assert lines[0]["summary"] == "Add the model of run x"
-    sent = {line["path"]: base64.b64decode(line["content"]).decode() for line in lines[1:]}
+    sent = {line["path"]: base64.b64decode(line["content"]).decode() for line in lines[1:] if "content" in line}
     assert sent == {name: f"new {name}" for name in ("config.json", "model.safetensors", "README.md")}
+    # An adapter that was there would be put on top of the new weights.
+    gone = {line["path"] for line in lines[1:] if "content" not in line}
+    assert gone == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
@@ -133,6 +140,22 @@ def test_a_model_without_configuration_is_left_where_a_copy_breaks(model, monkey
         publish(spec_of(url="memory://models"), model)
     assert not store.exists("/models/x/config.json")
     store.rm("/models", recursive=True)
+
+
+def test_a_run_in_the_store_is_never_taken_for_an_earlier_model(model):
+    store = fsspec.filesystem("memory")
+    store.pipe("/models/x/checkpoint-2/manifest.json", b"{}")
+    with pytest.raises(ValueError, match=r"checkpoint-2/manifest\.json is of a run.*choose another export\.url"):
+        publish(spec_of(url="memory://models"), model)
+    assert store.find("/models") == ["/models/x/checkpoint-2/manifest.json"]
+    store.rm("/models", recursive=True)
+
+
+@pytest.mark.parametrize(("checkpoints", "models"), [("s3://b/a", "s3://b/a/"), ("s3://b/x/y", "s3://b")])
+def test_models_and_checkpoints_have_places_of_their_own(checkpoints, models):
+    with pytest.raises(SpecError, match=r"export\.url: takes the whole of s3://b.*set export\.url to another folder"):
+        RunSpec.model_validate({"name": "x", "checkpoint": {"url": checkpoints}, "export": {"url": models}})
+    RunSpec.model_validate({"name": "x", "checkpoint": {"url": "s3://b/a"}, "export": {"url": "s3://b/models"}})
 
 
 def test_places_that_cannot_be_are_refused():

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,13 @@ class TestFinishedRun:
         with caplog.at_level(logging.INFO, "tasks"), session(spec) as run:
             assert train(run, data) == before
         assert f"all {STEPS} steps are done already" in caplog.text
+
+    def test_that_has_moved_hands_on_its_own_weights(self, undisturbed, finished, tmp_path):
+        spec, data = finished
+        shutil.copytree(RunFolder.of(spec).root, tmp_path / spec.name)
+        moved = RunSpec.model_validate({**spec.model_dump(), "output": str(tmp_path)})
+        with session(moved) as run:
+            assert train(run, data).checkpoint == str(checkpoint.latest(RunFolder.of(moved).checkpoints))
 
     def test_whose_record_is_lost_gets_it_back_without_training(self, undisturbed, finished):
         spec, data = finished

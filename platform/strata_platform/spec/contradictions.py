@@ -34,6 +34,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
         _store,
         _model,
         _checkpoint,
+        _places,
         _schedule,
         _data,
         _tasks,
@@ -306,6 +307,16 @@ def _checkpoint(spec: RunSpec) -> Iterator[Contradiction]:
         ("checkpoint.keep_every", "checkpoint.every"),
         f"{keep_every} is not a multiple of checkpoint.every {every}, and no other step is saved; "
         f"set it to one, for example {every * 10}",
+    )
+
+
+def _places(spec: RunSpec) -> Iterator[Contradiction]:
+    checkpoints, model = (f"{(url or '').rstrip('/')}/{spec.name}/" for url in (spec.checkpoint.url, spec.export.url))
+    yield Contradiction(
+        spec.checkpoint.url is not None and spec.export.url is not None and checkpoints.startswith(model),
+        ("export.url", "checkpoint.url"),
+        f"takes the whole of {model.rstrip('/')} for the model, where checkpoint.url has the checkpoints; set "
+        "export.url to another folder",
     )
 
 

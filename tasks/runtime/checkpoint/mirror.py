@@ -1,7 +1,8 @@
 """Copies a run's checkpoints to an object store while training goes on, and brings them back.
 
 Checkpoints are written to the disk first, whatever the store does. A thread of the main process copies each when it is
-whole; while the store is away they wait on the disk, where the newest ones are kept anyway.
+whole; while the store is away they wait on the disk, where the newest ones are kept anyway. The newest goes first, and
+the one under way stays on the disk: so a store that is slower than checkpoints come has some of them, and not none.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +43,8 @@ class Mirror:
         self._spec, self._settings, self._folder = spec, spec.checkpoint, folder
         self._remote = Remote(spec.checkpoint.url, spec.name)
         self._waiting: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self.copying: Path | None = None
+        """The checkpoint under way, which is to stay on the disk until it is there."""
         self._ending = threading.Event()
         self._failure: str | None = None
         self._thread: threading.Thread | None = None
@@ -129,7 +132,8 @@ class Mirror:
             return f"{error} is missing"
 
     def _work(self) -> None:
-        while (folder := self._waiting.get()) is not None:
+        for folder in self._turns():
+            self.copying = folder
             try:
                 persist(partial(self._copy, folder), self._remote.url, self._settings.url_timeout, self._pause)
             except _Ended:
@@ -137,8 +141,29 @@ class Mirror:
             except ValueError as error:
                 self._failure = str(error)
                 return
+            finally:
+                self.copying = None
+
+    def _turns(self) -> Iterator[Path]:
+        """What is to be copied, the newest first, until no more comes and all had their turn."""
+        waiting: set[Path] = set()
+        more = True
+        while more or waiting:
+            while more and (not waiting or not self._waiting.empty()):
+                folder = self._waiting.get()
+                if folder is None:
+                    more = False
+                else:
+                    waiting.add(folder)
+            if waiting:
+                newest = max(waiting, key=whole.step_of)
+                waiting.remove(newest)
+                yield newest
 
     def _copy(self, folder: Path) -> None:
+        step, there = whole.step_of(folder), self._remote.steps()
+        if step in whole.expendable(sorted({*there, step}), self._settings.keep_last, self._settings.keep_every):
+            return
         try:
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
             for path in self._small_files():
@@ -146,9 +171,11 @@ class Mirror:
                     self._remote.put_file(path)
             self._remote.put(folder)
         except FileNotFoundError:
-            # Newer ones may have taken its place on the disk meanwhile: then its manifest was the first to go.
+            # Newer ones may have taken its place on the disk before its turn: then its manifest was the first to go.
             if (folder / whole.MANIFEST).exists():
                 raise
+            log.warning("checkpoint-%d left the disk before it was copied to %s", step, self._remote.url)
+            self._remote.remove(step)
             return
         for step in whole.expendable(self._remote.steps(), self._settings.keep_last, self._settings.keep_every):
             self._remote.remove(step)

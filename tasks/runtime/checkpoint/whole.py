@@ -129,14 +129,17 @@ def expendable(steps: Sequence[int], keep_last: int, keep_every: int | None) -> 
     return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
 
 
-def prune(root: Path, keep_last: int, keep_every: int | None = None) -> None:
-    """Keep the newest checkpoints, and those of every so many steps. Call after `commit`: a whole one always exists.
+def prune(root: Path, keep_last: int, keep_every: int | None = None, *, spare: Path | None = None) -> None:
+    """Keep the newest checkpoints, those of every so many steps, and `spare`.
 
-    One that cannot be removed is tried again the next time: a file that somebody reads over the network, say.
+    Call after `commit`: a whole one always exists. One that cannot be removed is tried again the next time: a file that
+    somebody reads over the network, say.
     """
     by_step = {step_of(folder): folder for folder in folders(root)}
     for step in expendable(list(by_step), keep_last, keep_every):
         folder = by_step[step]
+        if folder == spare:
+            continue
         try:
             # Without its manifest a half-removed folder is no checkpoint.
             (folder / MANIFEST).unlink(missing_ok=True)

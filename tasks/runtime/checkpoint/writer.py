@@ -172,7 +172,7 @@ class CheckpointWriter:
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 mesh = {"world_size": self._processes.world_size, "copies": self._processes.copies}
                 whole.commit(folder, known, {**self._facts, **facts, **mesh})
-                whole.prune(self.root, *self._keep)
+                whole.prune(self.root, *self._keep, spare=self._mirror.copying if self._mirror is not None else None)
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
