@@ -19,6 +19,7 @@ from tasks.runtime.data.dataset import Batch
 from tasks.runtime.harness import Score, task_scores
 from tasks.runtime.model import adopt_tokenizer, build_model, has_fused_loss, patch
 from tasks.runtime.objectives import Objective, validation_objective_of
+from tasks.runtime.positions import learned_positions
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.weights import build_trained_model
@@ -131,13 +132,16 @@ def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device)
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, spec: RunSpec
 ) -> str:
-    """The model's most likely continuation of the prompt, without the prompt."""
+    """The model's most likely continuation of the prompt, without the prompt, as long as there are positions for it."""
     ids = torch.tensor([prompt.prompt_ids], device=model.device)
+    most, positions = spec.evaluation.max_new_tokens, learned_positions(model)
+    if positions is not None and (most := min(most, positions - ids.shape[1])) <= 0:
+        return ""
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=GenerationConfig(
-            max_new_tokens=spec.evaluation.max_new_tokens,
+            max_new_tokens=most,
             do_sample=False,
             use_cache=True,
             eos_token_id=list(data.manifest.stop_token_ids) or None,

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
@@ -39,7 +39,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     # A fixed name: what a killed export left is as large as the model, and goes with the next one.
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    _write(spec, data.tokenizer(), weights, temporary)
+    _write(spec, data, weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
     record.save(temporary / "strata_record.json")
     _replace(temporary, folder.model)
@@ -54,12 +54,13 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     return folder
 
 
-def _write(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, weights: Path, folder: Path) -> None:
+def _write(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
     """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
-    device = Processes().device
+    device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)
     adopt_tokenizer(model, tokenizer)
     model.config.use_cache = True
+    _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     expected = expected_of(model.to(device), tokenizer)
@@ -68,6 +69,13 @@ def _write(spec: RunSpec, tokenizer: PreTrainedTokenizerBase, weights: Path, fol
         torch.cuda.empty_cache()
     verify(folder, expected, device, spec.model.attention)
     log.info("verified: a fresh process reads the same model from its folder")
+
+
+def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:
+    """Have what the model writes end where it learned to end, and where its makers say."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    found = sorted({*tokens, *(end for end in ends if end is not None)})
+    config.eos_token_id = found[0] if len(found) == 1 else found or None
 
 
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:

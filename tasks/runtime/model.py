@@ -111,7 +111,8 @@ def _readable(source: str) -> Iterator[None]:
     """Name the model where it cannot be read; what the libraries say of it are their own words."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    # ImportError: of a package that the weights need, such as those that are quantized.
+    except (OSError, ImportError, ValueError, SafetensorError) as error:
         said = " ".join(str(error).split())
         raise ValueError(
             f"model.name {source!r} cannot be read: {said}; give the name of a model on the Hub, or a folder with its "
@@ -120,9 +121,15 @@ def _readable(source: str) -> Iterator[None]:
 
 
 def _drop_idle_settings(config: GenerationConfig) -> None:
-    """Leave out how to sample where nothing is sampled: transformers loads such settings, but may not save them."""
+    """Leave out how to sample where nothing is sampled, and beams where there is one.
+
+    transformers loads such settings, and may not save them.
+    """
     if not config.do_sample:
         for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(config, name, None)
+    if config.num_beams in (None, 1):
+        for name in ("early_stopping", "length_penalty"):
             setattr(config, name, None)
 
 
@@ -195,10 +202,12 @@ def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
     Raises ValueError when the tokenizer has tokens that the model has no embedding for.
     """
-    if len(tokenizer) > model.config.vocab_size:
+    # Of a model that sees as well, that of its text.
+    embedded = model.config.get_text_config().vocab_size
+    if len(tokenizer) > embedded:
         raise ValueError(
             f"model.tokenizer has {len(tokenizer)} tokens but model.name {model.config.name_or_path or 'preset'!r} "
-            f"embeds {model.config.vocab_size}; use the model's own tokenizer"
+            f"embeds {embedded}; use the model's own tokenizer"
         )
     for config in (model.config, model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -51,6 +51,7 @@ from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed, strategy_of
 from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.positions import require_apart, require_positions
 from tasks.runtime.processes import Processes
 from tasks.runtime.quantized import is_quantized, quantized
 from tasks.runtime.random_states import seed_generators
@@ -154,8 +155,11 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
     run.processes.on_main(lambda: require_divisible(run.spec))
     run.processes.on_main(lambda: require_attention(run.spec))
+    run.processes.on_main(lambda: require_positions(run.spec))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
+    if not resume_from:
+        run.processes.on_main(lambda: require_apart(model, run.spec))
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)

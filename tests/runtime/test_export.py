@@ -1,6 +1,9 @@
 """The exported folder appears whole, and a killed export leaves nothing that stays."""
 
-from tasks.runtime.export import _replace
+import pytest
+from transformers import GenerationConfig
+
+from tasks.runtime.export import _replace, _stop_at
 
 
 def test_the_new_folder_takes_the_place_and_leftovers_go(tmp_path):
@@ -11,3 +14,13 @@ def test_the_new_folder_takes_the_place_and_leftovers_go(tmp_path):
     _replace(new, old)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (old / "config.json").read_text() == ".model.tmp"
+
+
+@pytest.mark.parametrize(
+    ("makers", "learned", "ends"),
+    [(2, (2, 4), [2, 4]), ([5, 2], (4,), [2, 4, 5]), (2, (2,), 2), (None, (), None), (None, (4,), 4)],
+)
+def test_what_the_model_writes_ends_where_it_learned_to(makers, learned, ends):
+    config = GenerationConfig(eos_token_id=makers)
+    _stop_at(config, learned)
+    assert config.eos_token_id == ends

@@ -92,7 +92,7 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
 def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path):
     built = build_model(RunSpec())
     built.save_pretrained(tmp_path / "hub")
-    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "max_new_tokens": 7}
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "length_penalty": 2.0, "max_new_tokens": 7}
     (tmp_path / "hub" / "generation_config.json").write_text(json.dumps(settings))
     again = build_model(RunSpec(model={"name": str(tmp_path / "hub")}))
     assert build_saved_model(save(again, tmp_path)).generation_config.max_new_tokens == 7
