@@ -9,6 +9,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.paths import directory, file
 from tasks.resources import RETRIES
@@ -36,5 +37,5 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())
     folder = export(spec, record, prepared, trained)
-    Deck("Training", render_body(record, read_points(trained / folder.metrics.name), dump_spec(spec)))
+    Deck("Training", render_body(record, read_points(trained / folder.metrics.name), redacted(dump_spec(spec))))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

@@ -7,6 +7,7 @@ import logging
 import sys
 
 from strata_platform.errors import SpecError
+from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import DataRecipe, load_spec
 from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY
@@ -69,10 +70,10 @@ def main() -> int:
                 tell(stage=Stage.EXPORTING)
                 export(spec, record, data, weights)
     except (ValueError, OutOfMemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redacted(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except Unhealthy as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redacted(str(error))}", file=sys.stderr)
         return EXIT_UNHEALTHY
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)

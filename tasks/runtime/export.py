@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
@@ -45,7 +46,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     _replace(temporary, folder.model)
 
     record.save(folder.record)
-    html = render_report(record, read_points(weights / folder.metrics.name), dump_spec(spec))
+    html = render_report(record, read_points(weights / folder.metrics.name), redacted(dump_spec(spec)))
     folder.report.write_text(html, encoding="utf-8")
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)
@@ -84,7 +85,7 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     if isinstance(spec.adapter, Lora):
         kind = "DoRA" if spec.adapter.use_dora else "LoRA"
         base += f" by {kind} of rank {spec.adapter.r}, merged,"
-    source = spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source)
+    source = redacted(spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     return f"""---
 library_name: transformers

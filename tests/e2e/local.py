@@ -130,8 +130,8 @@ def up() -> None:
         script("up.sh", LIMITS["up"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster does not start here: {error}") from error
-    # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for the
-    # most of a minute the others then know no way to the stores, the API server and each other's services.
+    # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for
+    # the most of a minute the others then know no way to the stores and the API server.
     inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
     install()
 

@@ -5,6 +5,7 @@ from types import MappingProxyType
 import pytest
 
 from strata_platform.errors import SpecError
+from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data
 from strata_platform.spec.parallel import Ddp, Single
@@ -436,3 +437,25 @@ def test_tokens_of_a_step_say_how_often_it_passes():
 )
 def test_tokens_that_make_no_step_are_refused(fields, words):
     assert re.search(words, problems_of(**fields)["training.tokens_per_step"].message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"data": {"source": "https://me:hidden@host/rows.jsonl"}}, "data.source"),
+        ({"data": {"source": ["rows.jsonl", "s3://me:hidden@bucket/rows.jsonl"]}}, "data.source"),
+        ({"kernels": {"store": {"url": "redis://me:hidden@host", "allow_unsigned": True}}}, "kernels.store.url"),
+        ({"checkpoint": {"url": "s3://me:hidden@bucket"}}, "checkpoint.url"),
+        ({"export": {"url": "s3://me:hidden@bucket"}}, "export.url"),
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(fields, path):
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate(fields)
+    assert path in str(caught.value) and "credentials" in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+def test_of_urls_in_a_text_what_may_be_shown_is():
+    text = "see https://me:hidden@host/a.jsonl?X-Signature=hidden, s3://bucket/me@host and 'gs://b/*?'"
+    assert redacted(text) == "see https://...@host/a.jsonl?... s3://bucket/me@host and 'gs://b/*?'"

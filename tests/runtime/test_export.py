@@ -3,7 +3,9 @@
 import pytest
 from transformers import GenerationConfig
 
-from tasks.runtime.export import _replace, _stop_at
+from strata_platform.spec import RunSpec
+from tasks.runtime.export import _replace, _stop_at, model_card
+from tests.runtime.test_report import RECORD
 
 
 def test_the_new_folder_takes_the_place_and_leftovers_go(tmp_path):
@@ -24,3 +26,8 @@ def test_what_the_model_writes_ends_where_it_learned_to(makers, learned, ends):
     config = GenerationConfig(eos_token_id=makers)
     _stop_at(config, learned)
     assert config.eos_token_id == ends
+
+
+def test_the_card_does_not_say_what_opens_the_data():
+    spec = RunSpec.model_validate({"data": {"source": "https://host/rows.jsonl?X-Signature=hidden"}})
+    assert "on `https://host/rows.jsonl?...`" in model_card(spec, RECORD)

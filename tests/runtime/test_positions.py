@@ -52,7 +52,11 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path):
     folder = save_pretrained(tmp_path / "model")
     config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    spec = {"model": {"name": str(folder), "attention": "eager"}, "kernels": {"enabled": False}, "output": str(tmp_path)}
+    spec = {
+        "model": {"name": str(folder), "attention": "eager"},
+        "kernels": {"enabled": False},
+        "output": str(tmp_path),
+    }
     few = {"data": {"max_samples": 20, "sequence_length": 64}, "training": {"steps": 1, "micro_batch_size": 1}}
     with pytest.raises(ValueError, match=r"data\.packing is true"):
         train_spec(RunSpec.model_validate({**spec, **few}))

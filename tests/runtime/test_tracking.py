@@ -14,7 +14,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.tracking import Trackers, require_trackers
 from tasks.runtime.tracking import channel as channel_module
 from tasks.runtime.tracking.channel import Channel
-from tasks.runtime.tracking.tracker import values_of
+from tasks.runtime.tracking.tracker import settings_of, values_of
 from tests.runtime.free_port import free_port
 
 POINT = MetricPoint(
@@ -207,3 +207,9 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch, caplog, capfd):
     assert b"train/loss" in b"".join(file.read_bytes() for file in files)
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
+
+
+def test_what_others_see_of_the_spec_has_no_signature():
+    spec = RunSpec.model_validate({"data": {"source": ["https://host/rows.jsonl?X-Signature=hidden", "b.jsonl"]}})
+    assert settings_of(spec)["data"]["source"] == ["https://host/rows.jsonl?...", "b.jsonl"]
+    assert settings_of(RunSpec()) == RunSpec().model_dump(mode="json")

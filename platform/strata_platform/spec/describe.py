@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from strata_platform.redact import redacted
+
 
 @dataclass(frozen=True)
 class Words:
@@ -109,9 +111,12 @@ def either(words: Iterable[str]) -> str:
 
 
 def shown(value: Any, width: int = 60) -> str:
-    """`value` as a person would have written it, on one line of at most `width` characters; nested values as `...`."""
+    """`value` as a person would have written it, on one line of at most `width` characters; nested values as `...`.
+
+    Of URLs, what may be shown.
+    """
     if isinstance(value, str):
-        text = repr(value)
+        text = repr(redacted(value))
     elif value is None or isinstance(value, bool | int | float):
         text = json.dumps(value)
     elif isinstance(value, list | tuple):

@@ -7,8 +7,9 @@ import json
 import re
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from strata_platform.redact import has_credentials
 from strata_platform.spec.check import spec_error
 from strata_platform.spec.describe import Words
 
@@ -33,12 +34,25 @@ def _number_as_text(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
+def _without_credentials(value: Any) -> Any:
+    if any(has_credentials(text) for text in ((value,) if isinstance(value, str) else value)):
+        raise ValueError(
+            "a URL with credentials, which would be in every copy of the spec; leave them to the environment"
+        )
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(number)]
 Number = Annotated[float, BeforeValidator(number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Text = Annotated[str, Field(min_length=1)]
-Sources = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], Words("text or a list of text, not empty")]
+Place = Annotated[Text, AfterValidator(_without_credentials)]
+Sources = Annotated[
+    Text | Annotated[tuple[Text, ...], Field(min_length=1)],
+    AfterValidator(_without_credentials),
+    Words("text or a list of text, not empty"),
+]
 Address = Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://[^@]+$"), Words("a URL without credentials")]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import BUILTIN_SOURCES, Data
 from tasks.runtime.data import python_docs
@@ -105,7 +106,7 @@ class Files:
                 + ", ".join(f"{suffix} ({path})" for suffix, path in kinds.items())
                 + "; give files of one kind"
             )
-        return cls(", ".join(names), tuple(found))
+        return cls(redacted(", ".join(names)), tuple(found))
 
     def rows(self) -> Iterator[Row]:
         """Rows of all files. Raises ValueError, naming the file, when one cannot be read."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.tracking.tracker import Values, identity
+from tasks.runtime.tracking.tracker import Values, identity, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Mlflow:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._run_id = self._begin(spec)
-            fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(spec.model_dump(mode="json"))]
+            fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(settings_of(spec))]
             for params in chunks(fields, PARAMS):
                 self._client.log_batch(self._run_id, params=params)
             known.write_text(self._run_id)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from strata_platform.redact import redacted
 from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
 
 # What says when a value was, and is not a value itself.
@@ -40,6 +43,11 @@ def values_of(point: MetricPoint) -> Values:
     known |= known.pop("metrics")
     told = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
     return Values(point.step, point.time, told)
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """The spec for others to see: URLs without what may be a signature."""
+    return dict(json.loads(redacted(spec.model_dump_json())))
 
 
 def identity(folder: RunFolder, name: str) -> Path:

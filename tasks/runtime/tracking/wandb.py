@@ -10,7 +10,7 @@ import wandb
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tasks.runtime.tracking.tracker import Values, identity
+from tasks.runtime.tracking.tracker import Values, identity, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Wandb:
             id=known.read_text(),
             resume="allow",
             dir=str(folder.root),
-            config=spec.model_dump(mode="json"),
+            config=settings_of(spec),
             # What a run says on the console it says itself.
             settings=wandb.Settings(console="off", silent=True),
         )
