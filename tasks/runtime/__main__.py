@@ -41,7 +41,7 @@ def main() -> int:
     from tasks.runtime.data import fingerprint, prepare
     from tasks.runtime.evaluate import evaluate
     from tasks.runtime.export import export
-    from tasks.runtime.folder import data_folder
+    from tasks.runtime.folder import RunFolder, data_folder
     from tasks.runtime.harness import require_tasks
     from tasks.runtime.health import Unhealthy
     from tasks.runtime.publish import require_targets
@@ -63,7 +63,8 @@ def main() -> int:
             data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
-            with preemptible():
+            # A second start would replace the model that is being verified.
+            with preemptible(), RunFolder.of(spec).lock():
                 tell(stage=Stage.EVALUATING)
                 weights = collect_weights(spec, record)
                 record = evaluate(spec, record, data, weights)

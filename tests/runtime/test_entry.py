@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec import RunSpec, dump_spec
+from tasks.runtime.__main__ import main
+from tasks.runtime.folder import RunFolder
 from tasks.runtime.processes import Processes
 from tasks.runtime.run import total_steps
 
@@ -28,6 +30,31 @@ def test_a_wrong_spec_ends_with_code_2_before_torch_is_loaded(tmp_path):
     loaded = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
     assert "strata_platform.spec" in loaded
     assert "torch" not in loaded
+
+
+def test_a_second_start_waits_for_the_end_of_the_export(tmp_path, monkeypatch):
+    spec = RunSpec.model_validate(
+        {
+            "output": str(tmp_path),
+            "data": {"max_samples": 20, "sequence_length": 64},
+            "training": {"steps": 1, "micro_batch_size": 1},
+            "evaluation": {"samples": 0},
+            "tracking": {"report_to": []},
+        }
+    )
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec))
+    seen = []
+
+    def export(*arguments):
+        with pytest.raises(ValueError, match="is being trained by process"), RunFolder.of(spec).lock(patience=0):
+            pass
+        seen.append(arguments)
+
+    monkeypatch.setattr("tasks.runtime.export.export", export)
+    # It would take the loggers from the tests that follow.
+    monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])
+    assert main() == 0 and seen
 
 
 def test_a_shape_that_was_not_started_is_refused_with_the_command():
