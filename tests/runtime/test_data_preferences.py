@@ -45,8 +45,15 @@ def read(values, **data):
         ({"prompt": "2 + 2?", "chosen": [GOOD], "rejected": [BAD]}, ASKED, "<|im_end|>"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, ASKED, "<|im_end|>"),
         ({"prompt": "2 + 2?", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}, TALKED, "<|im_end|>"),
+        ({"prompt": " Hello\n", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}, TALKED, "<|im_end|>"),
+        ({"prompt": "Hello", "chosen": [*TALK[1:], GOOD], "rejected": [*TALK[1:], BAD]}, TALKED, "<|im_end|>"),
+        ({"prompt": TALK[:1], "chosen": [*TALK[1:], GOOD], "rejected": [*TALK[1:], BAD]}, TALKED, "<|im_end|>"),
+        ({"prompt": TALK[:2], "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}, TALKED, "<|im_end|>"),
     ],
-    ids=["texts", "chats-and-prompt", "chats", "answers-after-text", "answers-after-messages", "several-turns"],
+    ids=[
+        *("texts", "chats-and-prompt", "chats", "answers-after-text", "answers-after-messages", "several-turns"),
+        *("first-turn", "turns-after-text", "turns-after-messages", "several-turns-and-messages"),
+    ],
 )
 def test_the_last_answer_alone_is_compared(row, before, ends):
     assert read(row) == [(before, "4" + ends), (before, "5" + ends)]
@@ -87,8 +94,18 @@ def test_answers_that_tell_nothing_are_passed_over(row):
         ),
         ({"chosen": [*TALK, GOOD], "rejected": [USER, USER, USER, BAD]}, RowError, "differ in message 1; they must be"),
         ({"chosen": [*TALK, GOOD], "rejected": [*TALK[:1], BAD]}, RowError, "have 4 and 2 messages"),
+        (
+            {"prompt": "2 + 2?", "chosen": [*TALK[:1], GOOD], "rejected": [*TALK[:1], BAD]},
+            RowError,
+            "row 1: the chat in column 'chosen' neither begins with the prompt .*'prompt' says.*data.prompt_column",
+        ),
+        (
+            {"prompt": [*TALK[:2]], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            RowError,
+            "row 1: the chat in column 'chosen' neither begins with the prompt",
+        ),
     ],
-    ids=["none", "near", "no-prompt", "number", "mixed", "alone", "no-answer", "apart", "longer"],
+    ids=["none", "near", "no-prompt", "number", "mixed", "alone", "no-answer", "apart", "longer", "other", "dropped"],
 )
 def test_what_does_not_fit_is_told(row, error, said):
     with pytest.raises(error, match=said):

@@ -1,10 +1,13 @@
 """Pairs of answers: the columns of format `preference`, and what a row of them says.
 
-Two shapes are on the Hub. Answers are texts, each a continuation of the prompt. Or they are lists of messages: whole
-chats that differ in the last message alone, or that message by itself after a prompt, a text or a list of messages.
+Two shapes are on the Hub. Answers are texts, each a continuation of the prompt. Or they are lists of messages that
+differ in the last one alone: whole chats, which repeat the prompt if there is one, or what follows a prompt, which is a
+text or a list of messages. What follows begins with the assistant's message, and may be that alone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import Messages, messages_of
@@ -56,8 +59,7 @@ def texts_of(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
 def chats_of(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages]:
     """The chats of a row that end with the chosen and the rejected answer, alike before that. Raises RowError."""
     *prompt, chosen, rejected = columns
-    asked = _asked(row, prompt[0]) if prompt else []
-    first, second = (_chat(row, column, asked) for column in (chosen, rejected))
+    first, second = (_chat(row, column, prompt) for column in (chosen, rejected))
     for number, (one, other) in enumerate(zip(first[:-1], second[:-1], strict=False), start=1):
         if one != other:
             raise RowError(_apart(row, chosen, rejected, f"differ in message {number}"))
@@ -72,16 +74,34 @@ def _asked(row: Row, column: str) -> Messages:
     return messages_of(row, column)
 
 
-def _chat(row: Row, column: str, asked: Messages) -> Messages:
+def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
+    """The chat that ends with the answer in `column`; `prompt` names the column of what was asked, if there is one."""
     messages = messages_of(row, column)
     if messages[-1]["role"] != "assistant":
         raise RowError(f"{row.where}: the last message in column {column!r} is the {messages[-1]['role']}'s, no answer")
-    # A chat that is whole repeats what the prompt says.
-    if len(messages) > 1:
-        return messages
-    if not asked:
+    asked = _asked(row, prompt[0]) if prompt else []
+    if not asked and len(messages) == 1:
         raise RowError(f"{row.where}: column {column!r} holds an answer alone, and there is no prompt before it")
-    return [*asked, *messages]
+    if _begins(messages, asked):
+        return messages
+    if messages[0]["role"] == "assistant":
+        return [*asked, *messages]
+    # A chat may say more before its last question: what the system says, or earlier turns.
+    if any(_begins(messages[start:-1], asked) for start in range(1, len(messages) - len(asked))):
+        return messages
+    raise RowError(
+        f"{row.where}: the chat in column {column!r} neither begins with the prompt nor with the assistant's message; "
+        f"repeat what column {prompt[0]!r} says in it, or, if that is no prompt, set data.prompt_column to another"
+    )
+
+
+def _begins(messages: Messages, asked: Messages) -> bool:
+    return [*map(_said, messages[: len(asked)])] == [*map(_said, asked)]
+
+
+def _said(message: dict[str, Any]) -> tuple[str, str, Any]:
+    """What a message says; white space around it varies between columns."""
+    return message["role"], message.get("content", "").strip(), message.get("tool_calls")
 
 
 def _apart(row: Row, chosen: str, rejected: str, how: str) -> str:
