@@ -28,7 +28,11 @@ class Data(Section):
     text_column: Text = Field("text", description="Column of format `text`.")
     prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
     completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
-    messages_column: Text = Field("messages", description="Column of format `chat`: a list of {role, content}.")
+    messages_column: Text = Field(
+        "messages",
+        description="Column of format `chat`: a list of {role, content}. The chat template is given a column "
+        "`tools`, too, where there is one.",
+    )
     chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
     rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
     chat_template: Text | None = Field(

@@ -5,7 +5,7 @@ assistant's turn is what rendering up to and including the turn adds to renderin
 and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
 (dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
 model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
-generation prompt is refused.
+generation prompt is refused, and so is a row whose calls of tools it leaves out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tasks.runtime.data.rows import Row, RowError, closest, kind
+from tasks.runtime.data.tools import Tools, called, without_nulls
 
 # Templates by name, with the tokens that a tokenizer must have for each to make sense.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -32,8 +33,10 @@ Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
 
-def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
     """The Jinja source that `data.chat_template` names; None is the tokenizer's own.
+
+    tools: for chats that offer tools, for which a tokenizer may have a template of their own.
 
     Raises:
         ValueError: no such name or file, the tokenizer has no template, or it lacks the named template's tokens.
@@ -44,7 +47,7 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> st
             raise ValueError(
                 f"the tokenizer has no chat template; set data.chat_template to {_choices()} or a .jinja file"
             )
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=[] if tools else None))
     if name in NAMED_TEMPLATES:
         lacking = [token for token in NAMED_TEMPLATES[name] if token not in tokenizer.get_added_vocab()]
         if lacking:
@@ -64,12 +67,25 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> st
     return path.read_text(encoding="utf-8")
 
 
+def kept_templates(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:
+    """What the tokenizer of prepared data has: the template of `data.chat_template` among the tokenizer's others.
+
+    One that is named stands for the tokenizer's own two, without tools and with: chats of both kinds are learned in it.
+    """
+    own = tokenizer.chat_template
+    if name is None:
+        return own
+    source = resolve_template(name, tokenizer)
+    others = {key: own[key] for key in own if key not in ("default", "tool_use")} if isinstance(own, dict) else {}
+    return {"default": source, **others} if others else source
+
+
 def _choices() -> str:
     return " or ".join(map(repr, NAMED_TEMPLATES))
 
 
 def messages_of(row: Row, column: str) -> Messages:
-    """The checked messages of a row, without keys that hold null. Raises RowError."""
+    """The checked messages of a row, without keys that hold null and without empty lists of calls. Raises RowError."""
     value = row.value(column)
     if not isinstance(value, list):
         raise RowError(f"{row.where}: column {column!r} holds {kind(value)}, not a list of messages")
@@ -80,7 +96,10 @@ def messages_of(row: Row, column: str) -> Messages:
         where = f"{row.where}: message {number}"
         if not isinstance(message, dict):
             raise RowError(f"{where} is {kind(message)}, not an object with role and content")
-        message = {key: item for key, item in message.items() if item is not None}
+        message = {key: item for key, item in message.items() if item is not None and (key, item) != ("tool_calls", [])}
+        if "tool_calls" in message:
+            message["tool_calls"] = without_nulls(message["tool_calls"])
+            called(message["tool_calls"], where)
         if not isinstance(message.get("role"), str):
             raise RowError(f"{where}: role is {kind(message.get('role'))}, not text")
         if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
@@ -99,37 +118,41 @@ class ChatTemplate:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
-    def render(self, messages: Messages, where: str) -> list[tuple[str, list[Span]]]:
+    def render(self, messages: Messages, where: str, tools: Tools | None = None) -> list[tuple[str, list[Span]]]:
         """Texts with the spans, in characters, of what the assistant says in each: one for the chat, or one per turn.
 
         Raises:
-            RowError: the template refuses these messages.
+            RowError: the template refuses these messages, or leaves out a call of a tool.
             ValueError: the template does not let the assistant's part be told.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self._marked:
-            text, spans = self._render_marked(messages, where)
+            text, spans = self._render_marked(messages, where, tools)
             if turns and not spans:
                 raise ValueError(
                     f"{where}: the chat template's {{% generation %}} marks cover none of the assistant's turns"
                 )
+            written = "\n".join(text[begin:end] for begin, end in spans)
+            for index in turns:
+                _require_calls(messages, index, written, where)
             return [(text, spans)]
-        whole = self._render(messages, where)
-        rendered = [self._turn(messages, index, where, whole) for index in turns]
+        whole = self._render(messages, where, tools)
+        rendered = [self._turn(messages, index, where, whole, tools) for index in turns]
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
 
-    def _turn(self, messages: Messages, index: int, where: str, whole: str) -> tuple[str, Span]:
+    def _turn(self, messages: Messages, index: int, where: str, whole: str, tools: Tools | None) -> tuple[str, Span]:
         """The chat up to and including the turn, and the span of the turn in it; `whole` is all of the chat."""
-        prompt = self._render(messages[:index], where, add_generation_prompt=True)
-        text = whole if index == len(messages) - 1 else self._render(messages[: index + 1], where)
+        prompt = self._render(messages[:index], where, tools, add_generation_prompt=True)
+        text = whole if index == len(messages) - 1 else self._render(messages[: index + 1], where, tools)
         if not text.startswith(prompt):
             raise ValueError(
                 f"{where}: what the chat template renders for message {index + 1} does not begin with its own "
                 f"generation prompt ({_difference(prompt, text)}), so its loss cannot be placed; set "
                 "data.chat_template to a template with {% generation %} marks"
             )
+        _require_calls(messages, index, text[len(prompt) :], where)
         return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
@@ -137,11 +160,13 @@ class ChatTemplate:
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(self._special) else end
 
-    def _render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
-        return self._apply(messages, where, add_generation_prompt=add_generation_prompt)[0]
+    def _render(
+        self, messages: Messages, where: str, tools: Tools | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        return self._apply(messages, where, tools, add_generation_prompt=add_generation_prompt)[0]
 
-    def _render_marked(self, messages: Messages, where: str) -> tuple[str, list[Span]]:
-        text, spans = self._apply(messages, where, return_assistant_tokens_mask=True)
+    def _render_marked(self, messages: Messages, where: str, tools: Tools | None) -> tuple[str, list[Span]]:
+        text, spans = self._apply(messages, where, tools, return_assistant_tokens_mask=True)
         # Where the marks leave out the token that ends the turn, it is learned all the same: or the model never stops.
         closers = [token for token in self._special if text.rstrip().endswith(token)]
         closer = max(closers, key=len, default="")
@@ -150,11 +175,12 @@ class ChatTemplate:
             for begin, end in spans
         ]
 
-    def _apply(self, messages: Messages, where: str, **options: bool) -> tuple[str, list[Span]]:
+    def _apply(self, messages: Messages, where: str, tools: Tools | None, **options: bool) -> tuple[str, list[Span]]:
         """The text, and the spans that the template marks. Templates run in a sandbox."""
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
+                tools=tools,
                 chat_template=self.source,
                 **options,
                 **self._tokenizer.special_tokens_map,
@@ -162,6 +188,16 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:
             raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
         return texts[0], spans[0] if spans else []
+
+
+def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:
+    """Raise RowError when what the template has the assistant write lacks a function that the message calls."""
+    for name in called(messages[index].get("tool_calls", []), where):
+        if name not in written:
+            raise RowError(
+                f"{where}: the chat template leaves out the call of {name!r} in message {index + 1}; set "
+                "data.chat_template to a template that knows calls of tools"
+            )
 
 
 def _difference(prompt: str, text: str) -> str:

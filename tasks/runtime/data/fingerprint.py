@@ -11,8 +11,8 @@ from tasks.runtime.data.manifest import VERSION
 from tasks.runtime.data.sources import open_source
 from tasks.runtime.data.tokenizer import trains_tokenizer
 
-_TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "merges.txt", "special_tokens_map.json",
-                    "tokenizer*.json", "vocab.*")  # fmt: skip
+_TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
+                    "merges.txt", "special_tokens_map.json", "tokenizer*.json", "vocab.*")  # fmt: skip
 
 
 def fingerprint(spec: RunSpec) -> str:

@@ -8,7 +8,8 @@
 | `preference`        | prompt, chosen,      | the answer, in two documents:  |
 |                     | rejected             | chosen, then rejected          |
 
-Texts end with the end-of-sequence token, which is learned too; the turns of a chat end as the template has it.
+Texts end with the end-of-sequence token, which is learned too; the turns of a chat end as the template has it. What a
+column `tools` holds beside a chat, or a pair of answers in chats, goes to the template.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.chat import ChatTemplate, messages_of, resolve_template
+from tasks.runtime.data.chat import ChatTemplate, Messages, Span, kept_templates, messages_of, resolve_template
 from tasks.runtime.data.preferences import chats_of, holds_chats, preference_columns, texts_of
 from tasks.runtime.data.rows import Row, RowError, closest
+from tasks.runtime.data.tools import tools_of
 
 
 class Segment(NamedTuple):
@@ -41,6 +43,8 @@ class Document:
 
 
 ToDocuments = Callable[[Row], list[Document]]
+# From a chat, and the row that it is in, to texts with the spans of what the assistant says.
+Render = Callable[[Messages, Row], list[tuple[str, list[Span]]]]
 
 # The names under which pairs of answers are kept: texts, or chats.
 PREFERENCES = ("preference", "preference_chat")
@@ -48,14 +52,14 @@ PREFERENCES = ("preference", "preference_chat")
 
 @dataclass(frozen=True)
 class Format:
-    """A way to read rows: its name, the function from a row to documents, and for chats the template's source.
+    """A way to read rows: its name, the function from a row to documents, and for chats the tokenizer's templates.
 
     The function raises RowError for a row that does not fit.
     """
 
     name: str
     documents: ToDocuments
-    template: str | None = None
+    templates: str | dict[str, str] | None = None
 
     @property
     def paired(self) -> bool:
@@ -124,15 +128,28 @@ def bind_format(
 ) -> Format:
     """The format with all that it takes to make documents: for chats, the template."""
     if name in ("chat", "preference_chat"):
-        template = ChatTemplate(resolve_template(chat_template, tokenizer), tokenizer)
+        render = _renderer(tokenizer, chat_template)
+        templates = kept_templates(chat_template, tokenizer)
         if name == "chat":
-            return Format(name, lambda row: _chat(row, columns[0], template), template.source)
-        return Format(name, lambda row: _chat_preference(row, columns, template), template.source)
+            return Format(name, lambda row: _chat(row, columns[0], render), templates)
+        return Format(name, lambda row: _chat_preference(row, columns, render), templates)
     if name == "preference":
         return Format(name, lambda row: _preference(row, columns))
     if name == "prompt_completion":
         return Format(name, lambda row: _prompt_completion(row, *columns))
     return Format(name, lambda row: _text(row, columns[0]))
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Render:
+    plain, with_tools = (
+        ChatTemplate(resolve_template(chat_template, tokenizer, tools=tools), tokenizer) for tools in (False, True)
+    )
+
+    def render(messages: Messages, row: Row) -> list[tuple[str, list[Span]]]:
+        tools = tools_of(row)
+        return (with_tools if tools else plain).render(messages, row.where, tools)
+
+    return render
 
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
@@ -162,12 +179,12 @@ def _preference(row: Row, columns: tuple[str, ...]) -> list[Document]:
     return [_continued(prompt, chosen), _continued(prompt, rejected)]
 
 
-def _chat_preference(row: Row, columns: tuple[str, ...], template: ChatTemplate) -> list[Document]:
+def _chat_preference(row: Row, columns: tuple[str, ...], render: Render) -> list[Document]:
     chats = chats_of(row, columns)
     if chats[0] == chats[1]:
         return []
     # The last turn's document and, of the turns in it, the last: what the others say is the same in both chats.
-    last = [template.render(chat, row.where)[-1] for chat in chats]
+    last = [render(chat, row)[-1] for chat in chats]
     return [Document(tuple(_cut(text, spans[-1:])), bare=True) for text, spans in last]
 
 
@@ -176,12 +193,12 @@ def _continued(prompt: str, completion: str) -> Document:
     return Document(tuple(segment for segment in segments if segment.text), bare=False)
 
 
-def _chat(row: Row, column: str, template: ChatTemplate) -> list[Document]:
-    rendered = template.render(messages_of(row, column), row.where)
+def _chat(row: Row, column: str, render: Render) -> list[Document]:
+    rendered = render(messages_of(row, column), row)
     return [Document(tuple(_cut(text, spans)), bare=True) for text, spans in rendered if text]
 
 
-def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
+def _cut(text: str, spans: list[Span]) -> list[Segment]:
     segments, at = [], 0
     for begin, end in spans:
         segments += [Segment(text[at:begin], False), Segment(text[begin:end], True)]

@@ -87,10 +87,10 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
     form = bind_format(name, columns, tokenizer, recipe.data.chat_template)
-    if recipe.data.chat_template and form.template is None:
+    if recipe.data.chat_template and form.templates is None:
         warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
-    if form.template is not None:
-        tokenizer.chat_template = form.template
+    if form.templates is not None:
+        tokenizer.chat_template = form.templates
     save_tokenizer(tokenizer, folder / TOKENIZER)
     encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
     with Spool(folder) as spool:

@@ -1,0 +1,65 @@
+"""Tools in chats: those that a row offers, and the calls in its messages.
+
+Columnar files give every object the keys of all: what one call has no argument for is null there. Such nulls are taken
+away, or a model would learn to write them. Arguments and tools that are JSON texts stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tasks.runtime.data.rows import Row, RowError, kind
+
+# Chats that call tools have them in a column of this name on the Hub.
+COLUMN = "tools"
+
+Tools = list[dict[str, Any]]
+
+
+def tools_of(row: Row) -> Tools | None:
+    """The tools that a row's chat offers, from a list or the JSON text of one; None when there are none.
+
+    Raises RowError when they are anything else.
+    """
+    value = row.fields().get(COLUMN)
+    tools = _parsed(row, value) if isinstance(value, str) and value.strip() else without_nulls(value or None)
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(
+            f"{row.where}: column {COLUMN!r} holds {kind(value)}, not a list of objects or the JSON text of one; give "
+            "the column another name if it is not about the tools that a chat offers"
+        )
+    return tools
+
+
+def _parsed(row: Row, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{row.where}: column {COLUMN!r} is not valid JSON: {error}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys, at any depth, that hold null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def called(calls: Any, where: str) -> list[str]:
+    """Names of the functions that a message's `tool_calls` call. Raises RowError when one has none."""
+    if not isinstance(calls, list):
+        raise RowError(f"{where}: tool_calls is {kind(calls)}, not a list of calls")
+    names = [_name(call) for call in calls]
+    for call, name in zip(calls, names, strict=True):
+        if not isinstance(name, str) or not name:
+            raise RowError(f"{where}: tool_calls has {kind(call)}, which names no function")
+    return names
+
+
+def _name(call: Any) -> Any:
+    """Of `{"function": {"name": ...}}`, or of the call itself."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
