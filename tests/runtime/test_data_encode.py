@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.runtime.data.encode import Encoded, Encoder, head, split_long
 from tasks.runtime.data.formats import Document, Segment
+from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
 
 
@@ -47,11 +48,12 @@ def test_no_token_crosses_from_prompt_to_completion(
     assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == prompt + completion
 
 
-def _sentencepiece_like(prepend: str) -> PreTrainedTokenizerFast:
+def _sentencepiece_like(prepend: str, *merges: tuple[str, str]) -> PreTrainedTokenizerFast:
     """A tokenizer that puts a space before every text it is given, in one of the two ways there are."""
-    letters = "▁abdehlorwxy:\n"
-    pieces = {piece: n for n, piece in enumerate(["<unk>", "<s>", "</s>", *letters, "he", "hel", "▁w"])}
-    backend = Tokenizer(models.BPE(pieces, [("h", "e"), ("he", "l"), ("▁", "w")], unk_token="<unk>"))
+    merges = (("h", "e"), ("he", "l"), ("▁", "w"), *merges)
+    words = ["<unk>", "<s>", "</s>", *"▁abdehlorwxy:\n", *map("".join, merges)]
+    pieces = {piece: n for n, piece in enumerate(words)}
+    backend = Tokenizer(models.BPE(pieces, list(merges), unk_token="<unk>", fuse_unk=True))
     if prepend == "normalizer":
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -69,6 +71,23 @@ def test_a_tokenizer_that_prepends_a_space_does_so_once(prepend: str) -> None:
     assert tokenizer.decode(encoded.ids) == "<s> hello:\nhello world</s>"
     assert encoded.ids.tolist() == tokenizer("hello:\nhello world</s>")["input_ids"]
     assert tokenizer.decode(encoded.ids[encoded.targets]) == "hello world</s>"
+
+
+@pytest.mark.parametrize("completion", ["\nhello", "\n\nhello", "\n", " hello", "hello"])
+@pytest.mark.parametrize("prepend", ["normalizer", "pre-tokenizer"])
+def test_line_breaks_that_merge_are_not_lost(prepend: str, completion: str) -> None:
+    tokenizer = _sentencepiece_like(prepend, ("\n", "\n"), ("\n\n", "\n"))
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("hello:", completion)])
+    assert tokenizer.decode(encoded.ids) == f"<s> hello:{completion}</s>"
+    begin, end = encoded.written
+    assert encoded.ids[begin:end].tolist() == tokenizer(f"hello:{completion}")["input_ids"][begin:]
+
+
+def test_a_text_that_merges_with_all_that_may_stand_before_it_is_refused() -> None:
+    tokenizer = _sentencepiece_like("normalizer", ("\n", "\n"), ("x", "\n"))
+    encoder = Encoder(tokenizer, learn_all=False)
+    with pytest.raises(RowError, match=r"the tokenizer's tokens of '\\nhello' depend on the text before them"):
+        encoder.encode([_pair("hello:", "hello"), _pair("hello:", "\nhello")])
 
 
 def test_a_tokenizer_whose_tokens_depend_on_their_neighbors_is_refused() -> None:

@@ -22,9 +22,11 @@ import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, prepare
-from tasks.runtime.data.encode import Encoded
+from tasks.runtime.data.encode import Encoded, Encoder
+from tasks.runtime.data.formats import Document
 from tasks.runtime.data.manifest import Split
 from tasks.runtime.data.prepare import _held_out
+from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.spool import Spool
 
 ROWS = [
@@ -231,6 +233,25 @@ def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> N
 def test_a_row_of_the_wrong_type_is_an_error_by_default(row: Any, problem: str, prepared: Prepare) -> None:
     with pytest.raises(ValueError, match=f"rows.jsonl line 61: {problem}; correct it, or set data.invalid to 'skip'"):
         prepared([*ROWS, row], max_samples=61)
+
+
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_a_row_that_the_tokenizer_cannot_cut_is_told_or_skipped(
+    count: int, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Encoder, documents: list[Document]) -> list[Encoded]:
+        if bad := [text for document in documents for text, _ in document.segments if text == "bad"]:
+            raise RowError(f"the tokens of {bad[0]!r}")
+        return whole(self, documents)
+
+    whole = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", encode)
+    rows = [*ROWS[:count], {"prompt": "p", "completion": "bad"}, *ROWS[count : 2 * count]]
+    with pytest.raises(ValueError, match=rf"rows.jsonl line {count + 1}: the tokens of 'bad'; correct it, or set data"):
+        prepared(rows)
+    data = prepared(rows, invalid="skip", validation_fraction=0.0)
+    assert (data.manifest.samples_used, data.manifest.skipped["invalid"]) == (2 * count, 1)
+    assert _texts(data, "train") == sorted(row["prompt"] + row["completion"] for row in ROWS[: 2 * count])
 
 
 def test_overlong_samples(prepared: Prepare, tmp_path: Path) -> None:

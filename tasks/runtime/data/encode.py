@@ -4,7 +4,8 @@ Every segment is tokenized by itself and the ids are joined. So the boundary bet
 writes is a boundary of tokens too, and the tokens it reads are those that it is given when it is asked: no token that
 merges the last characters of a prompt with the first of its completion is ever learned. Byte-level tokenizers allow
 this as they are. A tokenizer that puts a space before every text (SentencePiece) gets a line break before each later
-segment, whose tokens are then taken away; what fits neither way is refused.
+segment, whose tokens are then taken away, or another character where the line break would become one token with the
+segment's beginning; what fits neither way is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from tasks.runtime.data.formats import Document
+from tasks.runtime.data.rows import RowError
 
-_ANCHOR = "\n"
+# Tried in this order. The last is rare: in most vocabularies it is bytes, which are parts of no other token.
+_ANCHORS = ("\n", "x", "0", "¬")
 _PROBE = "a"
 
 
@@ -46,14 +49,14 @@ class Encoder:
         self.turn_ends: set[int] = set()
         self.leading = self._leading_tokens()
         self._joins = self._decodes_joined(self._tokenize([_PROBE])[0])
-        self._anchor_length = len(self._tokenize([_ANCHOR])[0])
+        self._anchors = self._known_anchors()
         if not self._joins and not self._decodes_joined(self._continue([_PROBE])[0]):
             raise ValueError(
                 "the tokenizer's tokens depend on the text before them: prompts cannot be told from completions"
             )
 
     def encode(self, documents: list[Document]) -> list[Encoded]:
-        """One result per document, in order."""
+        """One result per document, in order. Raises RowError when one cannot be cut into segments."""
         first = self._tokenize([document.segments[0].text for document in documents])
         later = iter(self._continue([segment.text for document in documents for segment in document.segments[1:]]))
         return [
@@ -86,10 +89,27 @@ class Encoder:
         return list(encoded["input_ids"])
 
     def _continue(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts that follow another."""
+        """The tokens of texts that follow another. Raises RowError for one whose beginning merges with any anchor."""
         if self._joins:
             return self._tokenize(texts)
-        return [ids[self._anchor_length :] for ids in self._tokenize([_ANCHOR + text for text in texts])]
+        pieces: dict[int, list[int]] = {}
+        left = list(range(len(texts)))
+        for anchor, begin in self._anchors.items():
+            for index, ids in zip(left, self._tokenize([anchor + texts[index] for index in left]), strict=True):
+                if ids[: len(begin)] == begin:
+                    pieces[index] = ids[len(begin) :]
+            left = [index for index in left if index not in pieces]
+        if left:
+            raise RowError(
+                f"the tokenizer's tokens of {texts[left[0]][:20]!r} depend on the text before them: prompts cannot be "
+                "told from completions"
+            )
+        return [pieces[index] for index in range(len(texts))]
+
+    def _known_anchors(self) -> dict[str, list[int]]:
+        """Anchors with their tokens. One that is unknown may become one token with other unknown characters."""
+        tokens = dict(zip(_ANCHORS, self._tokenize(list(_ANCHORS)), strict=True))
+        return {anchor: ids for anchor, ids in tokens.items() if self._tokenizer.unk_token_id not in ids}
 
     def _decodes_joined(self, following: list[int]) -> bool:
         joined = self._tokenize([_PROBE])[0] + following

@@ -32,6 +32,8 @@ from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_t
 
 Report = Callable[[str], None]
 Rows = Callable[[], Iterator[Row]]
+# A row's number and name, and its documents.
+_Fitting = tuple[int, str, list[Document]]
 
 _BATCH = 512
 # Rows that are looked at to learn which columns there are.
@@ -185,7 +187,7 @@ def _encode_all(
     tally = _Tally()
     reported = time.monotonic()
     for batch in _batches(enumerate(rows)):
-        fitting: list[tuple[int, str, list[Document]]] = []
+        fitting: list[_Fitting] = []
         for number, row in batch:
             tally.read += 1
             try:
@@ -193,10 +195,9 @@ def _encode_all(
             except RowError as error:
                 _allow(recipe, error)
                 tally.skipped["invalid"] += 1
-        encoded = iter(encoder.encode([document for _, _, documents in fitting for document in documents]))
         fit = _fit_pair if form.paired else partial(_fit, splits=recipe.objective == "pretrain" or form.name == "text")
-        for number, where, documents in fitting:
-            pieces = fit(recipe, [next(encoded) for _ in documents], where, tally)
+        for number, where, encoded in _encode(recipe, fitting, encoder, tally):
+            pieces = fit(recipe, encoded, where, tally)
             for piece in pieces:
                 spool.add(piece, number)
             tally.used += bool(pieces)
@@ -204,6 +205,22 @@ def _encode_all(
             reported = time.monotonic()
             report(f"{tally.read:,} samples read, {spool.tokens:,} tokens")
     return tally
+
+
+def _encode(
+    recipe: DataRecipe, rows: list[_Fitting], encoder: Encoder, tally: _Tally
+) -> list[tuple[int, str, list[Encoded]]]:
+    """The rows with their documents as tokens. One that the tokenizer cannot do right is found by halving the rows."""
+    try:
+        encoded = iter(encoder.encode([document for _, _, documents in rows for document in documents]))
+    except RowError as error:
+        if len(rows) > 1:
+            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            return [row for half in halves for row in _encode(recipe, half, encoder, tally)]
+        _allow(recipe, RowError(f"{rows[0][1]}: {error}"))
+        tally.skipped["invalid"] += 1
+        return []
+    return [(number, where, [next(encoded) for _ in documents]) for number, where, documents in rows]
 
 
 def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally, *, splits: bool) -> list[Encoded]:
