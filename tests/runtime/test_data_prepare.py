@@ -28,6 +28,7 @@ from tasks.runtime.data.manifest import Split
 from tasks.runtime.data.prepare import _held_out
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.spool import Spool
+from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
 ROWS = [
     {"prompt": f"def name_{i}(value)\n", "completion": f"Return value number {'minus ' * (i % 5)}{i * 37 % 101}."}
@@ -43,9 +44,13 @@ def _write(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _recipe(path: Path, *, objective: str = "sft", seed: int = 0, **data: Any) -> DataRecipe:
+def _recipe(
+    path: Path, *, objective: str = "sft", seed: int = 0, tokenizer: str | None = None, **data: Any
+) -> DataRecipe:
     values = {"source": str(path), "sequence_length": 64, "validation_fraction": 0.2, **data}
-    spec = RunSpec.model_validate({"data": values, "objective": {"type": objective}, "seed": seed})
+    spec = RunSpec.model_validate(
+        {"data": values, "objective": {"type": objective}, "model": {"tokenizer": tokenizer}, "seed": seed}
+    )
     return DataRecipe.from_spec(spec, fingerprint(spec))
 
 
@@ -233,6 +238,45 @@ def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> N
 def test_a_row_of_the_wrong_type_is_an_error_by_default(row: Any, problem: str, prepared: Prepare) -> None:
     with pytest.raises(ValueError, match=f"rows.jsonl line 61: {problem}; correct it, or set data.invalid to 'skip'"):
         prepared([*ROWS, row], max_samples=61)
+
+
+HALF = "café \ud83d"
+CALLING = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": HALF}]}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        (
+            ROWS[0],
+            {"prompt": HALF, "completion": "a"},
+            r"column 'prompt' holds half a character, '\\ud83d' after 'café '",
+        ),
+        (ROWS[0], {"prompt": "a", "completion": HALF}, "column 'completion' holds half a character"),
+        ({"messages": TALK}, {"messages": [{"role": "user", "content": HALF}]}, "message 1: content holds half a"),
+        ({"messages": TALK}, {"messages": [CALLING]}, "what the chat template renders holds half a character"),
+    ],
+    ids=["prompt", "completion", "content", "arguments"],
+)
+@pytest.mark.parametrize("model", ["trained", "loaded"])
+def test_half_a_character_is_told_with_its_row_or_skipped(
+    good: Any, bad: Any, problem: str, model: str, tmp_path: Path, prepared: Prepare
+) -> None:
+    options: dict[str, Any] = {}
+    if "messages" in good:
+        (tmp_path / "mine.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}:{{ m.content or m.tool_calls[0].arguments }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}"
+        )
+        options["chat_template"] = str(tmp_path / "mine.jinja")
+    if model == "loaded":
+        save_tokenizer(train_tokenizer(["Hello? Hi."]), tmp_path / "tokenizer")
+        options["tokenizer"] = str(tmp_path / "tokenizer")
+    rows = [good, good, good, bad]
+    with pytest.raises(ValueError, match=rf"rows.jsonl line 4: {problem}.*; correct it, or set data.invalid to 'skip'"):
+        prepared(rows, **options)
+    manifest = prepared(rows, invalid="skip", **options).manifest
+    assert (manifest.samples_used, manifest.skipped["invalid"]) == (3, 1)
 
 
 @pytest.mark.parametrize("count", [1, 5, 16])

@@ -18,7 +18,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tasks.runtime.data.rows import Row, RowError, closest, kind
+from tasks.runtime.data.rows import Row, RowError, closest, kind, require_characters
 from tasks.runtime.data.tools import Tools, called, without_nulls
 
 # Templates by name, with the tokens that a tokenizer must have for each to make sense.
@@ -104,6 +104,7 @@ def messages_of(row: Row, column: str) -> Messages:
             raise RowError(f"{where}: role is {kind(message.get('role'))}, not text")
         if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
             raise RowError(f"{where}: content is {kind(message.get('content'))}, not text")
+        require_characters(message.get("content", ""), f"{where}: content")
         messages.append(message)
     return messages
 
@@ -187,6 +188,8 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
+        # Tools and calls have texts, too.
+        require_characters(texts[0], f"{where}: what the chat template renders")
         return texts[0], spans[0] if spans else []
 
 

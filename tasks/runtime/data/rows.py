@@ -33,10 +33,11 @@ class Row:
         return self.values
 
     def text(self, column: str) -> str:
-        """The text in `column`. Raises RowError when it is missing or not text."""
+        """The text in `column`. Raises RowError when it is missing, not text, or holds half a character."""
         value = self.value(column)
         if not isinstance(value, str):
             raise RowError(f"{self.where}: column {column!r} holds {kind(value)}, not text")
+        require_characters(value, f"{self.where}: column {column!r}")
         return value
 
     def value(self, column: str) -> Any:
@@ -45,6 +46,16 @@ class Row:
         if column not in fields:
             raise RowError(f"{self.where}: there is no column {column!r}, only {', '.join(map(repr, fields))}")
         return fields[column]
+
+
+def require_characters(text: str, where: str) -> None:
+    """Raise RowError when the text holds one half of a surrogate pair: JSON can say it, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"{where} holds half a character, {text[error.start]!r} after {text[: error.start][-20:]!r}"
+        ) from error
 
 
 def kind(value: Any) -> str:
