@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -67,3 +69,24 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         load_tokenizer(_recipe(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"model.name 'someone/none': cannot load its tokenizer"):
         load_tokenizer(DataRecipe.from_spec(RunSpec.model_validate({"model": {"name": "someone/none"}})))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda whole: json.dumps({key: value for key, value in whole.items() if key != "added_tokens"}),
+            "KeyError: 'add",
+        ),
+        (lambda whole: json.dumps({**whole, "model": {"type": "none"}}), "Exception: data did not match"),
+        (lambda whole: json.dumps([]), "TypeError: "),
+        (lambda whole: "[" * 100_000, "RecursionError: maximum recursion depth"),
+    ],
+    ids=["no-added-tokens", "unknown-model", "list", "nested"],
+)
+def test_a_tokenizer_that_is_not_whole(change: Callable[[dict[str, Any]], str], reason: str, tmp_path: Path) -> None:
+    save_tokenizer(train_tokenizer(TEXTS[:2]), tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(change(json.loads(file.read_text())))
+    with pytest.raises(ValueError, match=rf"model.tokenizer '{tmp_path}': cannot load its tokenizer: .*\({reason}"):
+        load_tokenizer(_recipe(tmp_path))

@@ -37,10 +37,7 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
     field = "model.tokenizer" if recipe.tokenizer else "model.name"
     # model.revision is the model's; another repository's tokenizer has revisions of its own.
     revision = None if recipe.tokenizer else recipe.revision
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {' '.join(str(error).split())}") from error
+    tokenizer = read_tokenizer(name, revision, field=field)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{field} {name!r}: its tokenizer has no end-of-sequence token, so nothing would tell the model to stop; "
@@ -49,6 +46,21 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_tokenizer(name: str, revision: str | None, *, field: str) -> PreTrainedTokenizerBase:
+    """A tokenizer as it is on the Hub or in a folder.
+
+    Raises ValueError, naming the spec's field, when it cannot be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    # Files that are not whole end in errors of any kind.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, (OSError, ValueError, ImportError)):
+            reason = f"its files are not whole, or not of a tokenizer ({type(error).__name__}: {reason})"
+        raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {reason}") from error
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.model import build_empty_model, build_meta_model, build_model, has_fused_loss, patch, place
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
@@ -110,14 +111,7 @@ def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
     if not isinstance(spec.objective, Settings):
         return
     name = spec.objective.teacher
-    try:
-        theirs = AutoTokenizer.from_pretrained(
-            name, revision=spec.objective.teacher_revision, trust_remote_code=False
-        ).get_vocab()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"objective.teacher {name!r}: cannot load its tokenizer: {' '.join(str(error).split())}"
-        ) from error
+    theirs = read_tokenizer(name, spec.objective.teacher_revision, field="objective.teacher").get_vocab()
     ours = data.tokenizer().get_vocab()
     other = sorted(token for token in ours if theirs.get(token) != ours[token])
     if other:
