@@ -111,6 +111,17 @@ def test_a_row_names_its_line_and_its_fault(tmp_path: Path) -> None:
         rows[2].fields()
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [("[" * 100_000, "its objects or lists are nested too deeply"), ("1" * 5000, "not valid JSON: Exceeds the limit")],
+    ids=["deep", "digits"],
+)
+def test_a_line_that_is_too_much_for_the_parser_is_a_faulty_row(line: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{line}\n{{"text": "a"}}\n')
+    bad, good = _open(str(tmp_path / "a.jsonl")).rows()
+    assert good.problem is None and bad.problem is not None and bad.problem.startswith(problem)
+
+
 def test_a_csv_row_with_a_field_too_many_is_a_faulty_row(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\na,b\na,b,c\n")
     good, bad = _open(str(tmp_path / "a.csv")).rows()
@@ -127,6 +138,7 @@ BROKEN = {
     "a.parquet": (b"no parquet", "Parquet magic bytes"),
     "a.jsonl": (b'{"text": "\xe9"}\n', r"line 1 is not UTF-8 \(invalid continuation byte at byte 10\)"),
     "a.json": (b"[1, 2", "Expecting ',' delimiter"),
+    "deep.json": (b"[" * 100_000 + b"]" * 100_000, "its objects or lists are nested too deeply"),
     "a.jsonl.gz": (b"no gzip", "Not a gzipped file"),
     "a.csv": (b'text\n"open', "unexpected end of data"),
     "twice.csv": (b"text,text\n", "names a column twice: text, text"),

@@ -72,7 +72,10 @@ def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
 def _parsed(line: str, where: str) -> Row:
     try:
         return Row(where, json.loads(line))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except RecursionError:
+        return Row(where, None, "its objects or lists are nested too deeply")
+    # Also of a number with thousands of digits.
+    except ValueError as error:
         return Row(where, None, f"not valid JSON: {error}")
 
 
@@ -83,7 +86,11 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     if start != b"[":
         yield from _read_json_lines(file, name)
         return
-    for number, value in enumerate(json.loads(file.read().decode("utf-8-sig")), start=1):
+    try:
+        values = json.loads(file.read().decode("utf-8-sig"))
+    except RecursionError as error:
+        raise OSError("its objects or lists are nested too deeply") from error
+    for number, value in enumerate(values, start=1):
         yield Row(f"{name} row {number}", value)
 
 
