@@ -224,6 +224,7 @@ def test_a_long_value_is_shortened():
             "training.gradient_checkpointing_every",
             "training.gradient_checkpointing",
         ),
+        ({"training": {"compile": True}, "data": {"packing": False}}, "training.compile", "data.packing"),
         ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "optimizer.type"),
         (
             {"optimizer": {"type": "muon"}, "adapter": {"type": "lora"}, "model": {"name": "a/b"}},

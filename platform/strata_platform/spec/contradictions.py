@@ -55,6 +55,12 @@ def _training(spec: RunSpec) -> Iterator[Contradiction]:
         f"set, but training.gradient_checkpointing is '{training.gradient_checkpointing}'; set that to "
         "'selective', or leave training.gradient_checkpointing_every out",
     )
+    yield Contradiction(
+        training.compile and not spec.data.packing,
+        ("training.compile", "data.packing"),
+        "makes a graph for each length of rows, and with data.packing false rows are as long as their texts; set "
+        "data.packing to true, or training.compile to false",
+    )
 
 
 def _tokens(spec: RunSpec) -> Iterator[Contradiction]:
