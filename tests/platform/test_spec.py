@@ -61,6 +61,7 @@ def test_spec_and_error_survive_pickling():
 
 IN_BACKWARD = {"in_backward": True, "max_grad_norm": 0}
 TWO = {"topology": {"nproc_per_node": 2}}
+STORE = {"url": "s3://bucket/kernels", "allow_unsigned": True}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,9 @@ def test_a_long_value_is_shortened():
             "training.gradient_checkpointing",
         ),
         ({"training": {"compile": True}, "data": {"packing": False}}, "training.compile", "data.packing"),
+        ({"kernels": {"store": STORE, "warmup": False}}, "kernels.store.url", "kernels.warmup"),
+        ({"kernels": {"store": STORE, "enabled": False}}, "kernels.store.url", "training.compile"),
+        ({"kernels": {"store": STORE, "enabled": False, "warmup": False}}, "kernels.store.url", "kernels.warmup"),
         ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "optimizer.type"),
         (
             {"optimizer": {"type": "muon"}, "adapter": {"type": "lora"}, "model": {"name": "a/b"}},
@@ -280,6 +284,11 @@ def test_a_contradiction_names_both_fields(fields, path, other):
     problems = problems_of(**fields)
     assert list(problems) == [path]
     assert other in problems[path].message
+
+
+def test_a_store_keeps_graphs_also_where_no_operator_is_fused():
+    spec = RunSpec(training={"compile": True}, kernels={"enabled": False, "store": STORE})
+    assert spec.kernels.store.url == STORE["url"]
 
 
 def test_contradictions_are_found_beside_wrong_fields():

@@ -279,10 +279,16 @@ def _store(spec: RunSpec) -> Iterator[Contradiction]:
         "kernels.store.allow_unsigned out",
     )
     yield Contradiction(
-        store.url is not None and not (spec.kernels.enabled and spec.kernels.warmup),
-        ("kernels.store.url", "kernels.warmup", "kernels.enabled"),
-        "set, but only the warm-up asks the store, and kernels.warmup or kernels.enabled is false; set them to "
-        "true, or leave kernels.store.url out",
+        store.url is not None and not spec.kernels.warmup,
+        ("kernels.store.url", "kernels.warmup"),
+        "set, but only the warm-up asks the store, and kernels.warmup is false; set it to true, or leave "
+        "kernels.store.url out",
+    )
+    yield Contradiction(
+        store.url is not None and spec.kernels.warmup and not (spec.kernels.enabled or spec.training.compile),
+        ("kernels.store.url", "kernels.enabled", "training.compile"),
+        "set, but the store has kernels and graphs, and kernels.enabled and training.compile are false; set one of "
+        "them to true, or leave kernels.store.url out",
     )
 
 
