@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from strata_platform.runs import Stage
+
 VARIABLE = "STRATA_TELL"
 _MARK = "@strata "
 
@@ -19,7 +21,7 @@ def encode(values: dict[str, Any]) -> str:
 
 
 def decode(line: str) -> dict[str, Any] | None:
-    """What `line` tells; None of a line that is for people."""
+    """What `line` tells; None of a line that is for people, and of text that only looks like one of ours."""
     if not line.startswith(_MARK):
         return None
     try:
@@ -27,4 +29,15 @@ def decode(line: str) -> dict[str, Any] | None:
     except ValueError:
         # Torn by a kill.
         return None
-    return values if isinstance(values, dict) else None
+    if not isinstance(values, dict) or not all(_can_be(name, value) for name, value in values.items()):
+        return None
+    return values
+
+
+def _can_be(name: str, value: Any) -> bool:
+    """Whether a run can have told `value` by this name; of names that later versions add, anything."""
+    if name == "stage":
+        return value in list(Stage)
+    if name in ("steps", "attempt"):
+        return type(value) is int and value >= 0
+    return name != "point" or isinstance(value, dict)

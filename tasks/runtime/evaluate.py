@@ -84,7 +84,12 @@ def _tell(record: CompletionRecord) -> None:
     for score in record.task_scores:
         log.info("%s: %s %.4f before, %.4f after", score.task, score.metric, score.before, score.after)
     for sample in record.samples:
-        log.info("prompt: %s\n  after training: %s", sample.prompt.strip(), sample.after.strip())
+        log.info("prompt: %s\n  after training: %s", _indented(sample.prompt), _indented(sample.after))
+
+
+def _indented(text: str) -> str:
+    """Text of a data set or a model, none of whose lines begins one of the log: programs read some of those."""
+    return "\n    ".join(text.strip().splitlines())
 
 
 def _measure(

@@ -73,6 +73,9 @@ match os.environ["STAND_IN"]:
         print("it trains", flush=True)
         signal.pause()
         signal.pause()
+    case "prints a text":
+        print('@strata {"stage": "boom"}', flush=True)
+        finish()
     case "hangs":
         sys.exit(75)
     case "is refused":

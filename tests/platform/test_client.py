@@ -103,6 +103,14 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, place):
         client.outputs("run", to=place / "mine")
 
 
+def test_a_text_that_looks_like_a_stage_is_a_line(client, behave):
+    behave("prints a text")
+    client.submit(spec())
+    assert client.wait("run", timeout=60).phase is Phase.SUCCEEDED
+    assert [line.text for line in client.logs("run")] == ["rank 0, start 1", '@strata {"stage": "boom"}']
+    assert [event.reason for event in client.events("run")] == ["Submitted", "Started", "Succeeded"]
+
+
 @pytest.mark.parametrize("shape", [{}, TWO], ids=["one process", "two processes"])
 def test_a_killed_process_starts_the_run_again_and_those_who_follow_see_all_of_it(client, behave, shape):
     behave("is killed once")

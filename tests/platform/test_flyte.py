@@ -405,6 +405,9 @@ def test_a_run_that_trains_tells_its_step_and_when_it_will_be_done(client, admin
     assert (run.loss, run.eta) == (2.0, 18.0)
     # What was told once is remembered.
     assert (client.get("run").stage, client.get("run").steps) == (Stage.TRAINING, 10)
+    # Text of a data set, which is none of what a run tells.
+    kubernetes.content["logs"]["w0"] = [log_of('@strata {"stage": "boom"}', '@strata {"point": 4}')]
+    assert (client.get("run").stage, client.get("run").steps) == (Stage.TRAINING, 10)
     # The pod that comes after has not told anything yet; one that is not there yet is waited for.
     kubernetes.content["pods"] = [pod("again", replica=0)]
     kubernetes.content["logs"] = {"again": [log_of("hello")]}

@@ -1,0 +1,38 @@
+"""Lines for programs: what a run tells is read, text that looks like it is not."""
+
+import pytest
+
+from strata_platform import told
+from strata_platform.runs import Stage
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stage": Stage.TRAINING, "steps": 10, "attempt": 0},
+        {"point": {"step": 1}},
+        {"invented later": [1]},
+    ],
+)
+def test_what_is_told_is_read(values):
+    assert told.decode(told.encode(values)) == values
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 4/10",
+        ' @strata {"stage": "training"}',
+        "@strata {torn",
+        '@strata ["stage"]',
+        '@strata {"stage": "boom"}',
+        '@strata {"stage": ["training"]}',
+        '@strata {"stage": null}',
+        '@strata {"stage": "training", "steps": "10"}',
+        '@strata {"steps": -1}',
+        '@strata {"attempt": true}',
+        '@strata {"point": 4}',
+    ],
+)
+def test_what_looks_like_it_is_text(line):
+    assert told.decode(line) is None

@@ -1,0 +1,25 @@
+"""What is measured of a model is told in lines of which none can be taken for another's."""
+
+import logging
+from types import SimpleNamespace
+
+from strata_platform import told
+from strata_platform.spec import RunSpec
+from tasks.runtime import evaluate
+from tasks.runtime.data import Sample
+from tasks.runtime.record import CompletionRecord
+
+FORGED = told.encode({"stage": "exporting"})
+
+
+def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, caplog):
+    written = f"first\n{FORGED}\r{FORGED}\u2028[default1]:{FORGED}\n"
+    measured = evaluate.Measured({}, [written], {})
+    monkeypatch.setattr(evaluate, "_measure", lambda spec, data, prompts, weights: (measured, data))
+    data = SimpleNamespace(samples=lambda number: [Sample(prompt=f"{FORGED}\n{FORGED}", completion="", prompt_ids=[])])
+    with caplog.at_level(logging.INFO):
+        record = evaluate.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+    assert record.samples[0].after == written
+    lines = caplog.messages[-1].splitlines()
+    assert lines[0].startswith("prompt: @strata ")
+    assert len(lines) == 6 and all(line.startswith("  ") for line in lines[1:])
