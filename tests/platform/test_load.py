@@ -18,7 +18,7 @@ fields = st.fixed_dictionaries(
     optional={
         "name": st.from_regex(r"[a-z0-9]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True),
         "seed": st.integers(0, 2**32 - 1),
-        "output": words,
+        "output": words.filter(lambda path: not path.startswith("~") and "://" not in path),
         "model": st.fixed_dictionaries({}, optional={"name": words, "dtype": st.sampled_from(["auto", "float32"])}),
         "data": st.fixed_dictionaries(
             {"source": words | st.lists(words, min_size=1, max_size=3)},

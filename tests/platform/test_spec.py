@@ -125,6 +125,20 @@ def test_names_that_kubernetes_would_refuse(name):
 
 
 @pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("s3://bucket/runs", "checkpoint.url .* export.url"),
+        ("~/runs", "every user"),
+        ("~", "every user"),
+        ("", "valid"),
+    ],
+)
+def test_runs_write_to_a_folder(output, said):
+    problem = problems_of(output=output)["output"]
+    assert re.search(said, problem.message) and problem.allowed == "the path of a folder"
+
+
+@pytest.mark.parametrize(
     ("fields", "path", "allowed", "suggestion"),
     [
         ({"data": {"sequense_length": 8}}, "data.sequense_length", "sequence_length", "sequence_length"),

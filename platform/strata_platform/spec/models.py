@@ -20,7 +20,7 @@ from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
-from strata_platform.spec.section import Address, Count, Name, Quantity, Section, Text, Whole, number
+from strata_platform.spec.section import Address, Count, Folder, Name, Quantity, Section, Text, Whole, number
 from strata_platform.spec.training import Optimizer, Schedule, Training
 
 
@@ -137,7 +137,11 @@ class RunSpec(Section):
     """A training run, whole. Every field has a default."""
 
     name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
-    output: Text = Field("out", description="Folder, the same for every attempt; the run writes to `<output>/<name>`.")
+    output: Folder = Field(
+        "out",
+        description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To an object store it is "
+        "copied by `checkpoint.url` and `export.url`.",
+    )
     seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
     model: Model = Field(default_factory=Model, description="What is trained.")
     data: Data = Field(default_factory=Data, description="What it is trained on.")

@@ -42,11 +42,21 @@ def _without_credentials(value: Any) -> Any:
     return value
 
 
+def _path(value: str) -> str:
+    if "://" in value:
+        raise ValueError("an address, not a folder; checkpoint.url copies checkpoints there, and export.url the model")
+    if value.startswith("~"):
+        # What it stands for is known where the run is, which need not be here, and not to Path.
+        raise ValueError("begins with ~, another folder for every user and machine; write the path out")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(number)]
 Number = Annotated[float, BeforeValidator(number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, AfterValidator(_path), Words("the path of a folder")]
 Place = Annotated[Text, AfterValidator(_without_credentials)]
 Sources = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)],
