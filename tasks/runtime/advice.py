@@ -11,6 +11,7 @@ from strata_platform.estimate.gpus import USABLE
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape, from_config
 from strata_platform.spec import RunSpec
+from tasks.runtime.folder import what_binds
 from tasks.runtime.model import load_config
 
 GIB = float(1 << 30)
@@ -41,11 +42,13 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float) -> str:
     ]
     for change in _changes(spec):
         changed = _apply(spec, change)
-        after = None if changed is None else memory_of(changed, shape).peak
-        if after is not None and after < now.peak - 0.05 * GIB:
+        if changed is None:
+            continue
+        after = memory_of(changed, shape).peak
+        if after < now.peak - 0.05 * GIB:
             lines.append(
                 f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
-                f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
+                f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}{_name(spec, changed)}"
             )
     if len(lines) == 1:
         lines.append("  more processes with parallel.type 'fsdp', or a smaller model.name")
@@ -62,30 +65,35 @@ def _changes(spec: RunSpec) -> Iterator[_Change]:
     rows, passes = training.micro_batch_size, training.gradient_accumulation_steps
     processes, nodes = spec.topology.nproc_per_node, spec.topology.nnodes
     yield _Change({"kernels": {"enabled": True, "exclude": ()}}, "faster, too")
-    if rows > 1 and rows % 2 == 0:
-        fewer = {"micro_batch_size": rows // 2, "gradient_accumulation_steps": passes * 2}
-        yield _Change({"training": fewer}, "the same rows in a step")
-        if rows > 2:
-            fewest = {"micro_batch_size": 1, "gradient_accumulation_steps": passes * rows}
-            yield _Change({"training": fewest}, "the same rows in a step")
+    if rows > 1:
+        for fewer in dict.fromkeys((_largest_divisor(rows, rows - 1), 1)):
+            yield _Change({"training": _spread(rows * passes, fewer)}, "the same rows in a step")
     yield _Change({"training": {"gradient_checkpointing": "full"}}, "the same losses, about a quarter slower")
     if spec.parallel.type == "ddp":
         yield _Change({"parallel": {"type": "fsdp"}}, "the same losses but for rounding, more traffic")
     for more in (2, 4, 8):
-        if more > processes and (rows * passes) % (more // processes) == 0 and nodes == 1:
-            share = rows * passes // (more // processes)
-            step = {"micro_batch_size": min(rows, share), "gradient_accumulation_steps": max(1, share // rows)}
+        if more > processes and (rows * passes * processes) % more == 0 and nodes == 1:
+            share = rows * passes * processes // more
             shape: dict[str, dict[str, Any]] = {
                 "topology": {"nproc_per_node": more},
                 "parallel": {"type": "fsdp"},
-                "training": step,
+                "training": _spread(share, _largest_divisor(share, rows)),
             }
             if spec.resources.gpu:
                 shape["resources"] = {"gpu": more}
             yield _Change(shape, "more GPUs, the same rows in a step")
     yield _Change({"model": {"dtype": "bfloat16"}}, "less exact weights")
     yield _Change({"adapter": {"type": "lora"}}, "trains an adapter in place of the weights")
-    yield _Change({"data": {"sequence_length": spec.data.sequence_length // 2}}, "other rows: choose another name")
+    yield _Change({"data": {"sequence_length": spec.data.sequence_length // 2}}, "other rows")
+
+
+def _spread(rows: int, at_once: int) -> dict[str, Any]:
+    """The `rows` of a process and step, so many of them in a forward pass."""
+    return {"micro_batch_size": at_once, "gradient_accumulation_steps": rows // at_once}
+
+
+def _largest_divisor(rows: int, most: int) -> int:
+    return next(number for number in range(min(rows, most), 0, -1) if rows % number == 0)
 
 
 def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
@@ -99,6 +107,11 @@ def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
     except SpecError:
         return None
     return None if changed == spec else changed
+
+
+def _name(spec: RunSpec, changed: RunSpec) -> str:
+    """What to do about the run's folder, which is that of one spec."""
+    return "; choose another name" if what_binds(spec, changed) else ""
 
 
 def _said(spec: RunSpec, change: _Change) -> str:

@@ -155,12 +155,17 @@ class RunFolder:
 
 def require_same_run(written: Path, spec: RunSpec, where: str) -> None:
     """Raises ValueError when `spec` is of another run than the spec that is `written` in the folder `where`."""
-    changed = _differences(_bound(load_spec(written)), _bound(spec))
+    changed = what_binds(load_spec(written), spec)
     if changed:
         raise ValueError(
             f"{where} holds a run of another spec; different: {'; '.join(changed)}. "
             "Choose another name, restore these fields to continue that run, or remove the folder"
         )
+
+
+def what_binds(old: RunSpec, new: RunSpec) -> list[str]:
+    """What makes `new` the spec of another run than `old`, in words; empty when it may continue that one."""
+    return _differences(_bound(old), _bound(new))
 
 
 def data_folder(output: str, recipe: DataRecipe) -> Path:

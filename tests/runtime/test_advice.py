@@ -7,6 +7,7 @@ import pytest
 from strata_platform.estimate import shape_of
 from strata_platform.spec import RunSpec
 from tasks.runtime.advice import GIB, advice_for, advise
+from tasks.runtime.folder import RunFolder
 
 LLAMA_8B = shape_of("meta-llama/Llama-3.1-8B")
 
@@ -26,6 +27,16 @@ def test_the_advice_has_numbers_and_names_fields():
     assert re.search(r"adapter\.type none -> lora: .*does not fit alone", said)
 
 
+def of_line(spec, line):
+    """The spec with what a line of the advice says."""
+    changed = spec.model_dump()
+    for section, field, value in re.findall(r"(\w+)\.(\w+) \S+ -> ([^\s,:]+)", line):
+        if field == "type":
+            changed[section] = {}
+        changed[section][field] = () if value == "[]" else value == "true" if value in ("true", "false") else value
+    return RunSpec.model_validate(changed)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -43,14 +54,55 @@ def test_whatever_is_advised_needs_less_and_is_a_spec(changes):
     lines = advise(spec, LLAMA_8B, 20 * GIB).splitlines()[1:]
     assert lines
     for line in lines:
-        changed = spec.model_dump()
-        for section, field, value in re.findall(r"(\w+)\.(\w+) \S+ -> ([^\s,:]+)", line):
-            if field == "type":
-                changed[section] = {}
-            changed[section][field] = () if value == "[]" else value == "true" if value in ("true", "false") else value
-        other = RunSpec.model_validate(changed)
-        assert other.data.sequence_length < 4096 or other.rows_per_step == spec.rows_per_step
+        assert of_line(spec, line).rows_per_step == spec.rows_per_step
         assert float(re.search(r"([\d.]+) less", line)[1]) > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("passes", [1, 2, 3, 6])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 9])
+def test_a_step_keeps_its_rows_and_may_have_them_one_by_one(rows, passes, processes):
+    spec = spec_of(
+        training={"micro_batch_size": rows, "gradient_accumulation_steps": passes},
+        topology={"nproc_per_node": processes},
+        parallel={"type": "fsdp" if processes > 1 else "single"},
+    )
+    said = advise(spec, LLAMA_8B, 20 * GIB)
+    others = [of_line(spec, line) for line in said.splitlines()[1:]]
+    assert [other.rows_per_step for other in others] == [spec.rows_per_step] * len(others)
+    one_by_one = rf"training\.micro_batch_size {rows} -> 1, training\.gradient_accumulation_steps {passes} -> "
+    assert bool(re.search(one_by_one + str(rows * passes), said)) == (rows > 1)
+
+
+def test_tokens_of_a_step_stay_as_many():
+    spec = spec_of(training={"micro_batch_size": 3, "tokens_per_step": 6 * 4096})
+    assert "training.micro_batch_size 3 -> 1, training.gradient_accumulation_steps 2 -> 6" in advise(
+        spec, LLAMA_8B, 20 * GIB
+    )
+
+
+def test_what_binds_the_folder_takes_another_name(tmp_path):
+    spec = spec_of(
+        output=str(tmp_path),
+        model={"name": "meta-llama/Llama-3.1-8B", "dtype": "float32"},
+        kernels={"enabled": False},
+        topology={"nproc_per_node": 2},
+        parallel={"type": "ddp"},
+    )
+    RunFolder.of(spec).claim(spec)
+    told = {}
+    for line in advise(spec, LLAMA_8B, 20 * GIB).splitlines()[1:]:
+        other = of_line(spec, line)
+        told[line.split()[0]] = line.endswith("; choose another name")
+        if told[line.split()[0]]:
+            with pytest.raises(ValueError, match="Choose another name"):
+                RunFolder.of(spec).claim(other)
+        else:
+            RunFolder.of(spec).claim(other)
+    assert {field for field, another in told.items() if another} == {
+        "kernels.enabled", "model.dtype", "adapter.type", "data.sequence_length",
+    }  # fmt: skip
+    assert {"training.micro_batch_size", "training.gradient_checkpointing", "parallel.type"} <= told.keys()
 
 
 def test_a_model_too_large_for_anything_gets_a_way_out():
