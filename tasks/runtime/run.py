@@ -129,7 +129,8 @@ def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        capacity = torch.cuda.get_device_properties(processes.device).total_memory
+        share = torch.cuda.get_per_process_memory_fraction(processes.device)
+        capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
         raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
     except (RuntimeError, OSError) as error:
         known = explain(error)

@@ -3,11 +3,13 @@
 import re
 
 import pytest
+import torch
 
 from strata_platform.estimate import shape_of
 from strata_platform.spec import RunSpec
 from tasks.runtime.advice import GIB, advice_for, advise
 from tasks.runtime.folder import RunFolder
+from tests.runtime.train_only import train_spec
 
 LLAMA_8B = shape_of("meta-llama/Llama-3.1-8B")
 
@@ -121,3 +123,29 @@ def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(t
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     spec = spec_of(model={"name": str(tmp_path)})
     assert "no advice for this model: model_type 'gpt2' is not one" in advice_for(spec, GIB)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_first_advice_that_fits_does(output):
+    """Of a share of the GPU's memory, so that a small model is too large."""
+    share = 4 * GIB / torch.cuda.get_device_properties(0).total_memory
+    spec = RunSpec.model_validate(
+        {
+            "name": "large",
+            "output": str(output),
+            "model": {"dtype": "bfloat16"},
+            "data": {"sequence_length": 2048},
+            "training": {"steps": 2, "micro_batch_size": 64},
+            "tracking": {"report_to": []},
+            "runtime": {"framework": "torch"},
+        }
+    )
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"The GPU has 4\.0 GiB, and by the model's shapes") as refused:
+            train_spec(spec)
+        torch.cuda.empty_cache()
+        fitting = next(line for line in str(refused.value).splitlines() if " fits; " in line)
+        assert train_spec(of_line(spec, fitting)).status == "complete"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
