@@ -83,6 +83,11 @@ def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> No
     (tmp_path / "d[1]").mkdir()
     _jsonl(tmp_path / "d[1]" / "literal.jsonl", [{"text": "d"}])
     assert order(str(tmp_path / "d[1]" / "literal.jsonl")) == "d"
+    (tmp_path / "d1").mkdir()
+    _jsonl(tmp_path / "d1" / "other.jsonl", [{"text": "e"}])
+    assert order(str(tmp_path / "d[1]" / "*.jsonl")) == order(f"file://{tmp_path}/d[1]/l*.jsonl") == "d"
+    assert order(str(tmp_path / "d[12]" / "*.jsonl")) == "e" and order(str(tmp_path / "d*" / "*.jsonl")) == "ed"
+    assert order(str(tmp_path / "d[1]" / "**" / "*.jsonl")) == "d"
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"none': the folder holds no file of a known kind \(.jsonl, .json"):
         _open(str(tmp_path / "none"))

@@ -5,6 +5,7 @@ A source can be read any number of times and gives the same rows in the same ord
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -206,7 +207,7 @@ def _matches(name: str) -> list[tuple[Any, str]]:
     try:
         filesystem, path = url_to_fs(name if "://" in name else str(_local(name).absolute()))
         if _is_pattern(name):
-            paths = sorted(filesystem.glob(path))
+            paths = sorted(filesystem.glob(_pattern(filesystem, path)))
         # A web server is not asked for a listing: it would answer with the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
             paths = sorted(p for p in filesystem.find(path) if extension(p) in READERS)
@@ -219,6 +220,18 @@ def _matches(name: str) -> list[tuple[Any, str]]:
     if not paths:
         raise _not_found(name)
     return [(filesystem, p) for p in paths]
+
+
+def _pattern(filesystem: Any, path: str) -> str:
+    """The path as a pattern. On disk, folders that are there by the name as it is written are taken by that name."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if not isinstance(filesystem, LocalFileSystem):
+        return path
+    folder = path
+    while folder and not os.path.exists(folder):
+        folder = folder.rpartition("/")[0]
+    return glob.escape(folder) + path.removeprefix(folder)
 
 
 def _file_version(filesystem: Any, path: str) -> str:
