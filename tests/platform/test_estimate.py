@@ -41,6 +41,18 @@ def test_what_the_gate_lets_through_is_kept_where_it_is_not_fused():
     assert take(**lora).memory == take(**lora, kernels={"exclude": ["swiglu"]}).memory
 
 
+@pytest.mark.parametrize(("kind", "masks"), [("none", 32), ("selective", 16 + 1), ("full", 1)])
+def test_layers_that_are_kept_have_masks_of_their_own(kind, masks):
+    """Numbers of two bytes for each pair of tokens of a row, and booleans once; flash attention has none."""
+    training = {"training": {"micro_batch_size": 4, "gradient_checkpointing": kind}}
+    model = {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"}
+    masked, flash = (
+        take(**training, model={**model, "attention": attention}).memory.activations
+        for attention in ("sdpa", "flash_attention_2")
+    )
+    assert masked - flash == 4 * 4096**2 * (2 * masks + 1)
+
+
 def test_recomputation_ends_before_the_last_projection():
     """Of Llama 3.1 8B's layers 27 % of the weights: not of adapters, whose own part comes behind it."""
     plain, again = (

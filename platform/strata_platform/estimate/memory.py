@@ -71,7 +71,9 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     weights, gradients = shape.parameters * size / split, trained * size / split
     if isinstance(spec.adapter, Lora):
         weights += trained * size / split
-    held = shape.layers * kept_by_layer(spec, shape, tokens)
+    # Of booleans, made once for all layers.
+    mask = _mask(spec, tokens)
+    held = mask + shape.layers * kept_by_layer(spec, shape, tokens)
     working = working_set(spec, shape, tokens)
     gathered = _gathered(spec, shape)
     # Gradients that are there before the backward pass: of micro-batches before, or where DDP's buckets keep them.
@@ -84,7 +86,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     moments = (
         (before, held, _loss(spec, shape, tokens), gathered),
         (before, held + working, _kept_by_loss(spec, shape, tokens), gathered),
-        (gradients - (0.0 if shape.tied else min(table, gradients)), working, head, gathered),
+        (gradients - (0.0 if shape.tied else min(table, gradients)), mask + working, head, gathered),
         (gradients + (table if shape.tied else 0.0), 0.0, root, _root(spec, shape)),
     )
     now = max(moments, key=sum)
@@ -160,7 +162,14 @@ def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float
     if not spec.kernels.enabled:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate
-    return float(tokens * width * compute_bytes(spec))
+    # PyTorch's attention adds a mask of numbers to the scores, and each layer makes its own of the booleans.
+    return float((tokens * width + _mask(spec, tokens)) * compute_bytes(spec))
+
+
+def _mask(spec: RunSpec, tokens: int) -> int:
+    """Pairs of tokens that the mask of packed rows tells apart; 0 where attention needs none."""
+    masked = spec.data.packing and spec.model.attention == "sdpa"
+    return tokens * spec.data.sequence_length if masked else 0
 
 
 def _fuses_gate(spec: RunSpec) -> bool:
