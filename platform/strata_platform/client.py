@@ -168,10 +168,11 @@ class Client:
         except SpecError as error:
             log.warning("whether the run fits is not known: %s", error.problems[0])
             return
-        if found is None or found.fits:
+        if found is None:
             return
-        if found.moves_to_host:
-            log.warning("whether the run fits is not known: what parallel.cpu_offload moves to the host is not counted")
+        if reason := found.too_little if found.fits else found.too_much:
+            log.warning("whether the run fits is not known: %s", reason)
+        if reason or found.fits:
             return
         best = cheapest(spec, found.shape, found.gpu, 64)
         way_out = f"this does: {said(best.spec)}" if best else "no layout of it does"

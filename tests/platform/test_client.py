@@ -261,6 +261,33 @@ def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(place, behave
     client.wait("run", timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "model", "doubted"),
+    [
+        ({"use_dora": True}, "Llama-3.2-1B", True),
+        ({"lora_dropout": 0.1}, "Llama-3.2-1B", True),
+        ({"target_modules": ["q_proj"]}, "Llama-3.2-1B", False),
+        ({"target_modules": ["q_proj"]}, "Llama-3.1-70B", True),
+        ({}, "Llama-3.2-1B", False),
+    ],
+)
+def test_of_an_adapter_that_is_not_counted_whole_it_is_not_known_whether_it_fits(
+    place, behave, caplog, adapter, model, doubted
+):
+    behave("finishes")
+    client = Client(OnA100(), poll=0.01)
+    client.submit(spec(model={"name": f"meta-llama/{model}"}, adapter={"type": "lora", **adapter}))
+    assert ("whether the run fits is not known: " in caplog.text) is doubted
+    assert not doubted or f"adapter.{next(iter(adapter))}" in caplog.text
+    client.wait("run", timeout=60)
+
+
+def test_what_takes_more_than_is_counted_does_not_fit_where_that_does_not(place, behave):
+    dora = {"model": {"name": "meta-llama/Llama-3.1-70B"}, "adapter": {"type": "lora", "use_dora": True}}
+    with pytest.raises(DoesNotFit):
+        Client(OnA100(), poll=0.01).submit(spec(**dora))
+
+
 def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(client, behave):
     behave("goes on")
     run = client.submit(spec())

@@ -244,6 +244,9 @@ def test_what_a_person_reads_is_what_the_docs_show():
             "parallel.cpu_offload",
         ),
         ({"model": {"name": "meta-llama/Llama-3.2-1B", "dtype": "float32"}}, "model.dtype 'float32'"),
+        ({"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora"),
+        ({"adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
+        ({"adapter": {"type": "lora", "target_modules": ["q_proj"]}}, "adapter.target_modules"),
     ],
 )
 def test_what_is_not_counted_is_said(sections, part, tmp_path):

@@ -9,6 +9,7 @@ from strata_platform.estimate.memory import Memory, compute_bytes, memory_of
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from strata_platform.spec.parallel import Fsdp
 
 
@@ -40,14 +41,37 @@ class Estimate:
 
     @property
     def moves_to_host(self) -> bool:
-        """Whether `memory` has what is the host's instead, so that `fits` says too little."""
+        """Whether `memory` has what is the host's instead."""
         parallel = self.spec.parallel
         return isinstance(parallel, Fsdp) and parallel.cpu_offload
 
     @property
+    def too_much(self) -> str | None:
+        """Why `memory` has more than the run takes, so that it may fit where `fits` is false; None where it has not."""
+        if self.moves_to_host:
+            return "what parallel.cpu_offload moves to the host is not counted"
+        if isinstance(self.spec.adapter, Lora) and self.spec.adapter.target_modules:
+            return "adapters are counted beside all layers, not those of adapter.target_modules"
+        return None
+
+    @property
+    def too_little(self) -> str | None:
+        """Why `memory` has less than the run takes, so that it may not fit where `fits` is true; None where it has not.
+
+        Of the run alone: other models beside it are told as `uncounted`.
+        """
+        if isinstance(self.spec.adapter, Lora):
+            if self.spec.adapter.use_dora:
+                return "what adapter.use_dora makes of weights is not counted"
+            if self.spec.adapter.lora_dropout > 0:
+                return "what adapter.lora_dropout leaves of inputs is not counted"
+        return None
+
+    @property
     def uncounted(self) -> tuple[str, ...]:
         """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
-        objective = self.spec.objective
+        objective, adapter = self.spec.objective, self.spec.adapter
+        lora = adapter if isinstance(adapter, Lora) else Lora()
         return tuple(
             said
             for asked, said in (
@@ -66,6 +90,18 @@ class Estimate:
                 (
                     self.moves_to_host,
                     "parallel.cpu_offload: weights, gradients and optimizer are in host memory, and steps are slower",
+                ),
+                (
+                    lora.use_dora,
+                    "adapter.use_dora: each weight with its adapter added, and its length, in every forward pass",
+                ),
+                (
+                    lora.lora_dropout > 0,
+                    "adapter.lora_dropout: what is left of the inputs, which every adapted layer keeps for itself",
+                ),
+                (
+                    bool(lora.target_modules),
+                    "adapter.target_modules: adapters are taken to be beside all linear layers but the head",
                 ),
             )
             if asked
