@@ -200,9 +200,17 @@ def test_a_message_that_calls_tools_needs_no_content() -> None:
     ]
 
 
-def test_a_template_can_refuse_messages(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = ChatTemplate("{{ raise_exception('no system here') }}", tokenizer)
-    with pytest.raises(RowError, match="row 1: the chat template refuses these messages: no system here"):
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('no system here') }}", "no system here"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ [][0].x }}", ""),
+    ],
+)
+def test_a_template_can_refuse_messages(tokenizer: PreTrainedTokenizerFast, source: str, said: str) -> None:
+    template = ChatTemplate(source, tokenizer)
+    with pytest.raises(RowError, match=f"row 1: the chat template refuses these messages: .*{said}"):
         template.render(TALK, "row 1")
 
 

@@ -144,3 +144,12 @@ def test_a_template_for_texts_is_told_to_have_no_effect(tmp_path):
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="no effect: the data's format is preference"):
         warnings.simplefilter("error")
         prepared(tmp_path, chat_template="chatml")
+
+
+def test_a_template_that_renders_nothing_is_told():
+    row = Row("row 1", {"chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    name, columns = choose_format(recipe_of(), [row])
+    tokenizer = train_tokenizer(["2 + 2 = 4"])
+    tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(RowError, match=r"row 1: the chat template renders nothing for an answer"):
+        bind_format(name, columns, tokenizer, None).documents(row)

@@ -14,7 +14,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -186,7 +185,8 @@ class ChatTemplate:
                 **options,
                 **self._tokenizer.special_tokens_map,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        # Templates compute, and may raise anything.
+        except Exception as error:
             raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
         # Tools and calls have texts, too.
         require_characters(texts[0], f"{where}: what the chat template renders")

@@ -185,6 +185,10 @@ def _chat_preference(row: Row, columns: tuple[str, ...], render: Render) -> list
         return []
     # The last turn's document and, of the turns in it, the last: what the others say is the same in both chats.
     last = [render(chat, row)[-1] for chat in chats]
+    if not all(text for text, _ in last):
+        raise RowError(
+            f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another"
+        )
     return [Document(tuple(_cut(text, spans[-1:])), bare=True) for text, spans in last]
 
 
