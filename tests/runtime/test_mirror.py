@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
@@ -110,11 +110,13 @@ def s3():
     server.stop()
 
 
-@pytest.fixture(params=["flaky", "file", "s3"])
+@pytest.fixture(params=["flaky", "file", "s3", "flaky [team]", "file [team]", "s3 [team]"])
 def url(request, tmp_path):
-    if request.param == "s3":
-        return request.getfixturevalue("s3")
-    return {"flaky": "flaky://bucket/runs", "file": f"file://{tmp_path}/store"}[request.param]
+    """With what is a pattern to some clients, too."""
+    store, _, folder = request.param.partition(" ")
+    if store == "s3":
+        return f"{request.getfixturevalue('s3')}/{folder}"
+    return f"{'flaky://bucket/runs' if store == 'flaky' else f'file://{tmp_path}/store'}/{folder}"
 
 
 # The store.
@@ -131,6 +133,10 @@ def test_a_checkpoint_comes_back_as_it_was(url, tmp_path):
     assert (folder / "a.safetensors").read_text() == "weights 10"
     remote.remove(10)
     assert remote.steps() == [2]
+    # Another one in its place.
+    shutil.rmtree(here / "checkpoint-2")
+    remote.put(save(here, 2, "other weights"))
+    assert (remote.fetch(2, there) / "a.safetensors").read_text() == "other weights"
     (here / "spec.yaml").write_text("name: x")
     remote.put_file(here / "spec.yaml")
     assert remote.fetch_file(there / "spec.yaml") and (there / "spec.yaml").read_text() == "name: x"
@@ -296,6 +302,21 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
     assert whole.step_of(whole.latest(folder.checkpoints)) == 50
     assert "checkpoint-150 of flaky://bucket/runs/x is not used: a.safetensors has" in caplog.text
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: " in caplog.text
+    copying.discard_after(50)
+    assert Remote("flaky://bucket/runs", "x").steps() == [50]
+
+
+@pytest.mark.parametrize("manifest", [b"", b'{"format": 2, "files": {"a.saf', b"\xff"])
+def test_a_machine_that_has_nothing_passes_over_a_torn_manifest(mirror, caplog, manifest):
+    copying, folder = mirror()
+    for step in (50, 100):
+        copying.add(save(folder.checkpoints, step))
+    copying.finish()
+    shutil.rmtree(folder.checkpoints)
+    Flaky.store["/bucket/runs/x/checkpoint-100/manifest.json"] = MemoryFile(Flaky(), "-", manifest)
+    copying.fetch_newest()
+    assert whole.step_of(whole.latest(folder.checkpoints)) == 50
+    assert "checkpoint-100 of flaky://bucket/runs/x is not used: manifest.json is unreadable" in caplog.text
     copying.discard_after(50)
     assert Remote("flaky://bucket/runs", "x").steps() == [50]
 

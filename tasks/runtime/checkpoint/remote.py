@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +43,10 @@ class Remote:
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are whole there, the newest last."""
         self._fs.invalidate_cache()
-        found = self._fs.glob(f"{self._root}/{whole.PREFIX}*/{whole.MANIFEST}")
-        steps = (path.rsplit("/", 2)[-2].removeprefix(whole.PREFIX) for path in found)
-        return sorted(int(step) for step in steps if step.isdigit())
+        # Listed: as a pattern, what the URL says may mean something else, and errors of the store would find nothing.
+        named = (name for name in self._names(self._root) if name.startswith(whole.PREFIX))
+        steps = [int(step) for step in (name.removeprefix(whole.PREFIX) for name in named) if step.isdigit()]
+        return sorted(step for step in steps if whole.MANIFEST in self._names(self._folder(step)))
 
     def put(self, folder: Path) -> None:
         """Copy a whole checkpoint there, or its manifest alone where the files are the same."""
@@ -57,12 +59,12 @@ class Remote:
         self._fs.pipe_file(f"{target}/{whole.MANIFEST}", (folder / whole.MANIFEST).read_bytes())
 
     def fetch(self, step: int, root: Path) -> Path:
-        """Copy a checkpoint from there into the folder `root`, where it is whole at once or not there."""
+        """Copy a checkpoint from there into the folder `root`; of one whose manifest is unreadable nothing else."""
         source, folder = self._folder(step), root / f"{whole.PREFIX}{step}"
         manifest = self._fs.cat_file(f"{source}/{whole.MANIFEST}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        names = list(json.loads(manifest)["files"])
+        names = list(_files_in(manifest) or ())
         if any(Path(name).name != name for name in names):
             raise ValueError(f"the manifest of {self.url}/{whole.PREFIX}{step} names files outside of it")
         with ThreadPoolExecutor(_TRANSFERS) as pool:
@@ -96,16 +98,36 @@ class Remote:
 
     def _files_at(self, target: str) -> dict[str, Any] | None:
         try:
-            return dict(json.loads(self._fs.cat_file(f"{target}/{whole.MANIFEST}"))["files"])
-        except (FileNotFoundError, ValueError, KeyError):
+            return _files_in(self._fs.cat_file(f"{target}/{whole.MANIFEST}"))
+        except FileNotFoundError:
             return None
+
+    def _names(self, folder: str) -> list[str]:
+        """What a folder there has; nothing, where there is none."""
+        try:
+            return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
+        except FileNotFoundError:
+            return []
 
     def _remove(self, target: str) -> None:
         self._fs.invalidate_cache()
-        if self._fs.exists(f"{target}/{whole.MANIFEST}"):
+        names = self._names(target)
+        if whole.MANIFEST in names:
             self._fs.rm_file(f"{target}/{whole.MANIFEST}")
+        # One by one: clients that remove a folder take its name for a pattern, too.
+        with ThreadPoolExecutor(_TRANSFERS) as pool:
+            list(pool.map(lambda name: self._fs.rm_file(f"{target}/{name}"), {*names} - {whole.MANIFEST}))
         if self._fs.exists(target):
-            self._fs.rm(target, recursive=True)
+            with suppress(OSError):
+                self._fs.rmdir(target)
+
+
+def _files_in(manifest: bytes) -> dict[str, Any] | None:
+    """The files that a manifest names; None when it is torn."""
+    try:
+        return dict(json.loads(manifest)["files"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[float], object] = time.sleep) -> T:
