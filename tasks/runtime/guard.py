@@ -94,6 +94,9 @@ class Guard:
                 action = "skip"
             if action == "rollback" and newest > 0:
                 back = RollBack(point.step, why)
+                if not point.skipped:
+                    # The weights are lost: what is wrong with the steps after it is its doing.
+                    break
             elif action == "skip":
                 self._skip(point, why, steps)
             else:
