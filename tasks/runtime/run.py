@@ -57,7 +57,7 @@ from tasks.runtime.quantized import is_quantized, quantized
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder
-from tasks.runtime.signals import Notice, deferred, end_with_agent, preemptible
+from tasks.runtime.signals import Notice, Preempted, deferred, end_with_agent, preemptible
 from tasks.runtime.tell import tell
 from tasks.runtime.tracking import require_trackers, serve_prometheus
 from tasks.runtime.warm import ensure_warm
@@ -182,9 +182,11 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             run.warmed.ready()
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
-            with closing(job.watchdog), closing(job.writer), stopping as job.notice:
-                job.run(framework_of(run.spec))
-                job.watchdog.expect("the end", math.inf)
+            with closing(job.watchdog), closing(job.writer):
+                with stopping as job.notice:
+                    job.run(framework_of(run.spec))
+                    job.watchdog.expect("the end", math.inf)
+                _stop_before_copying(run, job)
                 job.writer.finish()
             run.warmed.close()
             recorder.note("warmup", run.warmed.to_dict())
@@ -195,6 +197,16 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     return run.processes.on_main(
         lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
     )
+
+
+def _stop_before_copying(run: Session, job: Job) -> None:
+    """Raises `Preempted`, on every process, when one was told to stop in the last step and copies may still wait.
+
+    While they do nobody looks at the notice any more, and a store that is away is waited for.
+    """
+    if run.spec.checkpoint.url and not run.processes.all_true(not job.notice.given):
+        log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
+        raise Preempted("SIGTERM")
 
 
 def build_job(

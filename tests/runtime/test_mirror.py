@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -17,7 +20,10 @@ from tasks.runtime.checkpoint import remote as remotes
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.mirror import Mirror
 from tasks.runtime.checkpoint.remote import Remote, persist
+from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.job import Job
+from tasks.runtime.signals import Preempted
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
 
@@ -340,8 +346,6 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
             if step == 5:
                 raise KeyboardInterrupt
 
-        from tasks.runtime.job import Job
-
         end_step = Job.end_step
         patched.setattr(Job, "end_step", lost)
         with pytest.raises(KeyboardInterrupt):
@@ -366,6 +370,41 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
     shutil.rmtree(RunFolder.of(spec).root)
     assert train_spec(spec).restarts >= 1
     assert curve(spec) == undisturbed
+
+
+@pytest.mark.parametrize("moment", ["in the last step", "while it waits"])
+def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monkeypatch, moment):
+    spec = make_spec(output, f"stopped-{moment.split()[0]}", "torch", "single", 1, steps=2)
+    checkpoint = {"every": 2, "url": "flaky://bucket/runs", "url_timeout": 5, "on_sigterm": "save"}
+    spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    end_step, add, finish = Job.end_step, Mirror.add, CheckpointWriter.finish
+
+    def last_step(job, step, *arguments):
+        if step == 2 and moment == "in the last step":
+            stop()
+        end_step(job, step, *arguments)
+
+    def away(copying, folder):
+        store.error = OSError("away")
+        add(copying, folder)
+
+    def waiting(writer):
+        threading.Timer(0.5, stop).start()
+        finish(writer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "end_step", last_step)
+        patched.setattr(Mirror, "add", away)
+        patched.setattr(CheckpointWriter, "finish", waiting)
+        with pytest.raises(Preempted):
+            train_spec(spec)
+    assert whole.step_of(whole.latest(RunFolder.of(spec).checkpoints)) == 2
+    assert not RunFolder.of(spec).record.exists()
+
+    store.error = None
+    assert train_spec(spec).status == "complete"
+    assert Remote("flaky://bucket/runs", spec.name).steps() == [2]
 
 
 def test_a_run_is_complete_when_its_last_checkpoint_is_in_the_store(output, store):
