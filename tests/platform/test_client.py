@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
@@ -147,6 +149,22 @@ def test_a_run_that_fails_says_why(client, behave, how, shape, starts, message):
     assert sum(event.reason == "Started" for event in client.events("run")) == starts
     with pytest.raises(NotReady, match="run is failed"):
         client.outputs("run")
+
+
+def test_of_two_submissions_of_a_name_at_once_one_is_refused(client, behave, monkeypatch):
+    behave("goes on")
+    check = LocalBackend._require_free_name
+
+    def check_and_dawdle(*arguments):
+        check(*arguments)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(LocalBackend, "_require_free_name", check_and_dawdle)
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(client.submit, spec(output=folder)) for folder in ("out", "other")]
+        errors = [submission.exception() for submission in asked]
+    assert sorted(type(error).__name__ for error in errors) == ["NoneType", "RunExists"]
+    assert len(client.list()) == 1
 
 
 @pytest.mark.parametrize("how", ["goes on", "goes on in spite of SIGTERM"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
@@ -70,29 +72,26 @@ class LocalBackend:
         if importlib.util.find_spec("tasks") is None:
             raise BackendError("the training runtime is not installed beside this command; install strata, whole")
         journal = Journal(Path(spec.output).resolve() / spec.name)
-        self._require_free_name(spec.name, journal)
-        try:
-            lock = journal.lock()
-            while lock is None and journal.exists and not journal.goes_on:
-                # Its supervisor has had its last word, and is about to end.
-                time.sleep(0.02)
-                lock = journal.lock()
-        except OSError as error:
-            raise BackendError(
-                f"output: {journal.folder} cannot be written: {error.strerror}; set output to a folder that may be"
-            ) from error
-        if lock is None:
-            raise _exists(spec.name, journal)
-        try:
-            journal.spec.write_text(dump_spec(spec), encoding="utf-8")
-            journal.set_state(State(submitted=time.time()))
-            journal.add_event(Event(time.time(), "Submitted", f"from {Path.cwd()}"))
-            self._register(spec.name, journal)
+        with contextlib.ExitStack() as stack:
+            with self._alone():
+                self._require_free_name(spec.name, journal)
+                lock = _locked(spec.name, journal)
+                # In the end the supervisor has it.
+                stack.callback(os.close, lock)
+                journal.spec.write_text(dump_spec(spec), encoding="utf-8")
+                journal.set_state(State(submitted=time.time()))
+                journal.add_event(Event(time.time(), "Submitted", f"from {Path.cwd()}"))
+                self._register(spec.name, journal)
             self._start(journal, lock)
-        finally:
-            # The supervisor has it now.
-            os.close(lock)
         return self._run(journal)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one submission at a time find its name free and take it."""
+        self._registry.mkdir(parents=True, exist_ok=True)
+        with (self._registry / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _require_free_name(self, name: str, journal: Journal) -> None:
         """Raises RunExists when a run of another folder has this name and goes on."""
@@ -101,7 +100,6 @@ class LocalBackend:
             raise _exists(name, known)
 
     def _register(self, name: str, journal: Journal) -> None:
-        self._registry.mkdir(parents=True, exist_ok=True)
         temporary = self._registry / f".{name}.{os.getpid()}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(journal.run)
@@ -205,6 +203,23 @@ class LocalBackend:
             where=str(journal.run),
         )
         return with_progress(run, list(points(recent(journal.metrics))))
+
+
+def _locked(name: str, journal: Journal) -> int:
+    """The lock of the run's journal. Raises RunExists when another has it, BackendError when none can be written."""
+    try:
+        lock = journal.lock()
+        while lock is None and journal.exists and not journal.goes_on:
+            # Its supervisor has had its last word, and is about to end.
+            time.sleep(0.02)
+            lock = journal.lock()
+    except OSError as error:
+        raise BackendError(
+            f"output: {journal.folder} cannot be written: {error.strerror}; set output to a folder that may be"
+        ) from error
+    if lock is None:
+        raise _exists(name, journal)
+    return lock
 
 
 def _follow(journal: Journal, file: Path, pause: Pause | None) -> Iterator[dict[str, Any]]:
