@@ -53,6 +53,8 @@ class Grid(BaseModel):
         for path, values in self.fields.items():
             if path in ("name", "output"):
                 problems.append(Problem(f"fields.{path}", "every run has its own name in the one output; leave it out"))
+            if not all(path.split(".")):
+                problems.append(Problem(f"fields.{path}", "has an empty part; write a path such as optimizer.lr"))
             if not values:
                 problems.append(Problem(f"fields.{path}", "has no values; give some, or leave it out"))
             runs *= len(values)
@@ -67,7 +69,7 @@ def _changed(base: RunSpec, changes: dict[str, Any]) -> RunSpec:
     for path, value in sorted(changes.items(), key=lambda change: not change[0].endswith(".type")):
         section, _, field = path.rpartition(".")
         at = values
-        for name in filter(None, section.split(".")):
+        for name in section.split(".") if section else ():
             at = at.setdefault(name, {})
             if not isinstance(at, dict):
                 raise SpecError([Problem(f"fields.{path}", f"{name} has a value and no fields; sweep {section}")])
