@@ -135,6 +135,18 @@ def test_a_mistake_in_the_spec(read_before_loading, spec, message):
     assert re.search(message, said, re.DOTALL), said
 
 
+@pytest.mark.parametrize(
+    ("attention", "package"), [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3")]
+)
+def test_attention_whose_package_is_missing(read, monkeypatch, attention, package):
+    monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
+    monkeypatch.setattr("tasks.runtime.parallel.is_kernels_available", lambda: False)
+    monkeypatch.setattr("tasks.runtime.data.prepare", None)
+    said = read(f"model: {{attention: {attention}}}")
+    assert f"model.attention '{attention}' needs the package {package}, which is not installed; " in said
+    assert "set model.attention to 'sdpa'" in said
+
+
 @pytest.mark.parametrize(("rows", "fields", "message"), DATA.values(), ids=DATA)
 def test_a_mistake_in_the_data(read_before_loading, tmp_path, rows, fields, message):
     file = tmp_path / "rows.jsonl"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.parallel.ddp import Ddp
@@ -18,6 +19,12 @@ from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.processes import Processes
 from tasks.runtime.quantized import is_quantized
+
+# The package that an attention implementation is in, and its module.
+_FLASH = {
+    "flash_attention_2": ("flash-attn", "flash_attn"),
+    "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
+}
 
 
 class Strategy(Protocol):
@@ -72,4 +79,11 @@ def require_installed(spec: RunSpec) -> None:
         raise ValueError(
             "optimizer.type 'adamw_8bit' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set optimizer.type to 'adamw'"
+        )
+    package, module = _FLASH.get(spec.model.attention, ("", ""))
+    # In its place transformers takes kernels of the Hub, where the package for those is installed.
+    if package and find_spec(module) is None and not is_kernels_available():
+        raise ValueError(
+            f"model.attention {spec.model.attention!r} needs the package {package}, which is not installed; install "
+            "it, or set model.attention to 'sdpa'"
         )
