@@ -229,7 +229,9 @@ def build_job(
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
-    start = Start(run.spec, run.processes, data, strategy, wrapped, base, continues=resume_from is not None)
+    facts = checkpoint.facts_of(resume_from) if resume_from else {}
+    continues = resume_from is not None
+    start = Start(run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts)
     data = objective.begin(start)
     writer = CheckpointWriter(
         run.folder.checkpoints,
@@ -239,7 +241,12 @@ def build_job(
         keep_last=run.spec.checkpoint.keep_last,
         keep_every=run.spec.checkpoint.keep_every,
         mirror=run.mirror if run.processes.is_main else None,
-        facts={"spec_hash": run.spec.hash(), "data_hash": data.manifest.recipe_hash, "base": base},
+        facts={
+            "spec_hash": run.spec.hash(),
+            "data_hash": data.manifest.recipe_hash,
+            "base": base,
+            **objective.facts(),
+        },
     )
     watchdog = Watchdog(
         run.folder.hangs / f"attempt-{recorder.attempt}",
@@ -262,7 +269,7 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=Guard(run.spec, run.processes, checkpoint.facts_of(resume_from) if resume_from else {}),
+        guard=Guard(run.spec, run.processes, facts),
         load=load,
         step_ended=run.warmed.step_ended,
         set_random_states=load(resume_from),

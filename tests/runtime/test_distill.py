@@ -1,5 +1,7 @@
 """Distillation: loss and gradients against plain PyTorch in fp64, whatever the chunks, the head and the packing."""
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
@@ -7,9 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill as Settings
+from tasks.runtime import checkpoint
+from tasks.runtime.adapter import base_fingerprint
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.folder import data_folder
+from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.model import has_fused_loss, patch
 from tasks.runtime.objectives import Start, divergence, objective_of, require_same_tokens
 from tasks.runtime.objectives.divergence import Head, distillation
@@ -17,6 +21,7 @@ from tasks.runtime.parallel.single import Single
 from tasks.runtime.plan import plan_of
 from tasks.runtime.processes import Processes
 from tests.runtime.pairs import write_pairs
+from tests.runtime.train_only import train_spec
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
 
@@ -163,6 +168,32 @@ def test_a_teacher_of_other_tokens_is_refused(folder, data, tmp_path):
     with pytest.raises(ValueError, match=r"objective\.teacher 'no/such': cannot load its tokenizer"):
         require_same_tokens(make_spec(folder, {"teacher": "no/such"}), data)
     require_same_tokens(make_spec(folder), data)
+
+
+def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
+    spec = make_spec(
+        folder,
+        name="continued",
+        model={"tokenizer": str(folder / "teacher")},
+        training={"steps": 2},
+        checkpoint={"every": 1},
+    )
+    train_spec(spec)
+    noted = checkpoint.facts_of(checkpoint.latest(RunFolder.of(spec).checkpoints))["teacher"]
+    assert noted == base_fingerprint(small(1, hidden=48, vocabulary=576))
+    train_spec(spec, 1)
+    small(2, hidden=48, vocabulary=576).save_pretrained(folder / "teacher")
+    try:
+        with pytest.raises(ValueError, match=r"objective\.teacher '.*' has other weights now .*\.teacher_revision"):
+            train_spec(spec, 1)
+        # A checkpoint of a run that did not look at its teacher.
+        manifest = RunFolder.of(spec).checkpoints / "checkpoint-1" / "manifest.json"
+        manifest.write_text(
+            json.dumps({n: fact for n, fact in json.loads(manifest.read_text()).items() if n != "teacher"})
+        )
+        assert train_spec(spec).status == "complete"
+    finally:
+        small(1, hidden=48, vocabulary=576).save_pretrained(folder / "teacher")
 
 
 def test_the_warm_up_plans_the_teacher_too(folder, data):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
+from tasks.runtime.adapter import base_fingerprint
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
@@ -20,6 +21,9 @@ from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
+
+# By which a checkpoint notes the teacher.
+_FACT = "teacher"
 
 
 class Distill:
@@ -32,21 +36,33 @@ class Distill:
         self._settings, self._spec, self._fused = spec.objective, spec, fused
         self._teacher: nn.Module | None = None
         self._teacher_fused = False
+        self._fingerprint = ""
 
     def begin(self, start: Start) -> PreparedData:
-        """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere."""
+        """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere.
+
+        Raises ValueError when its weights are not those that a run which continues has learned from.
+        """
         spec, processes = self._teacher_spec(), start.processes
         try:
             teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
+            unpatched = base_fingerprint(teacher) if processes.is_main else ""
             self._adopt(teacher)
         except ValueError as error:
             raise ValueError(f"objective.teacher: {error}") from error
+        # Checkpoints of runs that did not look at it note none.
+        expected = start.facts.get(_FACT, unpatched)
+        self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
         adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
         if spec.parallel.type == "fsdp" and processes.world_size > 1:
             self._teacher = start.strategy.wrap(teacher, weights_follow=False)
         else:
             _replicate(teacher, processes)
         return start.data
+
+    def facts(self) -> dict[str, Any]:
+        """The fingerprint of the teacher's weights."""
+        return {_FACT: self._fingerprint}
 
     def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """The rows bring all that is needed."""
@@ -93,6 +109,15 @@ class Distill:
             return self._teacher(**inputs).logits.flatten(0, 1), Head()
         hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss
         return hidden.flatten(0, 1), found[0]
+
+    def _same(self, found: str, expected: str) -> str:
+        if found != expected:
+            raise ValueError(
+                f"objective.teacher {self._settings.teacher!r} has other weights now than those that the run has "
+                "learned from so far; restore them, pin a teacher on the Hub by objective.teacher_revision, or choose "
+                "another name and train anew"
+            )
+        return found
 
     def _adopt(self, teacher: PreTrainedModel) -> None:
         teacher.requires_grad_(False)

@@ -10,6 +10,8 @@ are taken per token here, as its authors advise, or long answers would weigh mor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -43,6 +45,10 @@ class Dpo:
         if self._switches:
             return start.data
         return with_reference(start, lambda batch: self.scores(start.model, batch))
+
+    def facts(self) -> dict[str, Any]:
+        """None: the data and the first model have theirs."""
+        return {}
 
     def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """With the log-probabilities of `model`; rows that evaluation does not read are left out."""

@@ -25,6 +25,10 @@ class NextToken:
         """The rows bring all that is needed."""
         return start.data
 
+    def facts(self) -> dict[str, Any]:
+        """None: the data and the first model have theirs."""
+        return {}
+
     def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """The rows bring all that is needed."""
         return data

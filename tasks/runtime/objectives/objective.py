@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -38,6 +39,8 @@ class Start:
     """Identifies those weights."""
     continues: bool
     """Whether this attempt loads a checkpoint next."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What that checkpoint notes."""
 
 
 class Objective(Protocol):
@@ -53,6 +56,9 @@ class Objective(Protocol):
 
     def begin(self, start: Start) -> PreparedData:
         """Called once; returns the data with what rows to train on have to bring. A collective."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint notes of what `begin` found, so that what continues from it can tell whether it changed."""
 
     def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Called once with the model before training; returns the data with what validation rows have to bring."""
