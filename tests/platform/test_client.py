@@ -103,6 +103,9 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, place):
     assert {path.name for path in (place / "mine").iterdir()} == {"model", "report.html", "record.json"}
     with pytest.raises(BackendError, match=r"mine/model, .* is there already; give another folder"):
         client.outputs("run", to=place / "mine")
+    (place / "my.yaml").touch()
+    with pytest.raises(BackendError, match=r"my\.yaml cannot be made a folder: .*; give another"):
+        client.outputs("run", to=place / "my.yaml")
 
 
 def test_a_text_that_looks_like_a_stage_is_a_line(client, behave):

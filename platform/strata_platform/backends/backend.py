@@ -91,12 +91,15 @@ def places(folder: Path) -> dict[str, Path]:
 
 
 def destinations(to: Path) -> dict[str, Path]:
-    """The places of outputs in the folder `to`, which is made. Raises BackendError when something is there."""
+    """The places of outputs in the folder `to`, which is made. Raises BackendError when it is none, or has them."""
     found = places(to)
     there = [str(place) for place in found.values() if place.exists()]
     if there:
         raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")
-    to.mkdir(parents=True, exist_ok=True)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendError(f"{to} cannot be made a folder: {error.strerror}; give another", status=409) from error
     return found
 
 
