@@ -20,6 +20,9 @@ H200, GIB = GPUS["h200"], 2**30
 EXAMPLE = ROOT / "examples/llama-3.1-8b-sft.yaml"
 
 
+SMALL = {"model_type": "llama", **PRESETS["tiny-llama"], "head_dim": None}
+
+
 def spec_of(**sections):
     base = {"model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"}, "data": {"sequence_length": 4096}}
     return RunSpec.model_validate(base | sections)
@@ -100,6 +103,11 @@ def test_a_folder_speaks_for_itself(tmp_path):
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not one whose memory is understood here: llama, "),
         ({"model_type": "llama", "num_attention_heads": 4}, "has no 'hidden_size'"),
+        ({**SMALL, "num_attention_heads": 0}, "num_attention_heads is 0, and not a whole number of at least 1"),
+        ({**SMALL, "vocab_size": None}, "vocab_size is null, and not a whole number"),
+        ({**SMALL, "num_hidden_layers": 1.5}, "num_hidden_layers is 1.5, and"),
+        ({**SMALL, "num_attention_heads": 512}, "head_dim is 0, and"),
+        ({**SMALL, "head_dim": "64"}, 'head_dim is "64", and'),
         ("{", "Expecting property name"),
     ],
 )

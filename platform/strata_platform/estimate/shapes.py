@@ -159,22 +159,31 @@ def from_config(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
 
     Raises:
-        ValueError: a model of another kind.
+        ValueError: a model of another kind, or a size that is none.
         KeyError: a field is missing.
     """
     kind = config["model_type"]
     if kind not in _TYPES:
         raise ValueError(f"model_type {kind!r} is not one whose memory is understood here: {', '.join(_TYPES)}")
-    heads = config["num_attention_heads"]
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     return ModelShape(
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=_size(config, "intermediate_size"),
+        layers=_size(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocabulary=config["vocab_size"],
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        vocabulary=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         biased=kind == "qwen2",
         qk_norm=kind == "qwen3",
     )
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The field called so; the default where it is null or left out."""
+    value = config[name] if default is None else config.get(name, default)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {json.dumps(value)}, and not a whole number of at least 1")
+    return value
