@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +67,12 @@ def spec(
         typer.echo(dump_spec(_read(file), format), nl=False)
 
 
+def _finite(value: float | None) -> float | None:
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number of at least 0")
+    return value
+
+
 @app.command("estimate")
 def estimate_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
@@ -77,9 +84,12 @@ def estimate_(
         Path | None, typer.Option(help="The model's config.json, where model.name is not known here.")
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the whole run; by default those of training.steps.")
+        float | None,
+        typer.Option(callback=_finite, help="Tokens of the whole run; by default those of training.steps."),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, in any currency.")] = None,
+    price: Annotated[
+        float | None, typer.Option(callback=_finite, help="Of a GPU for an hour, in any currency.")
+    ] = None,
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; docs/estimate.md.")
     ] = None,

@@ -292,6 +292,7 @@ def test_prices_come_from_a_table(tmp_path):
     [
         ("gpus: {H200: 3}", "gpus.H200: no such kind of GPU; allowed: h200, h100, "),
         ("gpus: {h200: -3}", "gpus.h200: Input should be greater than or equal to 0"),
+        ("gpus: {h200: .inf}", "gpus.h200: Input should be a finite number"),
         ("gpus: {h200: three}", "gpus.h200: Input should be a valid number"),
         ("h200: 3", "h200: Extra inputs are not permitted"),
         ("", "Input should be a valid dictionary"),
@@ -318,6 +319,15 @@ def test_the_kind_of_gpu_is_the_one_that_the_spec_asks_for(tmp_path):
     assert "on 1 x L40S\n" in said("NVIDIA-L40S").stdout
     ended = said("AMD-Instinct-MI300X")
     assert "on 1 x H200\n" in ended.stdout and "'AMD-Instinct-MI300X': this is for an h200" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("--tokens", "nan"), ("--tokens", "-1"), ("--price", "inf"), ("--price", "nan")], ids=" ".join
+)
+def test_numbers_that_are_none_are_refused(option):
+    ended = strata(EXAMPLE, *option)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert option[0] in ended.stderr and "is not a finite number of at least 0" in ended.stderr
 
 
 def test_mistakes_are_told(tmp_path):

@@ -31,7 +31,7 @@ class Prices(Values):
     """What `strata estimate` computes costs with."""
 
     currency: str = Field("", description="Of all prices, such as USD.")
-    gpus: dict[GpuKind, Annotated[float, Field(ge=0)]] = Field(
+    gpus: dict[GpuKind, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         {}, description=f"Of one GPU for an hour, by its kind: {', '.join(f'`{kind}`' for kind in GPUS)}."
     )
 
