@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.evaluate import generate
+from tasks.runtime.objectives import objective_of
 from tasks.runtime.positions import KEEPS_APART, keeps_apart, learned_positions, require_apart, require_positions
+from tasks.runtime.processes import Processes
 from tests.kernels.test_patch import build
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
@@ -60,6 +62,13 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path):
     few = {"data": {"max_samples": 20, "sequence_length": 64}, "training": {"steps": 1, "micro_batch_size": 1}}
     with pytest.raises(ValueError, match=r"data\.packing is true"):
         train_spec(RunSpec.model_validate({**spec, **few}))
+
+
+def test_a_teacher_has_to_keep_texts_apart_too(monkeypatch):
+    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", lambda spec: mamba())
+    spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "org/mamba"}})
+    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*'org/mamba'"):
+        objective_of(spec, fused=False).begin(SimpleNamespace(processes=Processes()))
 
 
 def test_positions_that_were_learned_are_counted():

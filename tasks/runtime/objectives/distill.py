@@ -19,6 +19,7 @@ from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.model import build_empty_model, build_meta_model, build_model, has_fused_loss, patch, place
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.positions import require_apart
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
 
@@ -46,6 +47,7 @@ class Distill:
         spec, processes = self._teacher_spec(), start.processes
         try:
             teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
+            processes.on_main(lambda: require_apart(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
             self._adopt(teacher)
         except ValueError as error:
