@@ -77,8 +77,9 @@ class Cell:
 
     def alike(self) -> Cell:
         """What trains the same in one process."""
-        # The engine's optimizer has exact weights.
-        exact = {"model.dtype": "float32"} if self.strategy == "deepspeed" and self.fields != _LORA else {}
+        # The engine's optimizer has exact weights, of those that learn.
+        learns = self.strategy == "deepspeed" and "adapter.type" not in self.fields
+        exact = {"model.dtype": "float32"} if learns else {}
         same = {path: value for path, value in self.fields.items() if path.partition(".")[0] in _OF_THE_MODEL}
         same.pop("optimizer.in_backward", None)
         return Cell("torch", "single", {**same, **exact})
@@ -150,7 +151,7 @@ def _cells(several: int) -> Iterator[Cell]:
     yield Cell("torch", "fsdp", {"optimizer.type": "muon"})
     one_pass = {"training.micro_batch_size": ROWS // several, "training.gradient_accumulation_steps": 1}
     yield Cell("torch", "fsdp", {"optimizer.in_backward": True, "optimizer.max_grad_norm": 0, **one_pass})
-    for strategy in ("single", "ddp"):
+    for strategy in ("single", "ddp", "fsdp", "deepspeed"):
         yield Cell("torch", strategy, {**_LORA, "adapter.quantization": "nf4"})
     yield Cell("hf", "fsdp", {**_LORA, "adapter.use_dora": True})
     for strategy in ("single", "fsdp"):
