@@ -11,7 +11,7 @@ from strata_platform.estimate.gpus import USABLE
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape, from_config
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import what_binds
+from tasks.runtime.folder import RunFolder, what_binds
 from tasks.runtime.model import load_config
 
 GIB = float(1 << 30)
@@ -26,15 +26,19 @@ class _Change:
 
 
 def advice_for(spec: RunSpec, capacity: float) -> str:
-    """`advise` for the spec's own model; for the message of an error, which nothing here may take the place of."""
+    """`advise` for the spec's model and folder; for an error's message, which nothing here may take the place of."""
     try:
-        return advise(spec, from_config(load_config(spec).to_dict()), capacity)
+        shape = from_config(load_config(spec).to_dict())
+        return advise(spec, shape, capacity, begun=RunFolder.of(spec).begun)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 
 
-def advise(spec: RunSpec, shape: ModelShape, capacity: float) -> str:
-    """What a process of the run needs, and changes that need less, beside the `capacity` bytes of its GPU."""
+def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, begun: bool = True) -> str:
+    """What a process of the run needs, and changes that need less, beside the `capacity` bytes of its GPU.
+
+    Where the run has `begun`, its folder is bound to what the next step computes.
+    """
     now = memory_of(spec, shape)
     lines = [
         f"The GPU has {capacity / GIB:.1f} GiB, and by the model's shapes a process needs about {now.peak / GIB:.1f} "
@@ -48,7 +52,8 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float) -> str:
         if after < now.peak - 0.05 * GIB:
             lines.append(
                 f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
-                f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}{_name(spec, changed)}"
+                f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
+                f"{'; choose another name' if begun and what_binds(spec, changed) else ''}"
             )
     if len(lines) == 1:
         lines.append("  more processes with parallel.type 'fsdp', or a smaller model.name")
@@ -107,11 +112,6 @@ def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
     except SpecError:
         return None
     return None if changed == spec else changed
-
-
-def _name(spec: RunSpec, changed: RunSpec) -> str:
-    """What to do about the run's folder, which is that of one spec."""
-    return "; choose another name" if what_binds(spec, changed) else ""
 
 
 def _said(spec: RunSpec, change: _Change) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
+from tasks.runtime.metrics import read_points
 
 log = logging.getLogger(__name__)
 
@@ -118,32 +119,46 @@ class RunFolder:
                 "may be written to"
             ) from error
 
-    def claim(self, spec: RunSpec) -> None:
-        """Make the folder this spec's own.
+    @property
+    def begun(self) -> bool:
+        """Whether there is what a start would continue, or could lose: a step that was taken, or what came of it."""
+        made = (self.record, self.weights, self.model)
+        if any(path.exists() for path in made) or any(self.checkpoints.glob("*")):
+            return True
+        return any(not point.skipped for point in read_points(self.metrics))
 
-        Raises ValueError when it holds a run of another spec: continuing would train something nobody described.
+    def claim(self, spec: RunSpec, *, alone: bool = False) -> None:
+        """Make the folder this spec's own; `alone` says that nobody else can be at work in it.
+
+        Raises ValueError when it holds a run of another spec, which is at work or has begun: continuing would train
+        something nobody described.
         """
         self.make()
-        if self.spec.exists():
-            require_same_run(self.spec, spec, str(self.root))
+        if self.spec.exists() and what_binds(load_spec(self.spec), spec):
+            if self.begun or not alone:
+                require_same_run(self.spec, spec, str(self.root))
+            log.info("%s is of another spec so far, which took no step; it is begun anew", self.root)
+            # The trackers' names for the run, too.
+            for left in (self.metrics, self.attempts, *self.root.glob("*.id")):
+                left.unlink(missing_ok=True)
         temporary = self.spec.with_suffix(".tmp")
         temporary.write_text(dump_spec(spec), encoding="utf-8")
         temporary.replace(self.spec)
 
     @contextmanager
-    def lock(self, patience: float = LOCK_SECONDS) -> Iterator[None]:
-        """Keep out every other process that would write this run, on all machines whose file system has locks.
+    def lock(self, patience: float = LOCK_SECONDS) -> Iterator[bool]:
+        """Keep out every other process that would write this run; says whether it does, as not every file system can.
 
         The kernel unlocks when the process ends, however it does; some file systems need a while to notice that a
         machine is gone. Raises ValueError when it is locked after `patience` seconds.
         """
         self.make()
         with (self.root / ".lock").open("a+") as file:
-            _lock(file, time.monotonic() + patience)
+            alone = _lock(file, time.monotonic() + patience)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            yield
+            yield alone
 
     def begin_attempt(self) -> int:
         """Note that the training processes start, and return how often they did before."""
@@ -173,12 +188,12 @@ def data_folder(output: str, recipe: DataRecipe) -> Path:
     return Path(output).absolute() / "data" / recipe.hash()
 
 
-def _lock(file: TextIO, deadline: float) -> None:
+def _lock(file: TextIO, deadline: float) -> bool:
     warned = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             file.seek(0)
             holder = file.read() or "another process"
@@ -193,7 +208,7 @@ def _lock(file: TextIO, deadline: float) -> None:
             time.sleep(0.2)
         except OSError as error:
             log.warning("%s has no locks (%s): see to it that nobody starts this run twice", file.name, error)
-            return
+            return False
 
 
 def _bound(spec: RunSpec) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
 from tasks.runtime.advice import advice_for
 from tasks.runtime.checkpoint.mirror import Mirror, mirror_of
+from tasks.runtime.checkpoint.remote import take_back
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -103,10 +104,10 @@ def session(spec: RunSpec) -> Iterator[Session]:
         report = ensure_warm(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        processes.on_main(lambda: held.enter_context(folder.lock()))
+        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, mirror, alone=alone)))
         if mirror is not None:
             held.callback(mirror.close)
-        processes.on_main(lambda: _claim(spec, folder, mirror))
         _require_shared(spec, folder, processes)
         with _explained(spec, processes):
             check_health(spec, folder, processes)
@@ -114,13 +115,24 @@ def session(spec: RunSpec) -> Iterator[Session]:
                 yield Session(spec, folder, processes, warm, mirror)
 
 
-def _claim(spec: RunSpec, folder: RunFolder, mirror: Mirror | None) -> None:
-    """Make the run's folder this spec's own, here and where it is copied to."""
+@contextmanager
+def _claimed(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
+    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
+
+    In a store nobody can see whether somebody is at work. So a start that ends before its first step takes back what it
+    claimed there, and no other finds it.
+    """
     if mirror is not None:
         mirror.fetch_run()
-    folder.claim(spec)
+    folder.claim(spec, alone=alone)
     if mirror is not None:
         mirror.put_spec()
+    try:
+        yield
+    except BaseException:
+        if spec.checkpoint.url and alone and not folder.begun:
+            take_back(spec.checkpoint.url, spec.name, folder.spec)
+        raise
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from strata_platform.estimate import shape_of
 from strata_platform.spec import RunSpec
@@ -105,6 +106,17 @@ def test_what_binds_the_folder_takes_another_name(tmp_path):
         "kernels.enabled", "model.dtype", "adapter.type", "data.sequence_length",
     }  # fmt: skip
     assert {"training.micro_batch_size", "training.gradient_checkpointing", "parallel.type"} <= told.keys()
+
+
+def test_before_the_first_step_no_other_name_is_needed(tmp_path):
+    LlamaConfig(vocab_size=512).save_pretrained(tmp_path / "model")
+    spec = spec_of(output=str(tmp_path), model={"name": str(tmp_path / "model")}, kernels={"enabled": False})
+    folder = RunFolder.of(spec)
+    folder.claim(spec)
+    assert "kernels.enabled false -> true" in advice_for(spec, GIB)
+    assert "another name" not in advice_for(spec, GIB)
+    (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
+    assert "faster, too; choose another name" in advice_for(spec, GIB)
 
 
 def test_a_model_too_large_for_anything_gets_a_way_out():

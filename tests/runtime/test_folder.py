@@ -2,12 +2,15 @@
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
-from strata_platform.spec import RunSpec
+from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.metrics import MetricsFile
+from tasks.runtime.tracking.tracker import identity
 
 
 def spec(tmp_path, **changes):
@@ -50,6 +53,42 @@ def test_another_spec_is_refused_with_what_differs(tmp_path):
     assert "Choose another name" in str(error.value)
 
 
+def write_points(folder, *skipped):
+    """Of steps that were skipped, 1, or taken, 0."""
+    names = ("attempt", "time", "loss", "learning_rate", "grad_norm", "tokens", "target_tokens", "tokens_per_second")
+    rest = dict.fromkeys((*names, "step_seconds", "memory_bytes"), 0)
+    with closing(MetricsFile(folder.metrics)) as file:
+        file.write([MetricPoint(step=step, skipped=skip, **rest) for step, skip in enumerate(skipped, start=1)])
+
+
+def test_what_took_no_step_leaves_its_folder_to_another_spec(tmp_path):
+    folder = RunFolder.of(spec(tmp_path))
+    folder.claim(spec(tmp_path))
+    folder.begin_attempt()
+    identity(folder, "mlflow").write_text("of the first spec")
+    write_points(folder, 1, 1)
+    folder.claim(spec(tmp_path), alone=True)
+    assert {path.name for path in folder.root.iterdir()} == {"spec.yaml", "attempts.txt", "mlflow.id", "metrics.jsonl"}
+    with pytest.raises(ValueError, match="another spec"):
+        folder.claim(spec(tmp_path, seed=7))
+    folder.claim(spec(tmp_path, seed=7), alone=True)
+    assert [path.name for path in folder.root.iterdir()] == ["spec.yaml"]
+    assert load_spec(folder.spec).seed == 7
+
+
+@pytest.mark.parametrize("left", ["checkpoints/checkpoint-4", "metrics.jsonl", "record.json", "weights", "model"])
+def test_what_a_run_has_made_is_nobody_elses(tmp_path, left):
+    folder = RunFolder.of(spec(tmp_path))
+    folder.claim(spec(tmp_path))
+    if left == "metrics.jsonl":
+        write_points(folder, 1, 0, 1)
+    else:
+        (folder.root / left).mkdir(parents=True)
+    with pytest.raises(ValueError, match="another spec; different: seed was 0, is 7"):
+        folder.claim(spec(tmp_path, seed=7), alone=True)
+    assert (folder.root / left).exists() and load_spec(folder.spec).seed == 0
+
+
 def test_the_rows_of_a_step_may_be_spread_but_not_changed(tmp_path):
     RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
     with pytest.raises(ValueError, match=r"rows per step \(training\.micro_batch_size x .*\) was 4, is 8"):
@@ -78,8 +117,18 @@ def test_a_run_is_trained_by_one_start_at_a_time(tmp_path, caplog):
         with pytest.raises(ValueError, match=rf"mine is being trained by process {os.getpid()} on .*; wait for it"):
             folder.lock(patience=0.0).__enter__()
         assert "waiting for its end" not in caplog.text
-    with folder.lock(patience=0.0):
-        pass
+    with folder.lock(patience=0.0) as alone:
+        assert alone
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise OSError("no locks")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with RunFolder.of(spec(tmp_path)).lock() as alone:
+        assert not alone
+    assert "see to it that nobody starts this run twice" in caplog.text
 
 
 def test_a_start_waits_for_the_one_before_to_end(tmp_path, caplog):

@@ -23,6 +23,7 @@ from tasks.runtime.checkpoint.remote import Remote, persist
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.job import Job
+from tasks.runtime.run import session
 from tasks.runtime.signals import Preempted
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
@@ -37,6 +38,7 @@ class Flaky(MemoryFileSystem):
     store, pseudo_dirs = {}, [""]
     error = None
     denied = None
+    refusing = False
     asked = threading.Event()
 
     @classmethod
@@ -62,6 +64,11 @@ class Flaky(MemoryFileSystem):
             raise PermissionError(there)
         return super().put_file(here, there, *arguments, **options)
 
+    def ls(self, path, *arguments, **options):
+        if self.refusing:
+            raise OSError("away")
+        return super().ls(path, *arguments, **options)
+
     def info(self, path, **options):
         self._may()
         return super().info(path, **options)
@@ -77,6 +84,7 @@ def store(monkeypatch):
     monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
     monkeypatch.setattr(Flaky, "error", None)
     monkeypatch.setattr(Flaky, "denied", None)
+    monkeypatch.setattr(Flaky, "refusing", False)
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(mirrors, "START_SECONDS", 0.05)
     Flaky.asked.clear()
@@ -370,6 +378,39 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
     shutil.rmtree(RunFolder.of(spec).root)
     assert train_spec(spec).restarts >= 1
     assert curve(spec) == undisturbed
+
+
+def test_a_start_that_was_refused_leaves_its_name_in_the_store(output, store, caplog):
+    spec = make_spec(output, "refused", "torch", "single", 1, steps=2)
+    spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": {"every": 2, "url": "flaky://bucket/runs"}})
+    many = RunSpec.model_validate({**spec.model_dump(), "training": {"steps": 2, "micro_batch_size": 10**6}})
+    folder = RunFolder.of(spec)
+    with pytest.raises(ValueError, match="fewer than one batch"):
+        train_spec(many)
+    assert names() == [] and not folder.begun
+    # As after a kill: nobody knows whether that one is at work.
+    Remote("flaky://bucket/runs", "refused").put_file(folder.spec)
+    with pytest.raises(ValueError, match=r"flaky://bucket/runs/refused holds a run of another spec"):
+        train_spec(spec)
+    with pytest.raises(ValueError, match="fewer than one batch"):
+        train_spec(many)
+    assert train_spec(spec).status == "complete"
+
+    # Elsewhere, before the checkpoint is fetched.
+    there = names()
+    shutil.rmtree(folder.root)
+    with pytest.raises(RuntimeError, match="unfit"), session(spec):
+        raise RuntimeError("unfit")
+    assert names() == there and "refused/spec.yaml" in there
+
+
+def test_a_store_that_is_away_does_not_hide_why_a_start_ends(output, store, caplog):
+    spec = make_spec(output, "hidden", "torch", "single", 1, steps=2)
+    spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": {"url": "flaky://bucket/runs"}})
+    with pytest.raises(RuntimeError, match="unfit"), session(spec):
+        store.refusing = True
+        raise RuntimeError("unfit")
+    assert "spec.yaml of flaky://bucket/runs/hidden stays there: OSError: away" in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["in the last step", "while it waits"])

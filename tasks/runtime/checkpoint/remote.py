@@ -93,6 +93,12 @@ class Remote:
         unfinished.replace(to)
         return True
 
+    def remove_only(self, path: Path) -> None:
+        """Remove a file of the run's folder there, unless there is anything else."""
+        self._fs.invalidate_cache()
+        if self._names(self._root) == [path.name]:
+            self._fs.rm_file(f"{self._root}/{path.name}")
+
     def _folder(self, step: int) -> str:
         return f"{self._root}/{whole.PREFIX}{step}"
 
@@ -128,6 +134,14 @@ def _files_in(manifest: bytes) -> dict[str, Any] | None:
         return dict(json.loads(manifest)["files"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def take_back(url: str, name: str, path: Path) -> None:
+    """`Remote.remove_only`, for a process that ends for another reason: what goes wrong is told, and no more."""
+    try:
+        Remote(url, name).remove_only(path)
+    except Exception as error:
+        log.warning("%s of %s/%s stays there: %s: %s", path.name, url, name, type(error).__name__, error)
 
 
 def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[float], object] = time.sleep) -> T:
