@@ -57,8 +57,10 @@ def work(local_rank, folder, port):
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank
             assert not run.processes.all_true(run.processes.is_main)
+            # Something to lose: without it the folder would go to the next spec.
+            run.processes.on_main(lambda: (run.folder.checkpoints / "checkpoint-1").mkdir(parents=True))
         root = RunFolder.of(make_spec(folder / "shared")).root
-        assert sorted(path.name for path in root.iterdir()) == [".lock", "spec.yaml"]
+        assert sorted(path.name for path in root.iterdir()) == [".lock", "checkpoints", "spec.yaml"]
         # Found by the main process alone.
         assert "seed was 0, is 1" in refusal(make_spec(folder / "shared", seed=1))
         # Each pod has a folder of its own, of the same name.
