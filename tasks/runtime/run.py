@@ -171,8 +171,6 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     run.processes.on_main(lambda: require_positions(run.spec))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
-    if not resume_from:
-        run.processes.on_main(lambda: require_apart(model, run.spec))
     adopt_tokenizer(model, data.tokenizer())
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
@@ -301,6 +299,9 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
     reads = run.processes.is_main or (is_quantized(spec) and spec.parallel.type != "fsdp")
     model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
+    if not resume_from:
+        # As it is: what is quantized computes nothing on the host.
+        run.processes.on_main(lambda: require_apart(model, spec))
     with quantized(model, spec):
         add_adapter(model, spec)
     if resume_from:

@@ -69,6 +69,7 @@ def unfinished(folder):
         (flip, "has changed"),
         (remove, "is missing"),
         (tear_manifest, "unreadable"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": 1}'), "unreadable"),
         (unfinished, "did not finish"),
     ],
 )

@@ -50,7 +50,10 @@ def test_a_state_that_goes_on_is_refused_where_rows_are_shared():
         require_apart(mamba(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
 
 
-def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path):
+@pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora", "quantization": "nf4"}], ids=["whole", "nf4"])
+def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path, adapter):
+    if adapter["type"] == "lora":
+        pytest.importorskip("bitsandbytes")
     folder = save_pretrained(tmp_path / "model")
     config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -61,7 +64,7 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path):
     }
     few = {"data": {"max_samples": 20, "sequence_length": 64}, "training": {"steps": 1, "micro_batch_size": 1}}
     with pytest.raises(ValueError, match=r"data\.packing is true"):
-        train_spec(RunSpec.model_validate({**spec, **few}))
+        train_spec(RunSpec.model_validate({**spec, **few, "adapter": adapter}))
 
 
 def test_a_teacher_has_to_keep_texts_apart_too(monkeypatch):

@@ -64,7 +64,7 @@ def damage(folder: Path) -> str | None:
     if not (folder / MANIFEST).exists():
         return "its save did not finish"
     try:
-        files = _manifest(folder)["files"]
+        files = files_of(folder)
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} is unreadable"
     for name, expected in files.items():
