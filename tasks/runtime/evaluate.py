@@ -140,8 +140,11 @@ def generate(
     """The model's most likely continuation of the prompt, without the prompt, as long as there are positions for it."""
     ids = torch.tensor([prompt.prompt_ids], device=model.device)
     most, positions = spec.evaluation.max_new_tokens, learned_positions(model)
-    if positions is not None and (most := min(most, positions - ids.shape[1])) <= 0:
-        return ""
+    if positions is not None and (left := positions - ids.shape[1]) < most:
+        log.warning("evaluation.max_new_tokens %d: the model has positions for %d after this prompt", most, left)
+        if left <= 0:
+            return ""
+        most = left
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

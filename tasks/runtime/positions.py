@@ -22,19 +22,21 @@ KEEPS_APART = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_
 
 def require_apart(model: PreTrainedModel, spec: RunSpec) -> None:
     """Raises ValueError where texts are to share rows, and `model`, unless it is empty, does not keep them apart."""
-    if model.config.model_type in KEEPS_APART or is_empty(model):
+    pairs = spec.objective.type == "dpo"
+    if not (pairs or spec.data.packing) or model.config.model_type in KEEPS_APART or is_empty(model):
+        return
+    if keeps_apart(model):
         return
     why = f"{type(model).__name__} lets a text see those before it in its row, wherever positions begin again"
-    if spec.objective.type == "dpo" and not keeps_apart(model):
+    if pairs:
         raise ValueError(
             f"objective.type 'dpo' puts both answers of a pair into one row, and model.name {spec.model.name!r} cannot "
             f"do with that: {why}; choose a model of another family"
         )
-    if spec.data.packing and not keeps_apart(model):
-        raise ValueError(
-            f"data.packing is true, and model.name {spec.model.name!r} cannot do with that: {why}; set data.packing to "
-            "false"
-        )
+    raise ValueError(
+        f"data.packing is true, and model.name {spec.model.name!r} cannot do with that: {why}; set data.packing to "
+        "false"
+    )
 
 
 def keeps_apart(model: PreTrainedModel) -> bool:

@@ -7,6 +7,7 @@ and each process keeps its part of what `pack` makes of one; the scales, a byte 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,8 @@ from tasks.runtime.model import compute_dtype
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
+
+log = logging.getLogger(__name__)
 
 # Weights that share a scale, each with its own.
 _BLOCK = 64
@@ -45,10 +48,15 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
         return
     head = model.get_output_embeddings()
     for path, layer in list(model.named_modules()):
-        # The few whose blocks are not whole stay as they are.
-        if type(layer) is nn.Linear and layer is not head and layer.weight.numel() % _BLOCK == 0:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec)))
+        if type(layer) is not nn.Linear or layer is head:
+            continue
+        if layer.weight.numel() % _BLOCK:
+            log.warning(
+                "adapter.quantization: %s, whose weights are no whole blocks of %d, is not packed", path, _BLOCK
+            )
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec)))
     model.is_loaded_in_4bit = True
     try:
         yield

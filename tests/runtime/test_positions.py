@@ -89,10 +89,12 @@ def test_rows_that_are_longer_than_learned_positions_are_refused(tmp_path):
     require_positions(RunSpec.model_validate({"data": {"sequence_length": 4096}}))
 
 
-def test_what_is_written_ends_with_the_positions():
+def test_what_is_written_ends_with_the_positions(caplog):
     model = AutoModelForCausalLM.from_config(GPT2)
     data = SimpleNamespace(manifest=SimpleNamespace(stop_token_ids=(), pad_token_id=0))
     tokenizer = SimpleNamespace(decode=lambda ids, **options: len(ids))
     for length, written in ((40, 8), (48, 0)):
         prompt = SimpleNamespace(prompt_ids=list(range(1, length + 1)))
         assert int(generate(model, tokenizer, prompt, data, RunSpec()) or 0) == written
+    said = "evaluation.max_new_tokens 48: the model has positions for {} after this prompt"
+    assert caplog.messages == [said.format(8), said.format(0)]

@@ -17,8 +17,9 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.model import build_model
 from tasks.runtime.parallel import require_installed
-from tasks.runtime.quantized import _four_bits, lay_out, pack
+from tasks.runtime.quantized import _four_bits, lay_out, pack, quantized
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
 from tests.runtime.pretrained import save_pretrained
@@ -190,3 +191,17 @@ def test_the_console_of_a_run_has_no_line_of_its_import():
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert ended.returncode == 0
     assert "kernels-community" not in ended.stdout + ended.stderr
+
+
+@needed
+def test_a_layer_of_no_whole_blocks_stays_as_it_is_and_that_is_said(output, caplog):
+    spec = nf4(make_spec(output, "uneven", "torch", "single", 1, "lora"))
+    model = build_model(spec)
+    model.model.layers[0].mlp.down_proj = uneven = torch.nn.Linear(3, 3)
+    with quantized(model, spec):
+        pass
+    assert model.model.layers[0].mlp.down_proj is uneven
+    assert isinstance(model.model.layers[1].mlp.down_proj.quant_storage, torch.dtype)
+    assert caplog.messages == [
+        "adapter.quantization: model.layers.0.mlp.down_proj, whose weights are no whole blocks of 64, is not packed"
+    ]

@@ -6,7 +6,6 @@ comes last and goes first, so that a folder without one is what an upload left.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -64,7 +63,7 @@ class Remote:
         manifest = self._fs.cat_file(f"{source}/{whole.MANIFEST}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        names = list(_files_in(manifest) or ())
+        names = list(whole.files_in(manifest) or ())
         if any(Path(name).name != name for name in names):
             raise ValueError(f"the manifest of {self.url}/{whole.PREFIX}{step} names files outside of it")
         with ThreadPoolExecutor(_TRANSFERS) as pool:
@@ -104,7 +103,7 @@ class Remote:
 
     def _files_at(self, target: str) -> dict[str, Any] | None:
         try:
-            return _files_in(self._fs.cat_file(f"{target}/{whole.MANIFEST}"))
+            return whole.files_in(self._fs.cat_file(f"{target}/{whole.MANIFEST}"))
         except FileNotFoundError:
             return None
 
@@ -126,14 +125,6 @@ class Remote:
         if self._fs.exists(target):
             with suppress(OSError):
                 self._fs.rmdir(target)
-
-
-def _files_in(manifest: bytes) -> dict[str, Any] | None:
-    """The files that a manifest names; None when it is torn."""
-    try:
-        return dict(json.loads(manifest)["files"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def take_back(url: str, name: str, path: Path) -> None:

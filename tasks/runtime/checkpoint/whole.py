@@ -63,9 +63,8 @@ def damage(folder: Path) -> str | None:
     """Why the checkpoint cannot be used, or None when it is whole."""
     if not (folder / MANIFEST).exists():
         return "its save did not finish"
-    try:
-        files = files_of(folder)
-    except (ValueError, KeyError, TypeError):
+    files = files_in((folder / MANIFEST).read_bytes())
+    if files is None:
         return f"{MANIFEST} is unreadable"
     for name, expected in files.items():
         file = folder / name
@@ -113,6 +112,14 @@ def discard_after(root: Path, step: int) -> None:
     for folder in folders(root):
         if step_of(folder) > step:
             shutil.rmtree(folder)
+
+
+def files_in(manifest: bytes) -> dict[str, Any] | None:
+    """The files that the text of a manifest names; None when it is torn."""
+    try:
+        return dict(json.loads(manifest)["files"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def files_of(folder: Path) -> dict[str, Any]:
