@@ -22,7 +22,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.fragment import values_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import Batch
+from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.order import training_loader
 from tasks.runtime.guard import Guard, RollBack
 from tasks.runtime.objectives import Objective, target_tokens
@@ -56,6 +56,8 @@ class Job:
     objective: Objective
     optimizer: torch.optim.Optimizer
     data: PreparedData
+    collate: Callable[[list[Row]], Batch]
+    """Rows to a batch, as the model takes it."""
     start: int
     steps: int
     recorder: Recorder
@@ -102,6 +104,7 @@ class Job:
             self.spec,
             self.data,
             self.processes,
+            collate=self.collate,
             start=self.start,
             stop=self.steps,
             passed_over=self.guard.passed_over,

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from strata_kernels.warmup import Plan
+from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import record_counts
 from strata_platform.spec import RunSpec
 from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import collator
+from tasks.runtime.documents import attend_by_document, go_by_document
 from tasks.runtime.model import build_meta_model, has_fused_loss, prepare_for_training
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.parallel.tensor import cut
@@ -38,7 +39,19 @@ def plan_of(spec: RunSpec) -> Plan:
         objective.share(model, batch, objective.count(batch), max_targets).loss.backward()
 
     with _cut_as_in_training(model, spec):
-        return record_counts(model, rows * length, step)
+        plan = record_counts(model, rows * length, step)
+        if go_by_document(spec, model.config, torch.device("cuda")):
+            # What attention makes lies in memory otherwise, where no row has more than one document and where some do.
+            attend_by_document(model)
+            del batch["attention_mask"]
+            ends = _meta(2, rows + 2, dtype=torch.int32)
+            batch |= {
+                "document_begins": batch["position_ids"],
+                "document_ends": ends,
+                "document_room": _meta(length, 0),
+            }
+            plan += record(lambda: step(None))
+        return plan
 
 
 @contextmanager

@@ -28,8 +28,9 @@ from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, 
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.completion import device_name, write_record
-from tasks.runtime.data import PreparedData
+from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.deterministic import deterministic
+from tasks.runtime.documents import attend_by_document, go_by_document, with_documents
 from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
@@ -235,13 +236,19 @@ def build_job(
     `base` identifies the weights that the run started from, or trains an adapter in.
     """
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    collate = collator(run.spec.model.attention)
+    if go_by_document(run.spec, model.config, run.processes.device):
+        attend_by_document(model)
+        collate = with_documents(collate)
     compile_layers(model, run.spec)
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
     facts = checkpoint.facts_of(resume_from) if resume_from else {}
     continues = resume_from is not None
-    start = Start(run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts)
+    start = Start(
+        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts, collate=collate
+    )
     data = objective.begin(start)
     writer = CheckpointWriter(
         run.folder.checkpoints,
@@ -274,6 +281,7 @@ def build_job(
         objective=objective,
         optimizer=optimizer,
         data=data,
+        collate=collate,
         start=checkpoint.step_of(resume_from) if resume_from else 0,
         steps=steps,
         recorder=recorder,

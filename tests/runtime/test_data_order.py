@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.data.dataset import collate
 from tasks.runtime.data.order import MicroBatches, RowOrder, training_loader
 from tasks.runtime.processes import Processes
 
@@ -59,7 +60,7 @@ def test_steps_follow_each_other_wherever_one_begins():
 def test_reading_rows_draws_no_random_number_that_training_may_draw():
     """A resumed run begins to read once more than an undisturbed one."""
     rows = [{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS
-    loader = training_loader(RunSpec(), SimpleNamespace(train=rows), Processes(), start=0, stop=2)
+    loader = training_loader(RunSpec(), SimpleNamespace(train=rows), Processes(), collate=collate, start=0, stop=2)
     before = torch.get_rng_state()
     assert len(list(loader)) == 2
     assert torch.equal(torch.get_rng_state(), before)

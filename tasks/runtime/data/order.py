@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.dataset import PreparedData, collator
+from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.slices import slicing
 from tasks.runtime.processes import Processes
 
@@ -96,6 +96,7 @@ def training_loader(
     data: PreparedData,
     processes: Processes,
     *,
+    collate: Callable[[list[Row]], Batch],
     start: int,
     stop: int,
     passed_over: Sequence[Passed] = (),
@@ -105,7 +106,7 @@ def training_loader(
     return Loader(
         rows,
         batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop, passed_over=passed_over),
-        collate_fn=slicing(collator(spec.model.attention), processes),
+        collate_fn=slicing(collate, processes),
         pin_memory=torch.cuda.is_available(),
         # Going through it draws a number, which must not come from the generator that dropout draws from: a run that
         # continues would draw it once more.

@@ -16,9 +16,18 @@ from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensor
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
-from tasks.runtime.model import build_empty_model, build_meta_model, build_model, has_fused_loss, patch, place
+from tasks.runtime.documents import attend_by_document, go_by_document
+from tasks.runtime.model import (
+    build_empty_model,
+    build_meta_model,
+    build_model,
+    has_fused_loss,
+    load_config,
+    patch,
+    place,
+)
 from tasks.runtime.objectives.divergence import Head, distillation
-from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens, without_bounds
 from tasks.runtime.positions import require_apart
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
@@ -36,7 +45,7 @@ class Distill:
         assert isinstance(spec.objective, Settings)
         self._settings, self._spec, self._fused = spec.objective, spec, fused
         self._teacher: nn.Module | None = None
-        self._teacher_fused = False
+        self._teacher_fused = self._by_document = False
         self._fingerprint = ""
 
     def begin(self, start: Start) -> PreparedData:
@@ -50,12 +59,18 @@ class Distill:
             processes.on_main(lambda: require_apart(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
             self._adopt(teacher)
+            self._by_document = all(
+                go_by_document(each, config, processes.device)
+                for each, config in ((start.spec, load_config(start.spec)), (spec, teacher.config))
+            )
         except ValueError as error:
             raise ValueError(f"objective.teacher: {error}") from error
         # Checkpoints of runs that did not look at it note none.
         expected = start.facts.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
         adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
+        if self._by_document:
+            attend_by_document(teacher)
         if spec.parallel.type == "fsdp" and processes.world_size > 1:
             self._teacher = start.strategy.wrap(teacher, weights_follow=False)
         else:
@@ -106,7 +121,8 @@ class Distill:
             found.append(Head(*head))
             return hidden
 
-        inputs = model_inputs(batch)
+        # Of a family that does not go by them it would not be known what it does with bounds.
+        inputs = model_inputs(batch) if self._by_document else without_bounds(model_inputs(batch))
         if not self._teacher_fused:
             return self._teacher(**inputs).logits.flatten(0, 1), Head()
         hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss

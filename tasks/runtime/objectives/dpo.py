@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.adapter import without_adapter
-from tasks.runtime.data import PreparedData
+from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.objectives.objective import Share, Start, next_labels
 from tasks.runtime.objectives.reference import score_rows, with_reference
@@ -54,7 +54,8 @@ class Dpo:
         """With the log-probabilities of `model`; rows that evaluation does not read are left out."""
         rows, size = data.validation, spec.training.micro_batch_size
         read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
-        found = score_rows(rows, read, lambda batch: self.scores(model, batch), Processes(), size, spec.model.attention)
+        collate = collator(spec.model.attention)
+        found = score_rows(rows, read, lambda batch: self.scores(model, batch), Processes(), size, collate)
         assert found is not None
         return data.with_reference(validation=found)
 

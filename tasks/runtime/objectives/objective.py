@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,9 +11,13 @@ from torch.nn.functional import pad
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.data.dataset import IGNORED, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
+
+
+# What attention by document reads.
+_BOUNDS = ("document_begins", "document_ends", "document_room")
 
 
 class Share(NamedTuple):
@@ -41,6 +45,8 @@ class Start:
     """Whether this attempt loads a checkpoint next."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What that checkpoint notes."""
+    collate: Callable[[list[Row]], Batch] = collate
+    """Rows to a batch, as the model takes it."""
 
 
 class Objective(Protocol):
@@ -78,8 +84,13 @@ class Objective(Protocol):
 
 def model_inputs(batch: Batch) -> Batch:
     """What of a batch the model reads."""
-    names = ("input_ids", "position_ids", "attention_mask", "document_begins", "document_ends")
+    names = ("input_ids", "position_ids", "attention_mask", *_BOUNDS)
     return {name: batch[name] for name in names if name in batch}
+
+
+def without_bounds(inputs: Batch) -> Batch:
+    """For a model that sees by the positions where documents end."""
+    return {name: tensor for name, tensor in inputs.items() if name not in _BOUNDS}
 
 
 def next_labels(batch: Batch) -> Tensor:

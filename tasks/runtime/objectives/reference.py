@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import PreparedData, Reference, Rows, collator
-from tasks.runtime.data.dataset import Batch
+from tasks.runtime.data import PreparedData, Reference, Rows
+from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.model import compute_dtype
 from tasks.runtime.objectives.objective import Start
 from tasks.runtime.processes import Processes
@@ -42,8 +42,8 @@ def with_reference(start: Start, score: Score) -> PreparedData:
                 "it to continue this run, or choose another name and train anew"
             )
         log.info("reference: reading %d rows once", len(data.train))
-        size, attention = spec.training.micro_batch_size, spec.model.attention
-        found = score_rows(data.train, len(data.train), score, start.processes, size, attention)
+        size = spec.training.micro_batch_size
+        found = score_rows(data.train, len(data.train), score, start.processes, size, start.collate)
         start.processes.on_main(lambda: _save(path, found))
     tensors = load_file(path)
     return data.with_reference(train=Reference(tensors["log_probs"], tensors["rows"]))
@@ -56,10 +56,9 @@ def file_of(spec: RunSpec, recipe_hash: str, base: str) -> Path:
 
 
 def score_rows(
-    rows: Rows, count: int, score: Score, processes: Processes, size: int, attention: str
+    rows: Rows, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
 ) -> Reference | None:
     """Scores of the answers of the first `count` rows, `size` rows at a time; for the main process. A collective."""
-    collate = collator(attention)
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
     rounds = -(-len(batches) // processes.world_size)
     found: dict[int, tuple[list[int], list[float]]] = {}

@@ -8,25 +8,21 @@ share a row stay apart: a token attends from where its document begins up to its
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import chunks_of
+from tasks.runtime.documents import Bounds, attend, caps_scores
 from tasks.runtime.model import load_config
 from tasks.runtime.processes import Processes
 
 _NAME = "strata_context"
-# Said to later versions of PyTorch; earlier ones see it by the shapes.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def require_attention(spec: RunSpec) -> None:
@@ -46,7 +42,7 @@ def _obstacle(config: PretrainedConfig) -> str | None:
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):
         return "has layers that are no attention and go through a row in order"
-    if getattr(config, "attn_logit_softcapping", None):
+    if caps_scores(config):
         return "caps the scores of attention (attn_logit_softcapping)"
     rope = getattr(config, "rope_parameters", None) or {}
     # For all layers, or by their type.
@@ -59,9 +55,8 @@ def _obstacle(config: PretrainedConfig) -> str | None:
 
 def cut_rows(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
     """Let the attention of `model` gather keys and values over the one dimension of `mesh`."""
+    # No mask is registered under this name, so transformers, whose masks are for whole rows, makes none.
     AttentionInterface.register(_NAME, _Attention(mesh, chunks_of(processes)))
-    # No mask is made: those of transformers are for whole rows.
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     model.set_attn_implementation(_NAME)
 
 
@@ -94,10 +89,8 @@ class _Attention:
             own = slice(chunk * length, (chunk + 1) * length)
             seen = slice((number + 1) * length)
             rows = (query[:, :, own], keys[:, :, seen], values[:, :, seen])
-            if query.is_cuda and query.dtype != torch.float32 and not dropout:
-                attended.append(_by_document(*rows, document_ends[chunk], scaling, sliding_window))
-            else:
-                attended.append(_under_mask(*rows, document_begins[:, own], scaling, sliding_window, dropout))
+            bounds = Bounds(document_begins[:, own], document_ends[chunk], (length, seen.stop))
+            attended.append(attend(*rows, bounds, scaling, sliding_window, dropout))
         return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
     def _whole_rows(self, slices: Tensor) -> Tensor:
@@ -107,36 +100,3 @@ class _Attention:
         parts = gathered.unflatten(0, (count, 2)).unflatten(4, (2, -1))
         early, late = parts[..., 0, :, :], parts[..., 1, :, :].flip(0)
         return torch.cat([*early.unbind(), *late.unbind()], dim=3)
-
-
-def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, window: int | None
-) -> Tensor:
-    """[B, H, L, D] against [B, K, T, D], L the last of T positions: a document at a time, by flash attention."""
-    rows, longest = query.shape[0], (query.shape[2], key.shape[2])
-    query, *others = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    queries, keys = ends.unbind()
-    left = -1 if window is None else window - 1
-    # Its signature is not the same in every version.
-    attend: Any = varlen_attn
-    attended: Tensor = attend(query, *others, queries, keys, *longest, scale=scale, window_size=(left, 0), **_GROUPED)
-    return attended.unflatten(0, (rows, -1)).transpose(1, 2)
-
-
-def _under_mask(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None, dropout: float
-) -> Tensor:
-    """The same on any device and in any type, with a mask of [B, L, T] values."""
-    places = torch.arange(key.shape[2], device=key.device)
-    own = places[key.shape[2] - query.shape[2] :, None]
-    first = begins[..., None] if window is None else begins[..., None].maximum(own - window + 1)
-    # Not every implementation takes fewer heads of keys than of queries beside a mask.
-    groups = query.shape[1] // key.shape[1]
-    return scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
-        attn_mask=((places >= first) & (places <= own))[:, None],
-        dropout_p=dropout,
-        scale=scale,
-    )

@@ -1,0 +1,215 @@
+"""Attention by document has the gradients that masks give, for every family; no mask is made, and no host waits."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from strata_kernels import patch_model
+from strata_kernels.patch.table import ROWS
+from strata_kernels.warmup import record
+from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
+from tasks.runtime.documents import (
+    Bounds,
+    attend,
+    attend_by_document,
+    bounded,
+    caps_scores,
+    go_by_document,
+    with_documents,
+)
+from tasks.runtime.model import build_meta_model, load_config
+from tasks.runtime.plan import plan_of
+from tasks.runtime.positions import KEEPS_APART
+from tests.kernels.test_patch import VOCABULARY, build
+from tests.runtime.test_matrix import curve
+from tests.runtime.train_only import train_spec
+
+# Of two rows: documents of any length, of one token, and a row that is one document.
+LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
+FAMILIES = sorted(name for name in KEEPS_APART if not caps_scores(AutoConfig.for_model(name)))
+GPU = torch.device("cuda")
+# Of the compiler's own look.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def batch_of(lengths):
+    tokens = torch.randint(3, VOCABULARY, (len(lengths), sum(lengths[0])))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    return {"input_ids": tokens, "position_ids": positions}
+
+
+def gradients(model, batch):
+    """The loss, and the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def test_families_with_capped_scores_stay_as_they_are():
+    assert set(ROWS) - set(FAMILIES) == {"falcon_h1", "gemma2", "vaultgemma"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_under_masks(family):
+    model = build(family, use_cache=False)
+    for lengths in LENGTHS.values():
+        batch = batch_of(lengths)
+        model.set_attn_implementation("sdpa")
+        expected = gradients(model, batch)
+        attend_by_document(model)
+        for ours, theirs in zip(gradients(model, bounded(batch)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 96)])
+def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
+    bounds = bounded(batch_of(lengths))
+    longest = bounds["document_room"].shape[0]
+    documents = Bounds(bounds["document_begins"].to(GPU), bounds["document_ends"].to(GPU), (longest, longest))
+    shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
+    exact = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
+
+    def found(dtype, dropout):
+        *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
+        inputs = [x.requires_grad_() for x in inputs]
+        # Dropout of nearly nothing asks for the mask.
+        attended = attend(*inputs, documents, None, window, dropout)
+        return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
+
+    true = found(torch.float64, 1e-30)
+    ours, masked = found(torch.bfloat16, 0.0), found(torch.bfloat16, 1e-30)
+    for mine, theirs, expected in zip(ours, masked, true, strict=True):
+        limit = 2 * (theirs - expected).norm() + 1e-6 * expected.norm()
+        assert (mine - expected).norm() <= limit
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "model", "goes"),
+    [
+        ({}, "cuda", "llama", True),
+        ({}, "cpu", "llama", False),
+        ({"data": {"packing": False}}, "cuda", "llama", True),
+        ({"model": {"dtype": "float32"}}, "cuda", "llama", False),
+        (
+            {
+                "model": {"dtype": "float32"},
+                "parallel": {"type": "fsdp", "compute_dtype": "bfloat16"},
+                "topology": {"nproc_per_node": 2},
+            },
+            "cuda", "llama", True,
+        ),
+        ({"model": {"attention": "eager"}}, "cuda", "llama", False),
+        (
+            {"parallel": {"type": "fsdp", "context_parallel": 2}, "topology": {"nproc_per_node": 2}},
+            "cuda", "llama", False,
+        ),
+        ({}, "cuda", "gemma2", False),
+        ({}, "cuda", "gpt2", False),
+    ],
+)  # fmt: skip
+def test_which_models_go_by_document(sections, device, model, goes):
+    spec = RunSpec.model_validate({**sections, "model": {"dtype": "bfloat16", **sections.get("model", {})}})
+    assert go_by_document(spec, AutoConfig.for_model(model), torch.device(device)) is goes
+
+
+def make_spec(output, name, framework="torch", **sections):
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "model": {"dtype": "float32"},
+            "data": {"sequence_length": 128, "max_samples": 60},
+            "training": {"steps": 3, "micro_batch_size": 2, **sections.pop("training", {})},
+            "tracking": {"report_to": [], "log_every": 1},
+            "runtime": {"framework": framework},
+            **sections,
+        }
+    )
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("framework", "training"),
+    [("hf", {}), ("lightning", {}), ("torch", {"compile": True})],
+    ids=["hf", "lightning", "torch, compiled"],
+)
+def test_a_run_has_the_losses_that_it_has_under_masks(output, framework, training, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    names = (f"{framework}-{way}" for way in ("masked", "ours"))
+    masked, ours = (make_spec(output, name, framework, training=training) for name in names)
+    train_spec(masked)
+    monkeypatch.setattr("tasks.runtime.run.go_by_document", lambda *_: True)
+    # It would look at the positions, for which a host waits for its GPU.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
+    train_spec(ours)
+    for point, expected in zip(curve(ours), curve(masked), strict=True):
+        assert point == pytest.approx(expected, rel=1e-5)
+
+
+@compiles
+def test_few_graphs_are_compiled_however_many_documents_there_are():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model = build("llama", use_cache=False)
+    attend_by_document(model)
+    for layer in model.model.layers:
+        layer.compile(backend=count, fullgraph=True)
+    for several in range(1, 9):
+        gradients(model, bounded(batch_of(((37,), (*itertools.repeat(1, several), 37 - several)))))
+        gradients(model, bounded(batch_of(((37,), (37,)))))
+    # Of one document in each row, of the first number of several, and of any number.
+    assert len(graphs) == 3
+
+
+def test_the_warm_up_plans_for_it(tmp_path):
+    """Gradients of keys lie in memory otherwise than under a mask, which kernels know for a length such as this one."""
+    build("qwen3").config.save_pretrained(tmp_path)
+    sections = {"name": str(tmp_path), "dtype": "bfloat16"}
+    spec = RunSpec.model_validate({"model": sections, "data": {"sequence_length": 37}})
+    planned = set(plan_of(spec).specializations)
+    model = build_meta_model(spec)
+    patch_model(model)
+    attend_by_document(model)
+    rows = spec.training.micro_batch_size
+    tokens = torch.zeros(rows, 37, dtype=torch.int64, device="meta")
+    ends = torch.zeros(2, rows + 3, dtype=torch.int32, device="meta")
+    bounds = {"document_begins": tokens, "document_ends": ends, "document_room": torch.empty(37, 0, device="meta")}
+    batch = {"input_ids": tokens, "position_ids": tokens, **bounds}
+    launched = set(record(lambda: gradients(model, batch)).specializations)
+    assert launched <= planned
+    masked = spec.model_copy(update={"model": Model(**sections, attention="eager")})
+    assert not launched <= set(plan_of(masked).specializations)
+
+
+@needs_gpu
+def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
+    spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
+    assert go_by_document(spec, load_config(spec), GPU)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
+    record = train_spec(spec)
+    assert record.status == "complete" and record.warmup["later_compiles"] == 0
+
+
+def test_bounds_are_those_of_the_positions():
+    batch = with_documents(lambda rows: batch_of(rows))(((3, 2), (5,)))
+    assert batch["document_begins"].tolist() == [[0, 0, 0, 3, 3], [0] * 5]
+    assert batch["document_ends"].tolist() == [[0, 3, 5, 10]] * 2
+    assert batch["document_ends"].dtype == torch.int32
+    assert batch["document_room"].shape == (5, 0)
+    rooms = [bounded(batch_of(((length, 1000 - length),)))["document_room"].shape[0] for length in (500, 744, 900)]
+    assert rooms == [512, 1000, 1000]
