@@ -34,6 +34,7 @@ from tasks.runtime.folder import data_folder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.model import adopt_tokenizer, build_empty_model, has_fused_loss, materialize, prepare_for_training
 from tasks.runtime.objectives import objective_of
+from tasks.runtime.quantized import quantized
 from tasks.runtime.recorder import Recorder
 from tasks.runtime.run import Session, build_job, session
 
@@ -102,6 +103,8 @@ def _run(shape: str, rows: int, recompute: str = "none", processes: int = 1, **m
     return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
 
 
+_NF4 = {"adapter__type": "lora", "adapter__quantization": "nf4"}
+
 RUNS = (
     _run("1b", 4),
     _run("1b", 8, recompute="full"),
@@ -115,11 +118,17 @@ RUNS = (
     _run("8b-quarter", 4, recompute="full", adapter__type="lora"),
     _run("8b", 2, recompute="full"),
     _run("8b", 2, recompute="full", adapter__type="lora"),
+    _run("8b-quarter", 2, **_NF4),
+    _run("8b-quarter", 4, recompute="full", **_NF4),
+    _run("8b", 2, recompute="full", **_NF4),
     _run("1b", 4, processes=2, parallel__type="ddp"),
     _run("1b", 4, processes=2, parallel__type="fsdp"),
     _run("8b-quarter", 2, processes=2, parallel__type="fsdp"),
     _run("8b-quarter", 4, recompute="full", processes=2, parallel__type="fsdp"),
     _run("8b-quarter", 2, processes=2, parallel__type="ddp", adapter__type="lora"),
+    _run("8b-quarter", 2, processes=2, parallel__type="fsdp", **_NF4),
+    _run("8b-quarter", 2, processes=2, parallel__type="fsdp", parallel__tensor_parallel=2),
+    _run("8b-quarter", 2, recompute="full", processes=2, parallel__type="fsdp", parallel__context_parallel=2),
     _run("1b", 4, processes=4, parallel__type="ddp"),
     _run("1b", 4, processes=4, parallel__type="fsdp"),
     _run("8b-quarter", 4, recompute="full", processes=4, parallel__type="fsdp"),
@@ -151,8 +160,9 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
         torch.manual_seed(0)
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
-    if add_adapter(model, run.spec) is not None and whole:
-        model.to(device)
+    # The strategy moves them: packed weights are packed when they move, under fsdp when they are handed out.
+    with quantized(model, run.spec):
+        add_adapter(model, run.spec)
     adopt_tokenizer(model, data.tokenizer())
     fused = has_fused_loss(prepare_for_training(model, run.spec))
     recorder = Recorder(run.spec, run.folder, run.processes, 0)

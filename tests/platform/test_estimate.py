@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
-from strata_platform.estimate.shapes import KNOWN, from_config
+from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, packed_weights, shards, working_set
+from strata_platform.estimate.shapes import KNOWN, ModelShape, from_config
 from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.model import PRESETS
 
@@ -165,6 +166,144 @@ def test_moments_of_eight_bits_are_those_of_rows_of_whole_blocks(dtype):
     assert moments("llama-3.1-8b", "adamw_8bit", **split) == moments("llama-3.1-8b", "adamw_8bit") / 4
 
 
+NF4 = {"adapter": {"type": "lora", "quantization": "nf4"}}
+LAYER = 218_103_808
+
+
+def on(processes, **parallel):
+    return {"topology": {"nproc_per_node": processes}, "parallel": {"type": "fsdp", **parallel}}
+
+
+TENSOR, CONTEXT = on(2, tensor_parallel=2), on(2, context_parallel=2)
+
+
+def test_weights_of_four_bits_are_those_of_linear_layers_and_their_scales():
+    """A byte for 64 weights, and four for 256 of those bytes: FSDP splits weights, not scales."""
+    count = 32 * LAYER
+    scales = count / 64 + 4 * count / 64 / 256
+    exact, packed = take(adapter={"type": "lora"}).memory, take(**NF4).memory
+    assert exact.weights - packed.weights == count * 2 - (count / 2 + scales)
+    split = take(**NF4, **on(4)).memory
+    assert split.weights == (packed.weights - scales) / 4 + scales
+    assert (packed.optimizer, packed.loss) == (exact.optimizer, exact.loss)
+    # Two layers, with norms as they are, and what is beside them.
+    assert split.gathered == 2 * (LAYER / 2 + 2 * 4096 * 2) + 2 * (2 * 4096 * 128256 + 4096)
+
+
+def test_weights_of_no_whole_blocks_stay_as_they_are():
+    """Of the queries, and behind attention; keys and values have 32 weights, those of the gate 96."""
+    assert packed_weights(spec_of(**NF4), ModelShape(8, 12, 1, 2, 1, 4, 100)) == (64, 64)
+
+
+def test_one_weight_of_four_bits_is_exact_while_it_is_multiplied_with():
+    shape = shape_of("llama-3.1-8b")
+    exact = working_set(spec_of(adapter={"type": "lora"}), shape, 4096)
+    assert working_set(spec_of(**NF4), shape, 4096) - exact == 2 * 4096 * 14336
+
+
+def test_products_with_weights_of_four_bits_are_not_kept():
+    """They are none of those operators whose results `per_op` keeps, so it saves what attention takes alone."""
+    per_op, full = ({"training": {"gradient_checkpointing": kind}} for kind in ("per_op", "full"))
+    assert take(**NF4, **per_op).time.products == take(**NF4, **full).time.products
+    assert take(**NF4, **per_op).time.attention < take(**NF4, **full).time.attention
+    lora = {"adapter": {"type": "lora"}}
+    assert take(**lora, **per_op).time.products < take(**lora, **full).time.products
+
+
+def test_every_product_unpacks_its_weight_once():
+    """Forward and backward, and once more where it is computed again: half a byte is read, two are written."""
+    lora = {"adapter": {"type": "lora"}}
+    outputs = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    for kind, passes in (("none", 2), ("full", 3)):
+        training = {"training": {"gradient_checkpointing": kind, "micro_batch_size": 1}}
+        more = take(**NF4, **training).time.elementwise - take(**lora, **training).time.elementwise
+        # PEFT's copy of what a forward pass gives: two bytes are read, two are written.
+        copied = 4096 * outputs * 4 * (passes - 1)
+        assert more == pytest.approx(32 * (LAYER * 2.5 * passes + copied) / H200.stream)
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_cut_matrices_are_split_like_others_but_for_norms(processes):
+    norms = 65 * 4096
+    cut = take(**on(processes, tensor_parallel=2)).memory
+    assert cut.weights == 2 * ((8_030_261_248 - norms) / processes + norms / (processes / 2))
+    assert cut.optimizer == 2 * cut.weights
+
+
+def test_hidden_states_are_whole_where_matrices_are_cut():
+    """What goes into norms and out of them; heads and columns are divided, and a mask serves any number of heads."""
+    spec = spec_of(**TENSOR)
+    part = shape_of("llama-3.1-8b").part(2)
+    heads, columns = 4 * 4096, 2 * 14336
+    assert activations_of_layer(spec, part, 4096) == 2 * (4096 * (4 * 4096 + (heads + columns) // 2) + 4096**2)
+    assert (part.layer_weights, part.head_parameters, shards(spec)) == (LAYER // 2, 4096 * 64128, 1)
+    assert take(**TENSOR).memory.gathered == pytest.approx(take(**on(2)).memory.gathered / 2, rel=1e-3)
+
+
+def test_an_uneven_vocabulary_is_counted_by_its_largest_part():
+    assert ModelShape(8, 12, 1, 2, 2, 4, 101).part(2).vocabulary == 51
+
+
+def test_logits_are_whole_where_the_loss_is_not_fused():
+    def logits(spec):
+        return take(**spec, kernels={"exclude": ["linear_cross_entropy"]}).memory.loss
+
+    assert logits(TENSOR) == logits(on(2))
+    assert take(**TENSOR).memory.loss < take(**on(2)).memory.loss
+    assert logits(CONTEXT) == logits(on(2)) / 2
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("none", 4 * 32 + 2), ("full", 5 * 32 + 2), ("selective", 4.5 * 32 + 2)])
+def test_sums_of_hidden_states_are_waited_for(kind, sums):
+    """Four for a layer, a fifth where it is recomputed, one behind the embeddings, one before the head."""
+    training = {"training": {"gradient_checkpointing": kind, "micro_batch_size": 2, "gradient_accumulation_steps": 3}}
+    # Two processes have nothing left to split: each sends half of a sum, and half of what it comes to.
+    assert take(**TENSOR, **training).time.waiting == pytest.approx(3 * sums * 2 * 4096 * 4096 * 2 / H200.link)
+
+
+def test_keys_and_values_of_cut_rows_are_whole():
+    """Tokens are divided. A layer has three times the width of the heads, and no mask of pairs."""
+    layer = 2 * (4096 * (7 * 4096 + 2 * 14336) + 2 * 2 * 4096 * 1024)
+    training = {"training": {"micro_batch_size": 2}}
+    assert take(**CONTEXT, **training).memory.activations == 32 * layer
+    recomputed = {"training": {"micro_batch_size": 2, "gradient_checkpointing": "full"}}
+    assert kept_by_layer(spec_of(**CONTEXT, **recomputed), shape_of("llama-3.1-8b"), 4096) == 2 * 4096 * 4096
+
+
+@pytest.mark.parametrize(("kind", "times"), [("none", 2), ("full", 3)])
+def test_keys_and_values_of_cut_rows_are_waited_for(kind, times):
+    """Each process sends its own to the others; and FSDP splits over all of them as it does without."""
+    training = {"training": {"gradient_checkpointing": kind, "micro_batch_size": 2, "gradient_accumulation_steps": 2}}
+    four, sent = on(4, context_parallel=4), 2 * 4096 // 4 * 2 * 1024 * 2 * 3
+    cut = take(**four, **training)
+    assert cut.time.waiting >= 2 * 32 * times * sent / H200.link
+    plain = take(**on(4), **training)
+    assert (cut.memory.weights, cut.memory.gathered) == (plain.memory.weights, plain.memory.gathered)
+    assert cut.time.products == pytest.approx(plain.time.products / 4)
+
+
+def test_rows_that_are_cut_have_masks_in_float32():
+    model = {"name": "llama-3.1-8b", "dtype": "float32"}
+    spec = spec_of(**CONTEXT, model=model)
+    # Keys and values are repeated for the heads; a token sees half of the row on average.
+    numbers = 2048 * (7 * 4096 + 2 * 14336) + 2 * 4096 * 4096 + 2048 * 4096 // 2
+    assert activations_of_layer(spec, shape_of("llama-3.1-8b"), 2048) == 4 * numbers
+
+
+@pytest.mark.parametrize("cut", [TENSOR, CONTEXT], ids=["matrices", "rows"])
+def test_a_group_counts_its_rows_once(cut):
+    found = take(**cut, training={"micro_batch_size": 2, "gradient_accumulation_steps": 2})
+    assert found.tokens_per_second * found.time.step == pytest.approx(2 * 2 * 4096 / 2)
+    assert 0 < found.mfu < 1
+
+
+def test_a_model_that_cannot_be_cut_is_refused():
+    with pytest.raises(SpecError, match=r"parallel\.tensor_parallel: 3 does not divide num_attention_heads 32 of"):
+        take(**on(3, tensor_parallel=3))
+    with pytest.raises(SpecError, match=r"16 does not divide num_key_value_heads 8"):
+        take(**on(16, tensor_parallel=16))
+
+
 RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
 
 
@@ -181,6 +320,13 @@ RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
         ({}, {"kernels": {"enabled": False}}),
         ({}, {"kernels": {"exclude": ["linear_cross_entropy"]}}),
         ({}, {"training": {"gradient_accumulation_steps": 2}}),
+        (NF4, {"adapter": {"type": "lora"}}),
+        ({**NF4, **on(2)}, NF4),
+        ({**NF4, **CONTEXT}, {**NF4, **on(2)}),
+        (TENSOR, on(2)),
+        (CONTEXT, on(2)),
+        (on(4, tensor_parallel=4), TENSOR),
+        (on(4, tensor_parallel=2, context_parallel=2), TENSOR),
     ],
 )
 def test_what_takes_less_memory(less, more):
@@ -200,6 +346,11 @@ def test_what_takes_less_memory(less, more):
         ({"data": {"sequence_length": 4096, "packing": False}}, {}),
         ({}, {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 8}}),
         ({"training": {"gradient_accumulation_steps": 8}}, {}),
+        ({"adapter": {"type": "lora"}}, NF4),
+        (on(2), TENSOR),
+        # Without masks it would be slower.
+        ({**on(2), "data": {"sequence_length": 4096, "packing": False}}, CONTEXT),
+        (TENSOR, on(4, tensor_parallel=4)),
     ],
 )
 def test_what_is_faster(faster, slower):
@@ -225,6 +376,25 @@ def test_the_layout_that_is_asked_about_is_one_of_them():
     shape = shape_of(spec.model.name)
     assert next(layouts(spec, shape, GPUS["h100"], 3)).spec == spec
     assert cheapest(spec, shape, GPUS["h100"], 3).spec == spec
+
+
+@pytest.mark.parametrize("cut", [{"tensor_parallel": 2}, {"context_parallel": 2}], ids=["matrices", "rows"])
+def test_layouts_keep_what_is_cut_and_do_without(cut):
+    training = {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}}
+    spec = spec_of(**on(4, **cut, reduce_dtype="bfloat16"), **training)
+    found = [other.spec for other in layouts(spec, shape_of("llama-3.1-8b"), H200, 8)]
+    assert {other.rows_per_step for other in found} == {2 * 4 * 2}
+    assert {other.topology.world_size for other in found} == {1, 2, 4, 8}
+    assert {(other.parallel.type, other.tensor_parallel * other.context_parallel) for other in found} == {
+        ("single", 1), ("ddp", 1), ("fsdp", 1), ("fsdp", 2),
+    }  # fmt: skip
+    assert {other.parallel.reduce_dtype for other in found if other.parallel.type == "fsdp"} == {"bfloat16"}
+
+
+def test_layouts_keep_weights_of_four_bits():
+    spec = spec_of(**NF4, training={"micro_batch_size": 4})
+    found = list(layouts(spec, shape_of("llama-3.1-8b"), H200, 4))
+    assert len(found) > 4 and {other.spec.adapter for other in found} == {spec.adapter}
 
 
 def strata(*arguments):
@@ -270,6 +440,19 @@ def test_what_a_program_reads():
     assert data["memory"]["peak"] == sum(v for k, v in data["memory"].items() if k not in ("peak", "available"))
     assert data["cheapest"]["fits"] and data["cheapest"]["layout"]["parallel.type"] == "fsdp"
     assert "hours" not in data
+
+
+def test_what_is_cut_and_packed_is_said(tmp_path):
+    def said(**sections):
+        (tmp_path / "my.yaml").write_text(json.dumps({"model": {"name": "llama-3.1-8b"}, **sections}))
+        return strata(tmp_path / "my.yaml", "--gpus", "2").stdout
+
+    assert "LoRA beside weights of four bits, on 1 x H200" in said(**NF4)
+    cut = said(**TENSOR)
+    assert "layout: 2 GPUs, fsdp, matrices cut over 2, 4 x 256 tokens at a time" in cut
+    assert "rows cut over 2" in said(**CONTEXT)
+    data = json.loads(strata(tmp_path / "my.yaml", "--format", "json").stdout)
+    assert (data["layout"]["parallel.tensor_parallel"], data["layout"]["parallel.context_parallel"]) == (1, 2)
 
 
 def test_prices_come_from_a_table(tmp_path):

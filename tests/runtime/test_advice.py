@@ -49,8 +49,11 @@ def of_line(spec, line):
         {"topology": {"nproc_per_node": 2}, "parallel": {"type": "fsdp"}, "resources": {"gpu": 2}},
         {"adapter": {"type": "lora"}},
         {"model": {"name": "tiny-llama", "dtype": "float32"}},
+        {"adapter": {"type": "lora", "quantization": "nf4"}},
+        {"topology": {"nproc_per_node": 2}, "parallel": {"type": "fsdp", "tensor_parallel": 2}},
+        {"topology": {"nproc_per_node": 4}, "parallel": {"type": "fsdp", "tensor_parallel": 2, "context_parallel": 2}},
     ],
-    ids=["one", "plain operators", "ddp", "fsdp", "lora", "preset"],
+    ids=["one", "plain operators", "ddp", "fsdp", "lora", "preset", "four bits", "cut matrices", "cut rows"],
 )
 def test_whatever_is_advised_needs_less_and_is_a_spec(changes):
     spec = spec_of(**{"training": {"micro_batch_size": 4}} | changes)

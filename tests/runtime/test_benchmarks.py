@@ -1,8 +1,12 @@
 """The program that measures training: its specs are valid, and what it times is the runtime's own loop."""
 
+import importlib.util
+
 import pytest
 
 from benchmarks import training
+
+needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 @pytest.mark.parametrize("run", training.RUNS, ids=training.Run.label)
@@ -16,11 +20,17 @@ def test_names_are_told_apart(tmp_path):
     assert len({run.spec(tmp_path, tmp_path).name for run in training.RUNS}) == len(training.RUNS)
 
 
-def test_a_run_is_trained_and_timed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("quantization", ["none", pytest.param("nf4", marks=needed)])
+def test_a_run_is_trained_and_timed(tmp_path, monkeypatch, quantization):
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     monkeypatch.setitem(training.SHAPES, "small", {**training.SHAPES["1b"], **small, "num_hidden_layers": 1})
-    fields = {"data.sequence_length": 64, "data.max_samples": 200, "adapter.type": "lora"}
-    row = training.train_and_compare(training.Run("small", 1, fields), tmp_path)
+    adapter = {"adapter.type": "lora", "adapter.quantization": quantization}
+    run = training.Run("small", 1, {"data.sequence_length": 64, "data.max_samples": 200, **adapter})
+    jobs, build = [], training.build_job
+    monkeypatch.setattr(training, "build_job", lambda *a, **options: jobs.append(build(*a, **options)) or jobs[-1])
+    row = training.train_and_compare(run, tmp_path)
     assert row["tokens/s/GPU"] > 0 and row["GiB"] == 0
     assert row["estimated tokens/s/GPU"] > 0 and row["estimated GiB"] > 0
-    assert not list((tmp_path / training.Run("small", 1, fields).spec(tmp_path, tmp_path).name).glob("checkpoints/*"))
+    packed = [parameter for parameter in jobs[0].bare.parameters() if hasattr(parameter, "quant_state")]
+    assert len(packed) == (7 if quantization == "nf4" else 0)
+    assert not list((tmp_path / run.spec(tmp_path, tmp_path).name).glob("checkpoints/*"))

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from strata_platform.errors import SpecError
+from strata_platform.estimate import shape_of
+from strata_platform.estimate.memory import memory_of
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
+from tasks.runtime.adapter import add_adapter
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.model import build_model
@@ -23,7 +26,7 @@ from tasks.runtime.quantized import _four_bits, lay_out, pack, quantized
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
 from tests.runtime.pretrained import save_pretrained
-from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_spec
+from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.train_only import train_spec
 
 # Frozen weights of four bits: framework, strategy, processes, adapter, settings of `training`, options of the strategy.
@@ -107,6 +110,22 @@ def test_two_processes_have_the_losses_of_one_and_come_back_exactly(name, traine
     assert first == approx(curve(alone, attempt=0))
     assert curve(trained[name], attempt=1) == first[SAVED:]
     assert json.loads(RunFolder.of(trained[name]).record.read_text())["status"] == "complete"
+
+
+@needed
+def test_weights_take_what_the_estimate_says(output):
+    """But for 1092 bytes beside each packed weight, whatever its size: tables of numbers, and a mean."""
+    spec = rounded(nf4(make_spec(output, "sized", "torch", "single", 1, "lora")))
+    model = build_model(spec)
+    with quantized(model, spec):
+        add_adapter(model, spec)
+    model.to("cpu")
+    states = [p.quant_state for p in model.parameters() if getattr(p, "quant_state", None) is not None]
+    assert len(states) == 2 * 7
+    scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory_of(spec, shape_of(spec.model.name)).weights == held + scales
+    assert {s.code.nbytes + s.state2.code.nbytes + s.offset.nbytes for s in states} == {1092}
 
 
 @needed

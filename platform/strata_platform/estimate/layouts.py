@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import Any
 
 from strata_platform.errors import SpecError
 from strata_platform.estimate.core import Estimate, estimate
@@ -23,30 +24,45 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
         yield estimate(spec, shape, gpu)
     rows = spec.rows_per_step
     for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, ("none", "full")):
-        if count > most or rows % (count * micro_batch):
+        if count > most:
             continue
-        for strategy in ("single",) if count == 1 else ("ddp", "fsdp"):
+        for parallel in _strategies(spec, count):
+            # Processes that share rows count as one.
+            readers, others = divmod(count, parallel.get("tensor_parallel", 1) * parallel.get("context_parallel", 1))
+            if others or rows % (readers * micro_batch):
+                continue
             training = {
                 "micro_batch_size": micro_batch,
-                "gradient_accumulation_steps": rows // (count * micro_batch),
+                "gradient_accumulation_steps": rows // (readers * micro_batch),
                 "gradient_checkpointing": recompute,
                 "gradient_checkpointing_every": None,
             }
             topology = {"nnodes": max(count // _NODE, 1), "nproc_per_node": min(count, _NODE)}
-            other = _changed(spec, training, topology, strategy)
+            other = _changed(spec, training, topology, parallel)
             if other is not None:
                 yield estimate(other, shape, gpu)
 
 
+def _strategies(spec: RunSpec, count: int) -> Iterator[Mapping[str, Any]]:
+    """Ways to split the work over so many processes: with the spec's own settings, and with nothing cut as well."""
+    if count == 1:
+        yield {"type": "single"}
+        return
+    for strategy in ("ddp", "fsdp"):
+        own = spec.parallel.type == strategy
+        yield spec.parallel.model_dump(mode="json") if own else {"type": strategy}
+    if spec.tensor_parallel * spec.context_parallel > 1:
+        yield spec.parallel.model_dump(mode="json") | {"tensor_parallel": 1, "context_parallel": 1}
+
+
 def _changed(
-    spec: RunSpec, training: Mapping[str, object], topology: Mapping[str, int], strategy: str
+    spec: RunSpec, training: Mapping[str, object], topology: Mapping[str, int], parallel: Mapping[str, object]
 ) -> RunSpec | None:
     """The spec laid out anew; None where the spec refuses the combination."""
     values = spec.model_dump(mode="json")
     values["training"] |= training
     values["topology"] |= topology
-    if values["parallel"]["type"] != strategy:
-        values["parallel"] = {"type": strategy}
+    values["parallel"] = dict(parallel)
     if values["resources"]["gpu"]:
         values["resources"]["gpu"] = topology["nproc_per_node"]
     try:

@@ -24,6 +24,8 @@ _PLAIN_LOGIT = 12
 _GATES = frozenset({"swiglu", "geglu", "relu_squared"})
 # Weights that share the scales of their moments of eight bits.
 _BLOCK = 256
+# Weights of four bits that share a scale of a byte, and scales that share one of their own.
+_PACKED_BLOCK, _PACKED_SCALES = 64, 256
 # What the allocator, cuBLAS and NCCL hold beside.
 _BUFFERS = 0.6 * 2**30
 
@@ -51,26 +53,11 @@ class Memory:
 
 
 def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
-    """The peak of one process of `spec`. Raises SpecError for what was never measured."""
-    if spec.parallel.type == "deepspeed":
-        said = "'deepspeed' is not estimated; set it to 'fsdp', which splits as much as stage 3 does"
-        raise SpecError([Problem("parallel.type", said)], "estimate")
-    if spec.model.attention == "eager":
-        said = "'eager', which keeps the square of data.sequence_length, is not estimated; set it to 'sdpa'"
-        raise SpecError([Problem("model.attention", said)], "estimate")
-    for field, ways in (("tensor_parallel", spec.tensor_parallel), ("context_parallel", spec.context_parallel)):
-        if ways > 1:
-            raise SpecError([Problem(f"parallel.{field}", f"{ways} is not estimated; set it to 1")], "estimate")
-    if isinstance(spec.adapter, Lora) and spec.adapter.quantization != "none":
-        said = f"'{spec.adapter.quantization}' is not estimated; set it to 'none'"
-        raise SpecError([Problem("adapter.quantization", said)], "estimate")
-    tokens = spec.training.micro_batch_size * spec.data.sequence_length
-    size = weight_bytes(spec)
+    """The peak of one process of `spec`. Raises SpecError for what is not estimated."""
+    shape = part_of(spec, shape)
+    tokens, size, split = tokens_at_once(spec), weight_bytes(spec), shards(spec)
     trained = trained_parameters(spec, shape)
-    split = spec.model_parts
-    weights, gradients = shape.parameters * size / split, trained * size / split
-    if isinstance(spec.adapter, Lora):
-        weights += trained * size / split
+    gradients = trained * size / split
     # Of booleans, made once for all layers.
     mask = _mask(spec, tokens)
     held = mask + shape.layers * kept_by_layer(spec, shape, tokens)
@@ -91,7 +78,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     )
     now = max(moments, key=sum)
     return Memory(
-        weights=weights,
+        weights=_weights(spec, shape),
         gradients=now[0],
         optimizer=moment_bytes(spec, shape) / split,
         activations=now[1],
@@ -99,6 +86,31 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
         gathered=now[3],
         buffers=_BUFFERS,
     )
+
+
+def part_of(spec: RunSpec, shape: ModelShape) -> ModelShape:
+    """What a process has of a model of `shape` before FSDP splits it. Raises SpecError for what is not estimated."""
+    if spec.parallel.type == "deepspeed":
+        said = "'deepspeed' is not estimated; set it to 'fsdp', which splits as much as stage 3 does"
+        raise SpecError([Problem("parallel.type", said)], "estimate")
+    if spec.model.attention == "eager":
+        said = "'eager', which keeps the square of data.sequence_length, is not estimated; set it to 'sdpa'"
+        raise SpecError([Problem("model.attention", said)], "estimate")
+    try:
+        return shape.part(spec.tensor_parallel)
+    except ValueError as error:
+        said = f"{error} of the model; set it to a number that does"
+        raise SpecError([Problem("parallel.tensor_parallel", said)], "estimate") from None
+
+
+def shards(spec: RunSpec) -> int:
+    """Processes that FSDP splits over what tensor parallelism leaves of a copy."""
+    return spec.model_parts // spec.tensor_parallel
+
+
+def tokens_at_once(spec: RunSpec) -> int:
+    """Of a micro-batch, in each process."""
+    return spec.training.micro_batch_size * spec.data.sequence_length // spec.context_parallel
 
 
 def weight_bytes(spec: RunSpec) -> int:
@@ -116,6 +128,35 @@ def compute_bytes(spec: RunSpec) -> int:
 def trained_parameters(spec: RunSpec, shape: ModelShape) -> int:
     """How many learn."""
     return shape.lora_parameters(spec.adapter.r) if isinstance(spec.adapter, Lora) else shape.parameters
+
+
+def is_quantized(spec: RunSpec) -> bool:
+    """Whether the weights of linear layers, the head aside, have four bits."""
+    return isinstance(spec.adapter, Lora) and spec.adapter.quantization != "none"
+
+
+def packed_weights(spec: RunSpec, shape: ModelShape) -> tuple[int, ...]:
+    """Sizes of a layer's weights that have four bits; bitsandbytes leaves those of no whole blocks as they are."""
+    sizes = [inner * outer for inner, outer in shape.linear_layers] if is_quantized(spec) else []
+    return tuple(size for size in sizes if size % _PACKED_BLOCK == 0)
+
+
+def _weights(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of the model's own weights and of an adapter's, as a process keeps them."""
+    packed = packed_weights(spec, shape)
+    exact = shape.parameters - shape.layers * sum(packed)
+    if isinstance(spec.adapter, Lora):
+        exact += trained_parameters(spec, shape)
+    # A byte for each block, and four for so many of those; FSDP leaves them whole.
+    blocks = [size // _PACKED_BLOCK for size in packed]
+    scales = shape.layers * sum(count + 4 * -(-count // _PACKED_SCALES) for count in blocks)
+    return (exact * weight_bytes(spec) + shape.layers * sum(packed) / 2) / shards(spec) + scales
+
+
+def layer_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Of a layer's weights where they are whole, as they travel and wait to be read."""
+    packed = sum(packed_weights(spec, shape))
+    return packed / 2 + (shape.layer_parameters - packed) * compute_bytes(spec)
 
 
 def moment_bytes(spec: RunSpec, shape: ModelShape) -> float:
@@ -155,10 +196,13 @@ def _kept_by_recomputed(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
 
 def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     """Bytes that the backward pass of a layer reads: what goes into norms, products, attention and the gate."""
-    # Under the mask of packed rows, keys and values are repeated for every head before attention sees them.
-    keys = shape.queries if spec.data.packing else shape.keys
+    # Under a mask, keys and values are repeated for every head before attention sees them; those of a row that is cut
+    # are there whole.
+    keys = (shape.queries if under_mask(spec) else shape.keys) * spec.context_parallel
+    # Of a row that is cut, what attention gives is kept by itself, and put together for the product behind it.
+    queries = shape.queries * (3 if spec.context_parallel > 1 else 2)
     gate = 2 if _fuses_gate(spec) else 3
-    width = 4 * shape.hidden + 2 * shape.queries + 2 * keys + gate * shape.intermediate
+    width = 4 * shape.hidden + queries + 2 * keys + gate * shape.intermediate
     if not spec.kernels.enabled:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate
@@ -166,10 +210,20 @@ def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float
     return float((tokens * width + _mask(spec, tokens)) * compute_bytes(spec))
 
 
+def under_mask(spec: RunSpec) -> bool:
+    """Whether attention computes pairs that a mask takes away; in bfloat16 rows that are cut go by document."""
+    return compute_bytes(spec) == 4 if spec.context_parallel > 1 else spec.data.packing
+
+
+def attended(spec: RunSpec) -> float:
+    """Share of a row that attention computes with for each of its tokens: without a mask, and in cut rows, half."""
+    return 1.0 if under_mask(spec) and spec.context_parallel == 1 else 0.5
+
+
 def _mask(spec: RunSpec, tokens: int) -> int:
-    """Pairs of tokens that the mask of packed rows tells apart; 0 where attention needs none."""
-    masked = spec.data.packing and spec.model.attention == "sdpa"
-    return tokens * spec.data.sequence_length if masked else 0
+    """Pairs of tokens that a mask tells apart; 0 where attention needs none."""
+    masked = under_mask(spec) and spec.model.attention == "sdpa"
+    return int(tokens * spec.data.sequence_length * attended(spec)) if masked else 0
 
 
 def _fuses_gate(spec: RunSpec) -> bool:
@@ -178,10 +232,14 @@ def _fuses_gate(spec: RunSpec) -> bool:
 
 
 def working_set(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
-    """Bytes of one layer's backward pass: its activations, if they were recomputed, and their gradients."""
+    """Bytes of one layer's backward pass: its activations, if they were recomputed, and their gradients.
+
+    And a weight of four bits, of which there is an exact copy while it is multiplied with.
+    """
     # What the gate lets through is written once more where it was not kept.
     gate = 3 if _fuses_gate(spec) else 2
-    gradients = tokens * (2 * shape.hidden + gate * shape.intermediate) * compute_bytes(spec)
+    unpacked = max(packed_weights(spec, shape), default=0)
+    gradients = (tokens * (2 * shape.hidden + gate * shape.intermediate) + unpacked) * compute_bytes(spec)
     if not spec.training.recomputed_every:
         return gradients
     return gradients + activations_of_layer(spec, shape, tokens) - _kept_by_recomputed(spec, shape, tokens)
@@ -192,8 +250,9 @@ def _loss(spec: RunSpec, shape: ModelShape, tokens: int) -> float:
     size = compute_bytes(spec)
     states = 2 * tokens * shape.hidden * size
     logits = tokens * shape.vocabulary
-    if not spec.kernels.enabled or "linear_cross_entropy" in spec.kernels.exclude:
-        return float(states + logits * _PLAIN_LOGIT)
+    if not spec.fused_loss:
+        # Every process gathers those of the whole vocabulary.
+        return float(states + logits * spec.tensor_parallel * _PLAIN_LOGIT)
     if isinstance(spec.adapter, Lora):
         return float(states + min(logits * size, _LOSS_BUDGET))
     # The gradient of the head, and as much again where its sum is kept exact over several chunks.
@@ -222,7 +281,7 @@ def _gathered(spec: RunSpec, shape: ModelShape) -> float:
     if not isinstance(spec.parallel, Fsdp) or not _splits(spec):
         return 0.0
     layers = 2 if spec.parallel.reshard_after_forward else shape.layers
-    return layers * shape.layer_parameters * compute_bytes(spec) + _root(spec, shape)
+    return layers * layer_bytes(spec, shape) + _root(spec, shape)
 
 
 def _whole_gradients(spec: RunSpec, shape: ModelShape) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,23 @@ class ModelShape:
     def lora_parameters(self, rank: int) -> int:
         """Of LoRA matrices beside all linear maps but the head."""
         return self.layers * sum(rank * (a + b) for a, b in self.linear_layers)
+
+    def part(self, ways: int) -> ModelShape:
+        """What each of so many processes has where matrices are cut: heads, columns and vocabulary, of the same width.
+
+        Raises ValueError when they cannot be cut in equal parts; of the vocabulary it is the largest part.
+        """
+        cut = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        for name, size in {**cut, "intermediate_size": self.intermediate}.items():
+            if size % ways:
+                raise ValueError(f"{ways} does not divide {name} {size}")
+        return replace(
+            self,
+            heads=self.heads // ways,
+            kv_heads=self.kv_heads // ways,
+            intermediate=self.intermediate // ways,
+            vocabulary=-(-self.vocabulary // ways),
+        )
 
 
 _qwen2 = partial(ModelShape, biased=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strata_platform.estimate.core import Estimate
+from strata_platform.estimate.memory import is_quantized
 from strata_platform.estimate.prices import Price
 from strata_platform.spec import RunSpec
 
@@ -37,7 +38,8 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
 def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     """For the console."""
     gpus = found.spec.topology.world_size
-    what = "LoRA" if found.spec.adapter.type != "none" else "all weights learn"
+    adapted = "LoRA beside weights of four bits" if is_quantized(found.spec) else "LoRA"
+    what = adapted if found.spec.adapter.type != "none" else "all weights learn"
     size = f"{found.shape.parameters / 1e9:.2f} B parameters"
     yield f"{found.spec.model.name}: {size}, {what}, on {gpus} x {found.gpu.name}"
     yield f"layout: {said(found.spec)}"
@@ -98,10 +100,16 @@ _KEPT = {
 
 def layout(spec: RunSpec) -> dict[str, Any]:
     """The fields that lay out a run."""
+    cut = {
+        f"parallel.{name}": getattr(spec.parallel, name)
+        for name in ("tensor_parallel", "context_parallel")
+        if spec.parallel.type == "fsdp"
+    }
     return {
         "topology.nnodes": spec.topology.nnodes,
         "topology.nproc_per_node": spec.topology.nproc_per_node,
         "parallel.type": spec.parallel.type,
+        **cut,
         "training.micro_batch_size": spec.training.micro_batch_size,
         "training.gradient_accumulation_steps": spec.training.gradient_accumulation_steps,
         "training.gradient_checkpointing": spec.training.gradient_checkpointing,
@@ -112,10 +120,11 @@ def said(spec: RunSpec) -> str:
     """The layout in words."""
     training, gpus = spec.training, spec.topology.world_size
     rounds = training.gradient_accumulation_steps
-    parts = [
-        f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else ""),
-        f"{training.micro_batch_size} x {spec.data.sequence_length} tokens at a time",
-    ]
+    parts = [f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else "")]
+    for what, ways in (("matrices", spec.tensor_parallel), ("rows", spec.context_parallel)):
+        if ways > 1:
+            parts.append(f"{what} cut over {ways}")
+    parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens at a time")
     if rounds > 1:
         parts.append(f"{rounds} times a step")
     parts.append(_KEPT[training.gradient_checkpointing])

@@ -5,16 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import Gpu
-from strata_platform.estimate.memory import compute_bytes, moment_bytes, trained_parameters, weight_bytes
+from strata_platform.estimate.memory import (
+    attended,
+    compute_bytes,
+    is_quantized,
+    layer_bytes,
+    moment_bytes,
+    packed_weights,
+    part_of,
+    shards,
+    tokens_at_once,
+    trained_parameters,
+    under_mask,
+    weight_bytes,
+)
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
-from strata_platform.spec.parallel import Ddp, Fsdp
+from strata_platform.spec.parallel import Fsdp
 
 # Of an unfused layer's elementwise traffic to that of the fused operators.
 _UNFUSED = 3.0
 # Passes over the logits outside of their products, in bytes for each logit.
 _LOGIT_BYTES, _PLAIN_LOGIT_BYTES = 6, 44
+# Bytes for each number that goes into or out of the attention of cut rows: taken apart, put together, copied.
+_JOINED_BYTES = 12
 # Share of a collective that is hidden behind computation where there is enough of it.
 _HIDDEN = 0.85
 
@@ -38,15 +53,17 @@ class Time:
 
 def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     """The time of an optimizer step, from the second one on."""
-    tokens = spec.training.micro_batch_size * spec.data.sequence_length
+    shape = part_of(spec, shape)
+    tokens = tokens_at_once(spec)
     rounds = spec.training.gradient_accumulation_steps
     lora = spec.adapter if isinstance(spec.adapter, Lora) else None
     every = spec.training.recomputed_every
-    # Of the forward pass: what is cheap, and what is not.
+    # Of the forward pass: what is cheap, what is not, and products, which are kept unless their weights have four bits.
     light = 1 / every if every else 0.0
     again = 0.0 if spec.training.gradient_checkpointing == "per_op" else light
+    multiplied = light if is_quantized(spec) else again
     # Forward, gradient of the inputs, and gradient of the weights where they learn.
-    layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
+    layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + multiplied)
     if lora is None:
         # Recomputation ends with the last tensor that is read again, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
@@ -55,9 +72,11 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     head_flops = 2 * shape.head_parameters * (2 if lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
     attention = tokens * shape.layers * _attention_flops(spec, shape, again) / _attention_rate(spec, gpu)
-    elementwise = tokens * shape.layers * _layer_traffic(spec, shape, light) / gpu.stream
-    fused_loss = spec.kernels.enabled and "linear_cross_entropy" not in spec.kernels.exclude
-    loss = tokens * shape.vocabulary * (_LOGIT_BYTES if fused_loss else _PLAIN_LOGIT_BYTES) / gpu.stream
+    traffic = tokens * _layer_traffic(spec, shape, light) + _unpacking_traffic(spec, shape, light)
+    elementwise = shape.layers * traffic / gpu.stream
+    # Without the fused operator every process has those of the whole vocabulary.
+    logit = _LOGIT_BYTES if spec.fused_loss else _PLAIN_LOGIT_BYTES * spec.tensor_parallel
+    loss = tokens * shape.vocabulary * logit / gpu.stream
     # The host launches ahead, so the slower of the two counts.
     launched = shape.layers * gpu.layer * (1 + light / 3)
     device = products + attention + elementwise + loss
@@ -81,12 +100,11 @@ def model_flops(shape: ModelShape, sequence_length: int) -> float:
 
 def _attention_flops(spec: RunSpec, shape: ModelShape, again: float) -> float:
     """For a token and layer: two products forward, five backward; a mask that is not causal is computed whole."""
-    pairs = spec.data.sequence_length * (1.0 if spec.data.packing else 0.5)
-    return 2 * pairs * shape.queries * (2 + 5 + 2 * again)
+    return 2 * spec.data.sequence_length * attended(spec) * shape.queries * (2 + 5 + 2 * again)
 
 
 def _attention_rate(spec: RunSpec, gpu: Gpu) -> float:
-    return gpu.masked if spec.data.packing else gpu.causal
+    return gpu.masked if under_mask(spec) else gpu.causal
 
 
 def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
@@ -96,9 +114,19 @@ def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
     backward = 2 * 6 * shape.hidden + 4 * (shape.queries + shape.keys) + 10 * shape.intermediate + 2 * 6 * shape.hidden
     traffic = (forward * (1 + again) + backward) * size
     if isinstance(spec.adapter, Lora):
-        # Beside each linear map its output is read, added to and written again.
-        traffic += sum(b for _, b in shape.linear_layers) * 6 * size * (2 + again)
+        # Beside each linear map its output is read, added to and written again; PEFT copies that of packed weights.
+        copied = 4 * (1 + again) if is_quantized(spec) else 0
+        traffic += sum(b for _, b in shape.linear_layers) * size * (6 * (2 + again) + copied)
+    if spec.context_parallel > 1:
+        # Of this process's queries, and of the keys and values of the whole row.
+        joined = shape.queries + 2 * shape.keys * spec.context_parallel
+        traffic += joined * _JOINED_BYTES * size * (2 + again)
     return traffic * (1.0 if spec.kernels.enabled else _UNFUSED)
+
+
+def _unpacking_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
+    """Bytes for a layer and micro-batch: each packed weight is read and written as an exact one for every product."""
+    return sum(packed_weights(spec, shape)) * (0.5 + compute_bytes(spec)) * (2 + again)
 
 
 def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
@@ -106,7 +134,7 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
 
     And what Muon multiplies.
     """
-    split = spec.model_parts
+    split = shards(spec)
     weights = trained_parameters(spec, shape) * weight_bytes(spec)
     # What Muon multiplies instead of a second moment moves about as much as that.
     moments = moment_bytes(spec, shape) if spec.optimizer.type == "adamw_8bit" else 2 * weights
@@ -122,18 +150,37 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
 
 def _waiting(spec: RunSpec, shape: ModelShape, gpu: Gpu, compute: float) -> float:
     """Seconds of collectives that computation does not hide."""
-    processes = spec.topology.world_size
-    if processes == 1:
-        return 0.0
+    rounds = spec.training.gradient_accumulation_steps
+    seconds = _sent_beside(spec, shape) / gpu.link
+    return seconds - min(seconds, compute) * _HIDDEN + rounds * _sent_within(spec, shape) / gpu.link
+
+
+def _sent_beside(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes that a process sends in a step while it computes: parts of weights and gradients."""
+    # Those that have other parts of the same weights, or of the gradients' sums.
+    processes = spec.topology.world_size // spec.tensor_parallel
     share, size = (processes - 1) / processes, weight_bytes(spec)
     trained = trained_parameters(spec, shape)
-    if isinstance(spec.parallel, Ddp):
-        sent = 2 * trained * size * share
-    else:
-        assert isinstance(spec.parallel, Fsdp)
-        gathers = 2 if spec.parallel.reshard_after_forward else 1
-        reduced = 4 if spec.parallel.reduce_dtype == "float32" else 2
-        once = shape.parameters * compute_bytes(spec) * gathers + trained * reduced
-        sent = once * share * spec.training.gradient_accumulation_steps
-    seconds = sent / gpu.link
-    return seconds - min(seconds * _HIDDEN, compute * _HIDDEN)
+    if not isinstance(spec.parallel, Fsdp):
+        return 2 * trained * size * share
+    gathers = 2 if spec.parallel.reshard_after_forward else 1
+    reduced = 4 if spec.parallel.reduce_dtype == "float32" else 2
+    weights = shape.layers * layer_bytes(spec, shape) + shape.root_parameters * compute_bytes(spec)
+    return (weights * gathers + trained * reduced) * share * spec.training.gradient_accumulation_steps
+
+
+def _sent_within(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes that a process sends in a micro-batch and waits for, where matrices or rows are cut."""
+    tokens, size = tokens_at_once(spec), compute_bytes(spec)
+    every = spec.training.recomputed_every
+    again = 1 / every if every else 0.0
+    ways, parts = spec.tensor_parallel, spec.context_parallel
+    # Hidden states and their gradients are summed behind and before attention and the gate, the first of them in a
+    # recomputed layer once more; and behind the embeddings, and before the head. A sum is sent as parts, and gathered.
+    sums = shape.layers * (4 + again) + 2
+    sent = sums * tokens * shape.hidden * 2 * (ways - 1) / ways
+    if not spec.fused_loss:
+        sent += tokens * shape.vocabulary * (ways - 1)
+    # Keys and values are gathered, in a recomputed layer once more, and their gradients summed.
+    sent += shape.layers * (2 + again) * tokens * 2 * shape.keys * (parts - 1)
+    return sent * size
