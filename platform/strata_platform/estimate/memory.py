@@ -211,19 +211,19 @@ def activations_of_layer(spec: RunSpec, shape: ModelShape, tokens: int) -> float
 
 
 def under_mask(spec: RunSpec) -> bool:
-    """Whether attention computes pairs that a mask takes away; in bfloat16 rows that are cut go by document."""
-    return compute_bytes(spec) == 4 if spec.context_parallel > 1 else spec.data.packing
+    """Whether attention computes pairs that a mask takes away; in bfloat16 it goes by document."""
+    several = spec.data.packing or spec.context_parallel > 1
+    return several and spec.model.attention == "sdpa" and compute_bytes(spec) == 4
 
 
 def attended(spec: RunSpec) -> float:
-    """Share of a row that attention computes with for each of its tokens: without a mask, and in cut rows, half."""
+    """Share of a row that attention computes with for each of its tokens: half without a mask, and in cut rows."""
     return 1.0 if under_mask(spec) and spec.context_parallel == 1 else 0.5
 
 
 def _mask(spec: RunSpec, tokens: int) -> int:
     """Pairs of tokens that a mask tells apart; 0 where attention needs none."""
-    masked = under_mask(spec) and spec.model.attention == "sdpa"
-    return int(tokens * spec.data.sequence_length * attended(spec)) if masked else 0
+    return int(tokens * spec.data.sequence_length * attended(spec)) if under_mask(spec) else 0
 
 
 def _fuses_gate(spec: RunSpec) -> bool:
