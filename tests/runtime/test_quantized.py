@@ -37,8 +37,8 @@ FOUR_BITS = {
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
-def eight_bits(spec):
-    return RunSpec.model_validate({**spec.model_dump(), "optimizer": {"type": "adamw_8bit"}})
+def eight_bits(spec, **fields):
+    return RunSpec.model_validate({**spec.model_dump(), "optimizer": {"type": "adamw_8bit", **fields}})
 
 
 def nf4(spec, **changes):
@@ -90,6 +90,7 @@ def trained(output):
         for name, (*cell, layers, options) in FOUR_BITS.items()
     }
     specs["split"] = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
+    specs["paged"] = eight_bits(make_spec(output, "paged", "hf", "fsdp", 2), paged=True)
     files = [f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.runtime.forked", "2", *files],
@@ -157,6 +158,12 @@ def test_moments_are_split_like_their_weights_and_come_back_exactly(trained):
     # Rows of 704, and embeddings.
     assert index["optimizer.exp_avg.model.layers.0.mlp.down_proj.weight"]["dtype"] == "F32"
     assert index["optimizer.exp_avg.model.embed_tokens.weight"]["dtype"] == "F32"
+
+
+@needed
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_moments_that_are_split_and_paged_are_the_same(attempt, trained):
+    assert curve(trained["paged"], attempt) == curve(trained["split"], attempt)
 
 
 @needed
