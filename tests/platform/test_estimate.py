@@ -165,6 +165,19 @@ def test_moments_of_eight_bits_are_those_of_rows_of_whole_blocks(dtype):
     assert moments("llama-3.1-8b", "adamw_8bit", **split) == moments("llama-3.1-8b", "adamw_8bit") / 4
 
 
+def test_moments_that_give_way_need_not_fit():
+    split = {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 4}}
+    for fields in ({}, split, {"adapter": {"type": "lora"}}):
+        for type in ("adamw", "adamw_8bit"):
+            ordinary = take(**fields, optimizer={"type": type})
+            paged = take(**fields, optimizer={"type": type, "paged": True})
+            assert paged.memory.optimizer == 0
+            assert paged.memory.peak == pytest.approx(ordinary.memory.peak - ordinary.memory.optimizer)
+            assert paged.time == ordinary.time
+            assert f"moments of {ordinary.memory.optimizer / GIB:.1f} GiB" in paged.uncounted[0]
+            assert not ordinary.uncounted
+
+
 RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
 
 
@@ -252,6 +265,7 @@ def test_what_a_person_reads_is_what_the_docs_show():
             "parallel.cpu_offload",
         ),
         ({"model": {"name": "meta-llama/Llama-3.2-1B", "dtype": "float32"}}, "model.dtype 'float32'"),
+        ({"optimizer": {"paged": True}}, "optimizer.paged: moments of 4.6 GiB on each GPU, which move to the host"),
         ({"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora"),
         ({"adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"adapter": {"type": "lora", "target_modules": ["q_proj"]}}, "adapter.target_modules"),

@@ -77,6 +77,21 @@ def test_a_step_keeps_its_rows_and_may_have_them_one_by_one(rows, passes, proces
     assert bool(re.search(one_by_one + str(rows * passes), said)) == (rows > 1)
 
 
+@pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
+def test_moments_may_give_way(type):
+    """29.9 GiB of them, in bfloat16; beside Muon they may not, and what gives way already is not advised."""
+    fields = {"optimizer": {"type": type}, "training": {"gradient_checkpointing": "full"}}
+    said = advise(spec_of(**fields), LLAMA_8B, 70 * GIB)
+    found = re.search(r"optimizer\.paged false -> true: about [\d.]+ GiB, ([\d.]+) less, (.*)", said)
+    assert bool(found) == (type != "muon")
+    if type == "adamw":
+        assert (found[1], found[2].partition(";")[0]) == ("29.9", "fits") and "another name" not in found[2]
+    if found:
+        fields["optimizer"]["paged"] = True
+        again = advise(spec_of(**fields), LLAMA_8B, 70 * GIB)
+        assert "optimizer" not in again.replace("optimizer.type", "")
+
+
 def test_tokens_of_a_step_stay_as_many():
     spec = spec_of(training={"micro_batch_size": 3, "tokens_per_step": 6 * 4096})
     assert "training.micro_batch_size 3 -> 1, training.gradient_accumulation_steps 2 -> 6" in advise(
