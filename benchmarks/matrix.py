@@ -81,7 +81,8 @@ class Cell:
         learns = self.strategy == "deepspeed" and "adapter.type" not in self.fields
         exact = {"model.dtype": "float32"} if learns else {}
         same = {path: value for path, value in self.fields.items() if path.partition(".")[0] in _OF_THE_MODEL}
-        same.pop("optimizer.in_backward", None)
+        for path in ("optimizer.in_backward", "optimizer.paged"):
+            same.pop(path, None)
         return Cell("torch", "single", {**same, **exact})
 
     def processes(self, several: int) -> int:
@@ -148,6 +149,8 @@ def _cells(several: int) -> Iterator[Cell]:
         yield Cell("torch", strategy, {"training.compile": True})
     for strategy in ("single", "ddp", "fsdp"):
         yield Cell("torch", strategy, {"optimizer.type": "adamw_8bit"})
+    yield Cell("torch", "single", {"optimizer.paged": True})
+    yield Cell("torch", "fsdp", {"optimizer.type": "adamw_8bit", "optimizer.paged": True})
     yield Cell("torch", "fsdp", {"optimizer.type": "muon"})
     one_pass = {"training.micro_batch_size": ROWS // several, "training.gradient_accumulation_steps": 1}
     yield Cell("torch", "fsdp", {"optimizer.in_backward": True, "optimizer.max_grad_norm": 0, **one_pass})

@@ -118,7 +118,7 @@ class MetricPoint:
     """Over the steps since the last flush."""
     step_seconds: float
     memory_bytes: int
-    """Peak so far of the busiest process: allocated on the GPU, resident on the CPU."""
+    """Peak so far of the busiest process: allocated on the GPU by PyTorch, resident on the CPU."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the objective tells of the step beside its loss, each a mean over the same items."""
     data_wait_seconds: float = 0.0

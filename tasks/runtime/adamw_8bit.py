@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tasks.runtime.slots import new_slot
+
 BLOCK = 256
 """Weights that share a scale: what the library's kernels are made for."""
 
@@ -36,12 +38,23 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        paged: bool = False,
     ) -> None:
-        """`groups` are as PyTorch's, of parameters that are whole or split between rows; see `has_eight_bits`."""
+        """`groups` are as PyTorch's, of parameters that are whole or split between rows; see `has_eight_bits`.
+
+        With `paged` the state is in memory that gives way; see `tasks.runtime.paged`.
+        """
         from bitsandbytes import functional
 
         self._update, self._table = functional.optimizer_update_8bit_blockwise, functional.create_dynamic_map
+        self.paged = paged
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -57,10 +70,10 @@ class AdamW8bit(torch.optim.Optimizer):
     def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            blocks = parameter.shape[1:].numel() // BLOCK
+            scales = torch.Size((parameter.shape[0], parameter.shape[1:].numel() // BLOCK))
             for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
-                state[f"{moment}_scale"] = zeros_by_row(parameter, blocks, torch.float32)
+                state[moment] = new_slot(parameter, parameter.shape, torch.uint8, paged=self.paged)
+                state[f"{moment}_scale"] = new_slot(parameter, scales, torch.float32, paged=self.paged)
             state["step"] = torch.zeros(())
         # The kernel wants a number. A count that was loaded is on the device: it is waited for once.
         state["step"] = state["step"].cpu() + 1
@@ -94,16 +107,6 @@ class AdamW8bit(torch.optim.Optimizer):
         if device not in self._tables:
             self._tables[device] = (self._table(signed=True).to(device), self._table(signed=False).to(device))
         return self._tables[device]
-
-
-def zeros_by_row(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows of `parameter`, columns] of zeros, where the parameter is and split as it is."""
-    shape = (parameter.shape[0], columns)
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return torch.distributed.tensor.zeros(
-        shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
-    )
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over rows of several documents: a token sees those of its own document up to itself, and no others.
 
-transformers' `sdpa` is told so by a mask of [T, T] values: of every row all pairs are computed, those of other documents
-too, and the host waits for the GPU to see how the mask is to look. Here the host counts where documents end, and
+transformers' `sdpa` is told so by a mask of [T, T] values: of every row all pairs are computed, also those of different
+documents, and the host waits for the GPU to see what mask it needs. Here the host counts where documents end, and
 attention goes from one to the next by PyTorch's `varlen_attn`; where no row has more than one, it is plainly causal.
 """
 
@@ -77,7 +77,8 @@ def bounded(batch: Batch) -> Batch:
         **batch,
         "document_begins": begins,
         "document_ends": document_ends(begins, 0, 1),
-        "document_room": torch.empty(min(room, positions.shape[1]), 0),
+        # Of whole numbers: others would be converted where layers compute in another type.
+        "document_room": torch.empty(min(room, positions.shape[1]), 0, dtype=torch.int32),
     }
 
 

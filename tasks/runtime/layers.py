@@ -22,11 +22,14 @@ from strata_platform.spec import RunSpec
 # What takes long: matrix products and attention, by all their implementations. Everything else is recomputed.
 _KEPT = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+    "bitsandbytes::gemm_4bit",
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
+# Of what layers are given, a dimension whose size is another in every batch; graphs are made for all sizes.
+_VARYING = {"document_ends": 1, "document_room": 0}
 
 
 def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
@@ -76,6 +79,9 @@ def _whole(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        for name, dimension in _VARYING.items():
+            if name in kwargs:
+                torch._dynamo.maybe_mark_dynamic(kwargs[name], dimension)
         try:
             return compiled(*args, **kwargs)
         except Unsupported as error:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
+from tasks.runtime.slots import new_slot
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def _adamw(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torc
         for decays in (True, False)
         for alike in by_mesh(trained)
     ]
-    return torch.optim.AdamW(
+    kind = PagedAdamW if spec.optimizer.paged else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=spec.peak_lr,
         betas=spec.optimizer.betas,
@@ -79,6 +81,7 @@ def _adamw_8bit(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) ->
         betas=spec.optimizer.betas,
         eps=spec.optimizer.eps,
         weight_decay=spec.optimizer.weight_decay,
+        paged=spec.optimizer.paged,
     )
     others = [p for p in trained if id(p) not in small]
     return Several([eight_bits, *([_adamw(model, others, spec)] if others else [])])
@@ -95,11 +98,29 @@ _BUILDERS: dict[str, Callable[[nn.Module, list[nn.Parameter], RunSpec], torch.op
 }
 
 
+class PagedAdamW(torch.optim.AdamW):
+    """PyTorch's fused AdamW, whose moments are in memory that gives way; see `tasks.runtime.paged`."""
+
+    paged = True
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        # PyTorch makes the state of parameters that have none: the same that they get here.
+        for parameter in group["params"]:
+            if parameter.grad is not None and not self.state[parameter]:
+                dtypes = {"step": torch.float32, "exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
+                self.state[parameter] = {
+                    name: new_slot(parameter, torch.Size() if name == "step" else parameter.shape, dtype, paged=True)
+                    for name, dtype in dtypes.items()
+                }
+        return super()._init_group(group, *lists)
+
+
 class Several(torch.optim.Optimizer):
     """Several optimizers, each for parameters of its own, as one: with one list of groups, and one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
+        self.paged = any(getattr(part, "paged", False) for part in parts)
         groups = [{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups]
         super().__init__(groups, {})
 

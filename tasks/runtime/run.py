@@ -427,6 +427,8 @@ def _announce(
     if run.spec.adapter.type != "none":
         learning = model.num_parameters(only_trainable=True)
         log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
+    if run.spec.optimizer.paged and run.processes.device.type == "cpu":
+        log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
     log.info("kernels: %s", patched.summary() if patched else "off")
     log.info(
         "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",

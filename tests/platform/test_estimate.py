@@ -47,14 +47,20 @@ def test_what_the_gate_lets_through_is_kept_where_it_is_not_fused():
 
 @pytest.mark.parametrize(("kind", "masks"), [("none", 32), ("selective", 16 + 1), ("full", 1)])
 def test_layers_that_are_kept_have_masks_of_their_own(kind, masks):
-    """Numbers of two bytes for each pair of tokens of a row, and booleans once; flash attention has none."""
+    """Numbers of four bytes for each pair of tokens of a row, and booleans once; and keys and values for each head."""
     training = {"training": {"micro_batch_size": 4, "gradient_checkpointing": kind}}
-    model = {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"}
-    masked, flash = (
-        take(**training, model={**model, "attention": attention}).memory.activations
-        for attention in ("sdpa", "flash_attention_2")
+    exact = {**training, "model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "float32"}}
+    masked, apart = (
+        take(**exact, data={"sequence_length": 4096, "packing": packing}).memory.activations
+        for packing in (True, False)
     )
-    assert masked - flash == 4 * 4096**2 * (2 * masks + 1)
+    repeated = 4 * 4096 * 2 * (4096 - 1024)
+    assert masked - apart == 4 * (4 * 4096**2 + repeated) * masks + 4 * 4096**2
+
+
+def test_attention_by_document_has_no_masks():
+    packed, apart = (take(data={"sequence_length": 4096, "packing": packing}) for packing in (True, False))
+    assert packed.memory == apart.memory and packed.time == apart.time
 
 
 def test_recomputation_ends_before_the_last_projection():
@@ -201,15 +207,6 @@ def test_one_weight_of_four_bits_is_exact_while_it_is_multiplied_with():
     assert working_set(spec_of(**NF4), shape, 4096) - exact == 2 * 4096 * 14336
 
 
-def test_products_with_weights_of_four_bits_are_not_kept():
-    """They are none of those operators whose results `per_op` keeps, so it saves what attention takes alone."""
-    per_op, full = ({"training": {"gradient_checkpointing": kind}} for kind in ("per_op", "full"))
-    assert take(**NF4, **per_op).time.products == take(**NF4, **full).time.products
-    assert take(**NF4, **per_op).time.attention < take(**NF4, **full).time.attention
-    lora = {"adapter": {"type": "lora"}}
-    assert take(**lora, **per_op).time.products < take(**lora, **full).time.products
-
-
 def test_every_product_unpacks_its_weight_once():
     """Forward and backward, and once more where it is computed again: half a byte is read, two are written."""
     lora = {"adapter": {"type": "lora"}}
@@ -231,11 +228,11 @@ def test_cut_matrices_are_split_like_others_but_for_norms(processes):
 
 
 def test_hidden_states_are_whole_where_matrices_are_cut():
-    """What goes into norms and out of them; heads and columns are divided, and a mask serves any number of heads."""
+    """What goes into norms and out of them; heads and columns are divided."""
     spec = spec_of(**TENSOR)
     part = shape_of("llama-3.1-8b").part(2)
-    heads, columns = 4 * 4096, 2 * 14336
-    assert activations_of_layer(spec, part, 4096) == 2 * (4096 * (4 * 4096 + (heads + columns) // 2) + 4096**2)
+    heads, columns = 2 * 4096 + 2 * 1024, 2 * 14336
+    assert activations_of_layer(spec, part, 4096) == 2 * 4096 * (4 * 4096 + (heads + columns) // 2)
     assert (part.layer_weights, part.head_parameters, shards(spec)) == (LAYER // 2, 4096 * 64128, 1)
     assert take(**TENSOR).memory.gathered == pytest.approx(take(**on(2)).memory.gathered / 2, rel=1e-3)
 
@@ -304,6 +301,19 @@ def test_a_model_that_cannot_be_cut_is_refused():
         take(**on(16, tensor_parallel=16))
 
 
+def test_moments_that_give_way_need_not_fit():
+    split = {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 4}}
+    for fields in ({}, split, {"adapter": {"type": "lora"}}):
+        for type in ("adamw", "adamw_8bit"):
+            ordinary = take(**fields, optimizer={"type": type})
+            paged = take(**fields, optimizer={"type": type, "paged": True})
+            assert paged.memory.optimizer == 0
+            assert paged.memory.peak == pytest.approx(ordinary.memory.peak - ordinary.memory.optimizer)
+            assert paged.time == ordinary.time
+            assert f"moments of {ordinary.memory.optimizer / GIB:.1f} GiB" in paged.uncounted[0]
+            assert not ordinary.uncounted
+
+
 RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
 
 
@@ -343,13 +353,11 @@ def test_what_takes_less_memory(less, more):
         ({"optimizer": {"type": "adamw_8bit"}}, {}),
         ({}, {"kernels": {"enabled": False}}),
         ({"adapter": {"type": "lora"}}, {}),
-        ({"data": {"sequence_length": 4096, "packing": False}}, {}),
         ({}, {"parallel": {"type": "ddp"}, "topology": {"nproc_per_node": 8}}),
         ({"training": {"gradient_accumulation_steps": 8}}, {}),
         ({"adapter": {"type": "lora"}}, NF4),
         (on(2), TENSOR),
-        # Without masks it would be slower.
-        ({**on(2), "data": {"sequence_length": 4096, "packing": False}}, CONTEXT),
+        (on(2), CONTEXT),
         (TENSOR, on(4, tensor_parallel=4)),
     ],
 )
@@ -422,6 +430,7 @@ def test_what_a_person_reads_is_what_the_docs_show():
             "parallel.cpu_offload",
         ),
         ({"model": {"name": "meta-llama/Llama-3.2-1B", "dtype": "float32"}}, "model.dtype 'float32'"),
+        ({"optimizer": {"paged": True}}, "optimizer.paged: moments of 4.6 GiB on each GPU, which move to the host"),
         ({"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora"),
         ({"adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"adapter": {"type": "lora", "target_modules": ["q_proj"]}}, "adapter.target_modules"),

@@ -24,6 +24,7 @@ CELLS = {
     "muon": ("hf", {"type": "fsdp"}, {"type": "muon"}),
     "in-backward-copies": ("lightning", {"type": "fsdp", "replicas": 2}, IN_BACKWARD),
     "tensor-parallel": ("torch", {"type": "fsdp", "tensor_parallel": 2, "cpu_offload": True}, {}),
+    "paged": ("torch", {"type": "fsdp", "tensor_parallel": 2}, {"paged": True}),
     "tensor-and-context": ("torch", {"type": "fsdp", "tensor_parallel": 2, "context_parallel": 2}, {}),
 }
 
@@ -60,7 +61,7 @@ def alone(output):
     curves = {}
 
     def curve_of(settings):
-        optimizer = {name: value for name, value in settings.items() if name != "in_backward"}
+        optimizer = {name: value for name, value in settings.items() if name not in ("in_backward", "paged")}
         key = json.dumps(optimizer)
         if key not in curves:
             spec = make_spec(output, f"alone-{len(curves)}", "torch", {"type": "single"}, optimizer, 1)

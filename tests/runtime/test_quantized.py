@@ -16,16 +16,19 @@ from strata_platform.errors import SpecError
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.memory import memory_of
 from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.layers import recompute
 from tasks.runtime.model import build_model
 from tasks.runtime.parallel import require_installed
 from tasks.runtime.quantized import _four_bits, lay_out, pack, quantized
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
 from tests.runtime.pretrained import save_pretrained
+from tests.runtime.test_layers import Count
 from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.train_only import train_spec
 
@@ -40,8 +43,8 @@ FOUR_BITS = {
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
-def eight_bits(spec):
-    return RunSpec.model_validate({**spec.model_dump(), "optimizer": {"type": "adamw_8bit"}})
+def eight_bits(spec, **fields):
+    return RunSpec.model_validate({**spec.model_dump(), "optimizer": {"type": "adamw_8bit", **fields}})
 
 
 def nf4(spec, **changes):
@@ -93,6 +96,7 @@ def trained(output):
         for name, (*cell, layers, options) in FOUR_BITS.items()
     }
     specs["split"] = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
+    specs["paged"] = eight_bits(make_spec(output, "paged", "hf", "fsdp", 2), paged=True)
     files = [f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.runtime.forked", "2", *files],
@@ -126,6 +130,23 @@ def test_weights_take_what_the_estimate_says(output):
     held = sum(parameter.nbytes for parameter in model.parameters())
     assert memory_of(spec, shape_of(spec.model.name)).weights == held + scales
     assert {s.code.nbytes + s.state2.code.nbytes + s.offset.nbytes for s in states} == {1092}
+
+
+@needed
+def test_products_with_packed_weights_are_kept_per_op(output):
+    spec = nf4(make_spec(output, "per-op", "torch", "single", 1, "lora"))
+    calls = []
+    for kind in ("none", "per_op", "full"):
+        model = build_model(spec)
+        with quantized(model, spec):
+            add_adapter(model, spec)
+        recompute(model, spec.model_copy(update={"training": Training(gradient_checkpointing=kind)}))
+        tokens = torch.arange(8)[None]
+        loss = model.to("cpu").train()(input_ids=tokens, labels=tokens).loss
+        with Count() as counted:
+            loss.backward()
+        calls.append(counted.calls.get("bitsandbytes::gemm_4bit", 0))
+    assert calls == [0, 0, 2 * 7]
 
 
 @needed
@@ -176,6 +197,12 @@ def test_moments_are_split_like_their_weights_and_come_back_exactly(trained):
     # Rows of 704, and embeddings.
     assert index["optimizer.exp_avg.model.layers.0.mlp.down_proj.weight"]["dtype"] == "F32"
     assert index["optimizer.exp_avg.model.embed_tokens.weight"]["dtype"] == "F32"
+
+
+@needed
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_moments_that_are_split_and_paged_are_the_same(attempt, trained):
+    assert curve(trained["paged"], attempt) == curve(trained["split"], attempt)
 
 
 @needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, compute_bytes, memory_of
+from strata_platform.estimate.memory import Memory, compute_bytes, memory_of, moment_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.spec import RunSpec
@@ -71,6 +71,7 @@ class Estimate:
     def uncounted(self) -> tuple[str, ...]:
         """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
         objective, adapter = self.spec.objective, self.spec.adapter
+        moments = moment_bytes(self.spec, self.shape) / self.spec.model_parts
         lora = adapter if isinstance(adapter, Lora) else Lora()
         return tuple(
             said
@@ -90,6 +91,11 @@ class Estimate:
                 (
                     self.moves_to_host,
                     "parallel.cpu_offload: weights, gradients and optimizer are in host memory, and steps are slower",
+                ),
+                (
+                    self.spec.optimizer.paged,
+                    f"optimizer.paged: moments of {moments / 2**30:.1f} GiB on each GPU, which move to the host where "
+                    "the GPU's memory lacks, and make steps slower",
                 ),
                 (
                     lora.use_dora,

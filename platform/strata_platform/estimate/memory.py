@@ -32,7 +32,7 @@ _BUFFERS = 0.6 * 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, by part."""
+    """Bytes of one process at its peak, by part; without moments that give way, those of `optimizer.paged`."""
 
     weights: float
     gradients: float
@@ -80,7 +80,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     return Memory(
         weights=_weights(spec, shape),
         gradients=now[0],
-        optimizer=moment_bytes(spec, shape) / split,
+        optimizer=0.0 if spec.optimizer.paged else moment_bytes(spec, shape) / split,
         activations=now[1],
         loss=now[2],
         gathered=now[3],

@@ -58,12 +58,11 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     rounds = spec.training.gradient_accumulation_steps
     lora = spec.adapter if isinstance(spec.adapter, Lora) else None
     every = spec.training.recomputed_every
-    # Of the forward pass: what is cheap, what is not, and products, which are kept unless their weights have four bits.
+    # Of the forward pass: what is cheap, and what is not.
     light = 1 / every if every else 0.0
     again = 0.0 if spec.training.gradient_checkpointing == "per_op" else light
-    multiplied = light if is_quantized(spec) else again
     # Forward, gradient of the inputs, and gradient of the weights where they learn.
-    layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + multiplied)
+    layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
     if lora is None:
         # Recomputation ends with the last tensor that is read again, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
@@ -72,7 +71,7 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     head_flops = 2 * shape.head_parameters * (2 if lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
     attention = tokens * shape.layers * _attention_flops(spec, shape, again) / _attention_rate(spec, gpu)
-    traffic = tokens * _layer_traffic(spec, shape, light) + _unpacking_traffic(spec, shape, light)
+    traffic = tokens * _layer_traffic(spec, shape, light) + _unpacking_traffic(spec, shape, again)
     elementwise = shape.layers * traffic / gpu.stream
     # Without the fused operator every process has those of the whole vocabulary.
     logit = _LOGIT_BYTES if spec.fused_loss else _PLAIN_LOGIT_BYTES * spec.tensor_parallel

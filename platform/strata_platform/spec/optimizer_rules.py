@@ -112,4 +112,27 @@ def _eight_bits(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-optimizer_rules = (_muon, _in_backward, _eight_bits)
+def _paged(spec: RunSpec) -> Iterator[Contradiction]:
+    if not spec.optimizer.paged:
+        return
+    yield Contradiction(
+        spec.optimizer.type == "muon",
+        ("optimizer.paged", "optimizer.type"),
+        "is for AdamW's moments, and optimizer.type 'muon' has that of a matrix where its products are computed; set "
+        "optimizer.type to 'adamw', or optimizer.paged to false",
+    )
+    yield Contradiction(
+        spec.parallel.type == "deepspeed",
+        ("optimizer.paged", "parallel.type"),
+        "moves moments to the host where a GPU's memory lacks, and parallel.type 'deepspeed' has them in memory of its "
+        "own; set parallel.offload_optimizer to 'cpu', which keeps them on the host, and optimizer.paged to false",
+    )
+    yield Contradiction(
+        spec.parallel.type == "fsdp" and spec.parallel.cpu_offload,
+        ("optimizer.paged", "parallel.cpu_offload"),
+        "moves moments to the host where a GPU's memory lacks, and parallel.cpu_offload has them there already; set "
+        "one of the two to false",
+    )
+
+
+optimizer_rules = (_muon, _in_backward, _eight_bits, _paged)

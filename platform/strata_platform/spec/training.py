@@ -72,6 +72,11 @@ class Optimizer(Section):
         description="Take each weight's step in the backward pass, as soon as its gradient is there, and free that: "
         "less memory, and the update is hidden. Without clipping and accumulation only.",
     )
+    paged: Flag = Field(
+        False,
+        description="Keep AdamW's moments in memory that gives way: where a GPU's lacks, as in the peak of a long row, "
+        "the driver moves them to the host's, and steps are slower.",
+    )
 
     @property
     def muon_momentum(self) -> float:

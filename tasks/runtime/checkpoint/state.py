@@ -11,12 +11,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tasks.runtime.adapter import has_adapter
 from tasks.runtime.checkpoint.fragment import part_of
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.random_states import random_states, restore_random_states
+from tasks.runtime.slots import new_slot
 
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
 
@@ -143,16 +143,9 @@ def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 def _new_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """What has the rows of its parameter, such as a moment, is split like it; what has not, as a count, is whole."""
     if name == MASTER:
         return None
-    if shape == parameter.shape:
-        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    elif isinstance(parameter, DTensor) and shape[:1] == parameter.shape[:1]:
-        tensor = torch.distributed.tensor.empty(
-            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements
-        )
-    else:
-        tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+    # Where the optimizer would have it; PyTorch's own do not say.
+    tensor = new_slot(parameter, shape, dtype, paged=getattr(optimizer, "paged", False))
     optimizer.state[parameter][name] = tensor
     return tensor

@@ -15,7 +15,6 @@ from tasks.runtime.data.dataset import IGNORED, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
 
-
 # What attention by document reads.
 _BOUNDS = ("document_begins", "document_ends", "document_room")
 

@@ -80,6 +80,13 @@ def require_installed(spec: RunSpec) -> None:
             "optimizer.type 'adamw_8bit' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set optimizer.type to 'adamw'"
         )
+    # A part of the package cuda, which may be there without it.
+    bound = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    if spec.optimizer.paged and torch.cuda.is_available() and not bound:
+        raise ValueError(
+            "optimizer.paged needs the package cuda-bindings, which is not installed; install it, or set "
+            "optimizer.paged to false"
+        )
     package, module = _FLASH.get(spec.model.attention, ("", ""))
     # In its place transformers takes kernels of the Hub, where the package for those is installed.
     if package and find_spec(module) is None and not is_kernels_available():
