@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 # Weights that share a scale, each with its own.
 _BLOCK = 64
-_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+# Bytes, which are copied as they are: of packed weights that pose as numbers of another type some are NaN, and FSDP's
+# copies on a GPU write one NaN for all of them.
+_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.uint8}
 
 
 Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
@@ -66,22 +68,18 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
 
 
 def _four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
-    """The same layer, of bitsandbytes; its weight is packed when it moves to a device.
-
-    What is packed poses as numbers of the type that layers compute in, so that nobody converts it on the way.
-    """
+    """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    settings = {**_KIND, "quant_storage": dtype}
     packed: nn.Linear = Linear4bit(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
         compute_dtype=dtype,
         device="meta",
-        **settings,
+        **_KIND,
     )
-    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **settings)
+    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **_KIND)
     packed.bias = layer.bias
     return packed
 
@@ -94,8 +92,7 @@ def lay_out(model: nn.Module) -> Packed:
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
             exact = layer.weight.detach()
-            size = exact.numel() // 2 // layer.quant_storage.itemsize
-            empty = torch.empty(size, 1, dtype=layer.quant_storage, device="meta")
+            empty = torch.empty(exact.numel() // 2, 1, dtype=layer.quant_storage, device="meta")
             layer.weight = nn.Parameter(empty, requires_grad=False)
             # bitsandbytes' own makes a parameter of its class of what it finds, in every pass, which no graph can have.
             vars(layer)["forward"] = partial(_project, layer)
@@ -108,7 +105,7 @@ def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
     from bitsandbytes.functional import quantize_4bit
 
     packed: Tensor
-    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, quant_storage=layer.quant_storage, **_KIND)
+    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, **_KIND)
     return packed
 
 

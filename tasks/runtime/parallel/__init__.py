@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.model import compute_dtype, dtype_of
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
@@ -74,6 +75,18 @@ def require_installed(spec: RunSpec) -> None:
         raise ValueError(
             "adapter.quantization 'nf4' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set adapter.quantization to 'none'"
+        )
+    if (
+        is_quantized(spec)
+        and spec.parallel.type == "fsdp"
+        and compute_dtype(spec) != dtype_of(spec)
+        # Whose FSDP is known to convert numbers alone.
+        and torch.__version__ < (2, 15)
+    ):
+        raise ValueError(
+            f"parallel.compute_dtype {spec.parallel.compute_dtype!r} beside adapter.quantization 'nf4' needs PyTorch "
+            f"2.15, and this is {torch.__version__}, whose FSDP would convert packed weights, too; set model.dtype to "
+            f"{spec.parallel.compute_dtype!r}"
         )
     if spec.optimizer.type == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise ValueError(

@@ -16,7 +16,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
 from tasks.runtime.layers import layers_of
-from tasks.runtime.model import compute_dtype, materialize, take_weights
+from tasks.runtime.model import compute_dtype, dtype_of, materialize, take_weights
 from tasks.runtime.parallel.context import cut_rows
 from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.parallel.tensor import cut
@@ -46,8 +46,10 @@ class Fsdp(InPlace):
                 "context"
             ]
         self._fused_loss, self._quantized = spec.fused_loss, is_quantized(spec)
+        # Where nothing is to be converted, earlier versions would convert packed weights all the same.
+        converts = not self._quantized or compute_dtype(spec) != dtype_of(spec)
         self._dtypes = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(spec), reduce_dtype=_REDUCE[self._settings.reduce_dtype]
+            param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
     def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
