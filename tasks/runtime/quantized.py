@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 
 # Weights that share a scale, each with its own.
 _BLOCK = 64
-# Bytes, which are copied as they are: of packed weights that pose as numbers of another type some are NaN, and FSDP's
-# copies on a GPU write one NaN for all of them.
-_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.uint8}
+# What packed weights pose as. As bfloat16 one in a thousand is NaN, and FSDP's copies on a GPU, which go by way of
+# float32, make one NaN of them all. Earlier versions of FSDP take no bytes; float32 is copied as it is.
+_STORAGE = torch.uint8 if torch.__version__ >= "2.15" else torch.float32
+_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": _STORAGE}
 
 
 Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
@@ -92,7 +93,7 @@ def lay_out(model: nn.Module) -> Packed:
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
             exact = layer.weight.detach()
-            empty = torch.empty(exact.numel() // 2, 1, dtype=layer.quant_storage, device="meta")
+            empty = torch.empty(exact.numel() // 2 // _STORAGE.itemsize, 1, dtype=_STORAGE, device="meta")
             layer.weight = nn.Parameter(empty, requires_grad=False)
             # bitsandbytes' own makes a parameter of its class of what it finds, in every pass, which no graph can have.
             vars(layer)["forward"] = partial(_project, layer)

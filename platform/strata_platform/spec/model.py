@@ -25,7 +25,8 @@ class Model(Section):
         description="Type of weights and arithmetic. `auto` is bfloat16 on a GPU that has it, float32 elsewhere.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
-        "sdpa", description="Attention implementation, by its transformers name."
+        "sdpa",
+        description="Attention implementation, by its transformers name; `sdpa` goes by document in bfloat16 on GPUs.",
     )
 
 

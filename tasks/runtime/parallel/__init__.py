@@ -81,7 +81,7 @@ def require_installed(spec: RunSpec) -> None:
         and spec.parallel.type == "fsdp"
         and compute_dtype(spec) != dtype_of(spec)
         # Whose FSDP is known to convert numbers alone.
-        and torch.__version__ < (2, 15)
+        and torch.__version__ < "2.15"
     ):
         raise ValueError(
             f"parallel.compute_dtype {spec.parallel.compute_dtype!r} beside adapter.quantization 'nf4' needs PyTorch "
