@@ -3,6 +3,9 @@
     PYTHONPATH=kernels:platform:. python -m benchmarks.training [--only 1b] [--out out/training]
     PYTHONPATH=kernels:platform:. torchrun --nproc-per-node 2 -m benchmarks.training
 
+Runs with tensor_parallel and context_parallel are to be asked for alone, by --only: PyTorch 2.11 ends in a segmentation
+fault where others were before in the same process.
+
 Trains each run of RUNS that has as many processes as there are, a few steps of the runtime's own loop from random
 weights on its own data, and adds a line to training.csv. Peak memory is what PyTorch's allocator handed out while
 training; weights are made on the GPU and nothing is saved, which is all that differs from `python -m tasks.runtime`.

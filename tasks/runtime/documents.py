@@ -141,7 +141,8 @@ def _by_document(
     rows = query.shape[0]
     inputs = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
-    # Its signature is not the same in every version.
+    # Its signature is not the same in every version. Ends come as two tensors even where they are equal: for one and
+    # the same later versions take cuDNN's attention, whose gradients were wrong in PyTorch 2.11.
     varlen: Any = varlen_attn
     attended: Tensor = varlen(
         *inputs, *bounds.ends.unbind(), *bounds.longest, scale=scale, window_size=(left, 0), **_GROUPED
