@@ -36,19 +36,33 @@ def go_by_document(spec: RunSpec, config: PretrainedConfig, device: torch.device
     Of families that are known to keep documents apart, on GPUs in `bfloat16`, in place of `sdpa`.
     """
     return (
-        device.type == "cuda"
+        _has_flash(device)
         and spec.model.attention == "sdpa"
         and compute_dtype(spec) == torch.bfloat16
         # It has slices of rows, and an attention for these.
         and spec.context_parallel == 1
         and config.model_type in KEEPS_APART
-        and not caps_scores(config)
+        and obstacle(config) is None
     )
 
 
-def caps_scores(config: PretrainedConfig) -> bool:
-    """Whether the scores of attention are capped, which PyTorch's attention does not do."""
-    return bool(getattr(config, "attn_logit_softcapping", None))
+def _has_flash(device: torch.device) -> bool:
+    """Whether PyTorch's flash attention runs there; on any GPU, as far as is known where a run is planned without."""
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return device.type == "cuda"
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def obstacle(config: PretrainedConfig) -> str | None:
+    """What the attention of a model does that is told to masks alone, or that PyTorch's does not do."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return "caps the scores of attention (attn_logit_softcapping)"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        return "attends to later tokens (is_causal, use_bidirectional_attention)"
+    # Its layers do not tell their windows to attention.
+    if config.model_type == "qwen2_moe" and "sliding_attention" in (config.layer_types or ()):
+        return "has windows in its masks alone (layer_types)"
+    return None
 
 
 def attend_by_document(model: PreTrainedModel) -> None:

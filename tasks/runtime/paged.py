@@ -20,7 +20,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """As `torch.zeros(shape, dtype=dtype, device=device)`, in managed memory of a GPU; it is freed with its last view.
 
     On the CPU, and below `SMALLEST` bytes, in ordinary memory. Raises ValueError where the GPU has no managed memory,
-    MemoryError where there is not enough.
+    torch.OutOfMemoryError where there is not enough.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cuda" or size < SMALLEST:
@@ -43,7 +43,7 @@ class _Managed:
             runtime.cudaSetDevice(torch.cuda.current_device())
             error, pointer = runtime.cudaMallocManaged(size, runtime.cudaMemAttachGlobal)
         if error == runtime.cudaError_t.cudaErrorMemoryAllocation:
-            raise MemoryError(
+            raise torch.OutOfMemoryError(
                 f"optimizer.paged: neither {device} nor the host has {size / 2**20:,.1f} MiB more of managed memory; "
                 "free memory of the host, or set optimizer.paged to false"
             )

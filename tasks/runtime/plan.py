@@ -43,7 +43,6 @@ def plan_of(spec: RunSpec) -> Plan:
         if go_by_document(spec, model.config, torch.device("cuda")):
             # What attention makes lies in memory otherwise, where no row has more than one document and where some do.
             attend_by_document(model)
-            del batch["attention_mask"]
             ends = _meta(2, rows + 2, dtype=torch.int32)
             batch |= {
                 "document_begins": batch["position_ids"],

@@ -28,10 +28,7 @@ log = logging.getLogger(__name__)
 
 # Weights that share a scale, each with its own.
 _BLOCK = 64
-# What packed weights pose as. As bfloat16 one in a thousand is NaN, and FSDP's copies on a GPU, which go by way of
-# float32, make one NaN of them all. Earlier versions of FSDP take no bytes; float32 is copied as it is.
-_STORAGE = torch.uint8 if torch.__version__ >= "2.15" else torch.float32
-_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": _STORAGE}
+_KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
 Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
@@ -59,7 +56,7 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
             )
             continue
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec)))
+        setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec), _storage(spec)))
     model.is_loaded_in_4bit = True
     try:
         yield
@@ -68,19 +65,29 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
         del model.is_loaded_in_4bit
 
 
-def _four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+def _storage(spec: RunSpec) -> torch.dtype:
+    """What packed weights pose as: bytes, where numbers would be converted.
+
+    As bfloat16 one in a thousand is NaN, and FSDP's copies on a GPU, which go by way of float32, make one NaN of them
+    all. Earlier versions of FSDP take no bytes, and copy float32 as it is.
+    """
+    return torch.float32 if spec.parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
+
+
+def _four_bits(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:
     """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    settings = {**_KIND, "quant_storage": storage}
     packed: nn.Linear = Linear4bit(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
         compute_dtype=dtype,
         device="meta",
-        **_KIND,
+        **settings,
     )
-    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **_KIND)
+    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **settings)
     packed.bias = layer.bias
     return packed
 
@@ -93,7 +100,8 @@ def lay_out(model: nn.Module) -> Packed:
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
             exact = layer.weight.detach()
-            empty = torch.empty(exact.numel() // 2 // _STORAGE.itemsize, 1, dtype=_STORAGE, device="meta")
+            size = exact.numel() // 2 // layer.quant_storage.itemsize
+            empty = torch.empty(size, 1, dtype=layer.quant_storage, device="meta")
             layer.weight = nn.Parameter(empty, requires_grad=False)
             # bitsandbytes' own makes a parameter of its class of what it finds, in every pass, which no graph can have.
             vars(layer)["forward"] = partial(_project, layer)
@@ -106,7 +114,7 @@ def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
     from bitsandbytes.functional import quantize_4bit
 
     packed: Tensor
-    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, **_KIND)
+    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, quant_storage=layer.quant_storage, **_KIND)
     return packed
 
 

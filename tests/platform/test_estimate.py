@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,17 @@ def test_a_model_that_cannot_be_cut_is_refused():
         take(**on(3, tensor_parallel=3))
     with pytest.raises(SpecError, match=r"16 does not divide num_key_value_heads 8"):
         take(**on(16, tensor_parallel=16))
+
+
+def test_layouts_whose_moments_have_room_are_preferred():
+    """Of a model with 30 GiB of moments: on a GPU of 60 they have none beside the rest of one process."""
+    small = replace(H200, memory=60 * GIB)
+    spec = spec_of(
+        optimizer={"paged": True}, training={"gradient_accumulation_steps": 32, "gradient_checkpointing": "full"}
+    )
+    alone, best = estimate(spec, shape_of("llama-3.1-8b"), small), cheapest(spec, shape_of("llama-3.1-8b"), small)
+    assert alone.fits and alone.memory.peak + alone.paged > 0.97 * small.memory
+    assert best.memory.peak + best.paged <= 0.97 * small.memory
 
 
 def test_moments_that_give_way_need_not_fit():

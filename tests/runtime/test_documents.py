@@ -17,11 +17,11 @@ from tasks.runtime.documents import (
     attend,
     attend_by_document,
     bounded,
-    caps_scores,
     go_by_document,
+    obstacle,
     with_documents,
 )
-from tasks.runtime.layers import compile_layers
+from tasks.runtime.layers import _whole, compile_layers
 from tasks.runtime.model import build_meta_model, load_config
 from tasks.runtime.plan import plan_of
 from tasks.runtime.positions import KEEPS_APART
@@ -31,7 +31,7 @@ from tests.runtime.train_only import train_spec
 
 # Of two rows: documents of any length, of one token, and a row that is one document.
 LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
-FAMILIES = sorted(name for name in KEEPS_APART if not caps_scores(AutoConfig.for_model(name)))
+FAMILIES = sorted(name for name in KEEPS_APART if obstacle(AutoConfig.for_model(name)) is None)
 GPU = torch.device("cuda")
 # Of the compiler's own look.
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -122,6 +122,21 @@ def test_which_models_go_by_document(sections, device, model, goes):
     assert go_by_document(spec, AutoConfig.for_model(model), torch.device(device)) is goes
 
 
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("llama", {"is_causal": False}),
+    ],
+    ids=["windows of masks alone", "bidirectional", "not causal"],
+)
+def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
+    spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
+    assert go_by_document(spec, AutoConfig.for_model(model), torch.device("cuda"))
+    assert not go_by_document(spec, AutoConfig.for_model(model, **changes), torch.device("cuda"))
+
+
 def make_spec(output, name, framework="torch", **sections):
     return RunSpec.model_validate(
         {
@@ -179,6 +194,42 @@ def test_two_graphs_are_compiled_however_many_documents_there_are(monkeypatch):
             batch = {name: tensor.to("meta") for name, tensor in bounded(batch_of(lengths)).items()}
             model(**batch)[0].sum().backward()
     assert len(graphs) == 2
+
+
+@compiles
+def test_slices_of_rows_with_any_number_of_documents_are_one_graph():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, document_ends: x + document_ends[1, 0, -1], backend=count, dynamic=False)
+    for documents in range(2, 14):
+        ends = torch.arange(documents + 1).expand(2, 2, -1).contiguous()
+        assert _whole(compiled)(torch.ones(1), document_ends=ends).item() == documents + 1
+    assert len(graphs) == 1
+
+
+def test_a_student_and_its_teacher_are_planned(tmp_path):
+    for name in ("qwen3", "llama"):
+        build(name).config.save_pretrained(tmp_path / name)
+    alone, taught = (
+        RunSpec.model_validate(
+            {
+                "model": {"name": str(tmp_path / "qwen3"), "dtype": "bfloat16"},
+                "data": {"sequence_length": 37},
+                "objective": objective,
+            }
+        )
+        for objective in ({"type": "pretrain"}, {"type": "distill", "teacher": str(tmp_path / "llama")})
+    )
+    rotations = [
+        {item for item in plan_of(spec).specializations if "rope" in item.to_dict()["kernel"]}
+        for spec in (alone, taught)
+    ]
+    assert rotations[0] and rotations[0] <= rotations[1]
 
 
 def test_the_warm_up_plans_for_it(tmp_path):

@@ -212,7 +212,11 @@ def runtime(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "type", "message"),
     [
-        ("cudaErrorMemoryAllocation", MemoryError, r"^optimizer\.paged: neither cuda:0 nor the host has 2\.0 MiB more"),
+        (
+            "cudaErrorMemoryAllocation",
+            torch.OutOfMemoryError,
+            r"^optimizer\.paged: neither cuda:0 nor the host has 2\.0 MiB more",
+        ),
         ("cudaErrorNotSupported", ValueError, r"^optimizer\.paged: cuda:0 gives no .*cudaErrorNotSupported.* to false"),
     ],
 )

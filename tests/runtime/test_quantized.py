@@ -17,7 +17,7 @@ from strata_platform.errors import SpecError
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.memory import memory_of
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import Fsdp
+from strata_platform.spec.parallel import Deepspeed, Fsdp
 from strata_platform.spec.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter
@@ -26,7 +26,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.layers import recompute
 from tasks.runtime.model import build_model
 from tasks.runtime.parallel import require_installed
-from tasks.runtime.quantized import _STORAGE, _four_bits, lay_out, pack, quantized
+from tasks.runtime.quantized import _four_bits, _storage, lay_out, pack, quantized
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
 from tests.runtime.pretrained import save_pretrained
@@ -160,7 +160,7 @@ def test_a_weight_that_is_packed_when_it_comes_gives_what_bitsandbytes_does(bias
     ours = torch.nn.Sequential(_four_bits(layer, torch.float32))
     ((name, (inner, exact)),) = lay_out(ours).items()
     assert (name, exact.shape) == ("0.weight", (48, 64))
-    assert (inner.weight.nbytes, inner.weight.dtype, inner.weight.device.type) == (48 * 32, _STORAGE, "meta")
+    assert (inner.weight.nbytes, inner.weight.dtype, inner.weight.device.type) == (48 * 32, torch.uint8, "meta")
     inner.weight = torch.nn.Parameter(pack(inner, layer.weight.detach()), requires_grad=False)
     assert torch.equal(ours(x), theirs(x))
     assert not torch.equal(ours(x), layer(x))
@@ -244,6 +244,10 @@ def test_a_version_that_would_convert_packed_weights_is_refused(output, monkeypa
     require_installed(converted)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     require_installed(spec)
+    # That takes no bytes; in a type of 16 bits some would be NaN, which copies on a GPU do not keep apart. DeepSpeed
+    # would convert what poses as float32.
+    zero = spec.model_copy(update={"parallel": Deepspeed(type="deepspeed")})
+    assert (_storage(spec), _storage(zero)) == (torch.float32, torch.uint8)
     with pytest.raises(ValueError, match=r"parallel\.compute_dtype 'bfloat16'.*needs PyTorch 2\.15, and this is 2\.11"):
         require_installed(converted)
 
@@ -256,8 +260,7 @@ def test_a_layer_of_no_whole_blocks_stays_as_it_is_and_that_is_said(output, capl
     with quantized(model, spec):
         pass
     assert model.model.layers[0].mlp.down_proj is uneven
-    # Of what they pose as some are NaN in a type of 16 bits, which copies on a GPU do not keep apart.
-    assert model.model.layers[1].mlp.down_proj.quant_storage in (torch.uint8, torch.float32)
+    assert model.model.layers[1].mlp.down_proj.quant_storage == torch.uint8
     assert caplog.messages == [
         "adapter.quantization: model.layers.0.mlp.down_proj, whose weights are no whole blocks of 64, is not packed"
     ]

@@ -29,6 +29,11 @@ class Estimate:
         return self.memory.peak <= USABLE * self.gpu.memory
 
     @property
+    def paged(self) -> float:
+        """Bytes of moments that give way, and so are not in `memory`."""
+        return moment_bytes(self.spec, self.shape) / self.spec.model_parts if self.spec.optimizer.paged else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """Of each GPU."""
         tokens = self.spec.rows_per_step * self.spec.data.sequence_length
@@ -71,7 +76,6 @@ class Estimate:
     def uncounted(self) -> tuple[str, ...]:
         """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
         objective, adapter = self.spec.objective, self.spec.adapter
-        moments = moment_bytes(self.spec, self.shape) / self.spec.model_parts
         lora = adapter if isinstance(adapter, Lora) else Lora()
         return tuple(
             said
@@ -94,8 +98,8 @@ class Estimate:
                 ),
                 (
                     self.spec.optimizer.paged,
-                    f"optimizer.paged: moments of {moments / 2**30:.1f} GiB on each GPU, which move to the host where "
-                    "the GPU's memory lacks, and make steps slower",
+                    f"optimizer.paged: moments of {self.paged / 2**30:.1f} GiB on each GPU, which move to the host "
+                    "where the GPU's memory lacks, and make steps slower",
                 ),
                 (
                     lora.use_dora,

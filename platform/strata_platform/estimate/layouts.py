@@ -8,7 +8,7 @@ from typing import Any
 
 from strata_platform.errors import SpecError
 from strata_platform.estimate.core import Estimate, estimate
-from strata_platform.estimate.gpus import Gpu
+from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 
@@ -79,6 +79,8 @@ def cheapest(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]
     fitting = [found for found in layouts(spec, shape, gpu, most) if found.fits]
     if not fitting:
         return None
+    # How slow steps are whose moments have no room on the GPU is not known.
+    fitting = [found for found in fitting if found.memory.peak + found.paged <= USABLE * gpu.memory] or fitting
     best = max(found.tokens_per_second for found in fitting)
     good = [found for found in fitting if found.tokens_per_second >= 0.98 * best]
     return min(good, key=lambda found: (found.spec.topology.world_size, -found.tokens_per_second))

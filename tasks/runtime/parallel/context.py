@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import chunks_of
-from tasks.runtime.documents import Bounds, attend, caps_scores
+from tasks.runtime.documents import Bounds, attend, obstacle
 from tasks.runtime.model import load_config
 from tasks.runtime.processes import Processes
 
@@ -42,8 +42,9 @@ def _obstacle(config: PretrainedConfig) -> str | None:
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):
         return "has layers that are no attention and go through a row in order"
-    if caps_scores(config):
-        return "caps the scores of attention (attn_logit_softcapping)"
+    reason = obstacle(config)
+    if reason is not None:
+        return reason
     rope = getattr(config, "rope_parameters", None) or {}
     # For all layers, or by their type.
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
