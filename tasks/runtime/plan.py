@@ -41,7 +41,7 @@ def plan_of(spec: RunSpec) -> Plan:
     with _cut_as_in_training(model, spec):
         plan = record_counts(model, rows * length, step)
         if go_by_document(spec, model.config, torch.device("cuda")):
-            # What attention makes lies in memory otherwise, where no row has more than one document and where some do.
+            # Where a row has several documents, what attention makes lies in memory otherwise than under a mask.
             attend_by_document(model)
             ends = _meta(2, rows + 2, dtype=torch.int32)
             batch |= {

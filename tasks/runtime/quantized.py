@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
 from tasks.runtime.model import compute_dtype
 
 if TYPE_CHECKING:
@@ -35,15 +34,10 @@ Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
 """By the name of a weight that is packed its layer, and an empty tensor like the exact weight."""
 
 
-def is_quantized(spec: RunSpec) -> bool:
-    """Whether the model's own weights are."""
-    return isinstance(spec.adapter, Lora) and spec.adapter.quantization != "none"
-
-
 @contextmanager
 def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
     """From now on the linear layers of `model`, its head aside, hold four bits of a weight; in the block PEFT knows."""
-    if not is_quantized(spec):
+    if not spec.is_quantized:
         yield
         return
     head = model.get_output_embeddings()
@@ -68,8 +62,9 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
 def _storage(spec: RunSpec) -> torch.dtype:
     """What packed weights pose as: bytes, where numbers would be converted.
 
-    As bfloat16 one in a thousand is NaN, and FSDP's copies on a GPU, which go by way of float32, make one NaN of them
-    all. Earlier versions of FSDP take no bytes, and copy float32 as it is.
+    As bfloat16 one in a thousand is NaN, and FSDP copies by `torch._foreach_copy_`, which on a GPU goes by way of
+    float32 and, by its source, makes one NaN of them all. Earlier versions of FSDP take no bytes; float32 is copied as
+    it is.
     """
     return torch.float32 if spec.parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
 

@@ -55,7 +55,7 @@ from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.positions import require_apart, require_positions
 from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import is_quantized, quantized
+from tasks.runtime.quantized import quantized
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder
@@ -238,6 +238,7 @@ def build_job(
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     collate = collator(run.spec.model.attention)
     if go_by_document(run.spec, model.config, run.processes.device):
+        log.info("attention: from document to document, without masks")
         attend_by_document(model)
         collate = with_documents(collate)
     compile_layers(model, run.spec)
@@ -305,7 +306,7 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
         return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
     # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
-    reads = run.processes.is_main or (is_quantized(spec) and spec.parallel.type != "fsdp")
+    reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
     model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
     if not resume_from:
         # As it is: what is quantized computes nothing on the host.

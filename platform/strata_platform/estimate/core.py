@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, compute_bytes, memory_of, moment_bytes
+from strata_platform.estimate.memory import Memory, compute_bytes, memory_of, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.spec import RunSpec
@@ -31,7 +31,7 @@ class Estimate:
     @property
     def paged(self) -> float:
         """Bytes of moments that give way, and so are not in `memory`."""
-        return moment_bytes(self.spec, self.shape) / self.spec.model_parts if self.spec.optimizer.paged else 0.0
+        return paged_bytes(self.spec, self.shape)
 
     @property
     def tokens_per_second(self) -> float:

@@ -103,6 +103,11 @@ def part_of(spec: RunSpec, shape: ModelShape) -> ModelShape:
         raise SpecError([Problem("parallel.tensor_parallel", said)], "estimate") from None
 
 
+def paged_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of moments that give way: those of `optimizer.paged`, which the peak is without."""
+    return moment_bytes(spec, part_of(spec, shape)) / shards(spec) if spec.optimizer.paged else 0.0
+
+
 def shards(spec: RunSpec) -> int:
     """Processes that FSDP splits over what tensor parallelism leaves of a copy."""
     return spec.model_parts // spec.tensor_parallel
@@ -130,14 +135,9 @@ def trained_parameters(spec: RunSpec, shape: ModelShape) -> int:
     return shape.lora_parameters(spec.adapter.r) if isinstance(spec.adapter, Lora) else shape.parameters
 
 
-def is_quantized(spec: RunSpec) -> bool:
-    """Whether the weights of linear layers, the head aside, have four bits."""
-    return isinstance(spec.adapter, Lora) and spec.adapter.quantization != "none"
-
-
 def packed_weights(spec: RunSpec, shape: ModelShape) -> tuple[int, ...]:
     """Sizes of a layer's weights that have four bits; bitsandbytes leaves those of no whole blocks as they are."""
-    sizes = [inner * outer for inner, outer in shape.linear_layers] if is_quantized(spec) else []
+    sizes = [inner * outer for inner, outer in shape.linear_layers] if spec.is_quantized else []
     return tuple(size for size in sizes if size % _PACKED_BLOCK == 0)
 
 

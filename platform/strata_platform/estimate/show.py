@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from strata_platform.estimate.core import Estimate
-from strata_platform.estimate.memory import is_quantized
 from strata_platform.estimate.prices import Price
 from strata_platform.spec import RunSpec
 
@@ -38,7 +37,7 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
 def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     """For the console."""
     gpus = found.spec.topology.world_size
-    adapted = "LoRA beside weights of four bits" if is_quantized(found.spec) else "LoRA"
+    adapted = "LoRA beside weights of four bits" if found.spec.is_quantized else "LoRA"
     what = adapted if found.spec.adapter.type != "none" else "all weights learn"
     size = f"{found.shape.parameters / 1e9:.2f} B parameters"
     yield f"{found.spec.model.name}: {size}, {what}, on {gpus} x {found.gpu.name}"

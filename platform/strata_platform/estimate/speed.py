@@ -8,7 +8,6 @@ from strata_platform.estimate.gpus import Gpu
 from strata_platform.estimate.memory import (
     attended,
     compute_bytes,
-    is_quantized,
     layer_bytes,
     moment_bytes,
     packed_weights,
@@ -114,7 +113,7 @@ def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
     traffic = (forward * (1 + again) + backward) * size
     if isinstance(spec.adapter, Lora):
         # Beside each linear map its output is read, added to and written again; PEFT copies that of packed weights.
-        copied = 4 * (1 + again) if is_quantized(spec) else 0
+        copied = 4 * (1 + again) if spec.is_quantized else 0
         traffic += sum(b for _, b in shape.linear_layers) * size * (6 * (2 + again) + copied)
     if spec.context_parallel > 1:
         # Of this process's queries, and of the keys and values of the whole row.

@@ -26,7 +26,7 @@ class Model(Section):
     )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "sdpa",
-        description="Attention implementation, by its transformers name; `sdpa` goes by document in bfloat16 on GPUs.",
+        description="Attention implementation, by its transformers name; `sdpa` goes by document where it can.",
     )
 
 

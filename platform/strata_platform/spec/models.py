@@ -197,6 +197,11 @@ class RunSpec(Section):
         return self.kernels.enabled and "linear_cross_entropy" not in self.kernels.exclude
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the model's own weights have few bits, beside an adapter."""
+        return isinstance(self.adapter, Lora) and self.adapter.quantization != "none"
+
+    @property
     def tensor_parallel(self) -> int:
         """Processes that each matrix is cut over, beside FSDP."""
         return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1

@@ -18,7 +18,6 @@ from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.model import compute_dtype
 from tasks.runtime.objectives.objective import Start
 from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import is_quantized
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def with_reference(start: Start, score: Score) -> PreparedData:
 
 def file_of(spec: RunSpec, recipe_hash: str, base: str) -> Path:
     """Where runs keep what the model of fingerprint `base` gives the answers of these data, as they compute it."""
-    weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if is_quantized(spec) else "")
+    weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if spec.is_quantized else "")
     return Path(spec.output).absolute() / "reference" / f"{recipe_hash}-{base}-{weights}.safetensors"
 
 

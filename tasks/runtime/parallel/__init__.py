@@ -19,7 +19,6 @@ from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import is_quantized
 
 # The package that an attention implementation is in, and its module.
 _FLASH = {
@@ -71,13 +70,13 @@ def require_installed(spec: RunSpec) -> None:
             "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install strata[deepspeed], "
             "or set parallel.type to 'fsdp', which splits as much"
         )
-    if is_quantized(spec) and find_spec("bitsandbytes") is None:
+    if spec.is_quantized and find_spec("bitsandbytes") is None:
         raise ValueError(
             "adapter.quantization 'nf4' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set adapter.quantization to 'none'"
         )
     if (
-        is_quantized(spec)
+        spec.is_quantized
         and spec.parallel.type == "fsdp"
         and compute_dtype(spec) != dtype_of(spec)
         # Whose FSDP is known to convert numbers alone.

@@ -25,7 +25,6 @@ from tasks.runtime.checkpoint.fragment import Fragment, keep_elsewhere, part_of
 from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.model import is_empty, materialize, place
 from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import is_quantized
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Deepspeed:
     def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
         """The model itself; it is split when there is an optimizer, which goes by the shapes of whole weights."""
         _require_one_dtype(model)
-        if self._settings.stage < 3 or is_quantized(self._spec):
+        if self._settings.stage < 3 or self._spec.is_quantized:
             # Weights are packed on the device, so packed ones are there whole before stage 3 splits them.
             place(model, self._processes.device)
         elif is_empty(model):

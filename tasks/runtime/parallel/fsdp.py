@@ -21,7 +21,7 @@ from tasks.runtime.parallel.context import cut_rows
 from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.parallel.tensor import cut
 from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import Packed, is_quantized, lay_out, pack
+from tasks.runtime.quantized import Packed, lay_out, pack
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,7 +45,7 @@ class Fsdp(InPlace):
             self._context_mesh = init_device_mesh(device, shape, mesh_dim_names=("reader", "context", "same"))[
                 "context"
             ]
-        self._fused_loss, self._quantized = spec.fused_loss, is_quantized(spec)
+        self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
         # Where nothing is to be converted, earlier versions would convert packed weights all the same.
         converts = not self._quantized or compute_dtype(spec) != dtype_of(spec)
         self._dtypes = MixedPrecisionPolicy(
