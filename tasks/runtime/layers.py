@@ -29,7 +29,7 @@ _KEPT = (
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
 # Of what layers are given, the dimension whose size is another in every batch; graphs are made for all sizes.
-_VARYING = {"document_ends": -1, "document_room": 0}
+_VARYING = {"document_ends": -1, "late_document_ends": -1, "document_room": 0}
 
 
 def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:

@@ -30,7 +30,7 @@ CHECKS = (
     # Tied and not; biases; norms of heads, and of all of them; weights in the activation; packed projections.
     *((family, TENSOR, {}) for family in ("gemma3_text", "qwen2", "olmo2", "apertus", "glm4")),
     ("phi3", TENSOR, PLAIN),
-    ("qwen3", TENSOR, {"training": {"gradient_checkpointing": "per_op"}}),
+    *(("qwen3", TENSOR, {"training": {"gradient_checkpointing": "per_op", "compile": on}}) for on in (False, True)),
     # Windows of attention, and scores that are scaled by another number.
     *((family, CONTEXT, {}) for family in ("gemma3_text", "granite")),
     ("qwen3", CONTEXT, PLAIN),

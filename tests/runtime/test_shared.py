@@ -72,6 +72,8 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
         own, place = torch.arange(number * 4, number * 4 + 4), torch.arange(number * 4 + 4)
         masks = (place >= begins[:, own, None]) & (place <= own[:, None])
         assert torch.equal(seen, torch.block_diag(*masks.float()).bool())
+    # What none of the last tokens sees is one document of a row, however many there are.
+    assert keys == [0, 5, 16, 28, 32]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,6 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
             r"tensor_parallel.*adapter\.type 'lora' puts others beside them",
         ),
         ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs them whole"),
-        ({"training": {"compile": True}}, r"tensor_parallel.*training\.compile gets wrong"),
         ({"objective": {"type": "distill", "teacher": "t"}}, r"tensor_parallel.*objective\.type 'distill' reads it"),
         ({**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}}, r"context_parallel.*'dpo' compares them"),
         ({**ROWS, "model": {"name": "m", "attention": "eager"}}, r"context_parallel.*set model\.attention to 'sdpa'"),

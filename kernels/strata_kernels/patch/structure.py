@@ -50,23 +50,31 @@ def is_plain_linear(module: nn.Module) -> bool:
 
     Not so where PEFT or a quantization stands in its place, a strategy has cut its weight, or hooks fetch it.
     """
-    if type(module) is not nn.Linear or type(module.weight) not in (nn.Parameter, Tensor):
-        return False
-    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return "forward" not in module.__dict__ and not any(hooks)
+    plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
+    return plain and not _is_hooked(module)
 
 
 def projected(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
     """`projection(activate())`, in one where nothing hangs on the call of the projection.
 
+    A layer that computes with a part of its weight may offer `project_activation(activate)`, which passes the part.
+
     activate: an operator that takes weight and bias along, with all else given.
     """
     if is_plain_linear(projection):
         return activate(weight=projection.weight, bias=projection.bias)
+    together: Callable[..., Tensor] | None = getattr(projection, "project_activation", None)
+    if together is not None and not _is_hooked(projection):
+        return together(activate)
     y: Tensor = projection(activate())
     return y
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return "forward" in module.__dict__ or any(hooks)
 
 
 # "gelu_new" is the tanh approximation written out.

@@ -179,12 +179,6 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         f"{ways} leaves no process a whole head, and objective.type '{spec.objective.type}' reads it; set "
         "parallel.tensor_parallel to 1, or objective.type to 'pretrain' or 'sft'",
     )
-    yield Contradiction(
-        spec.training.compile,
-        (field, "training.compile"),
-        f"{ways} puts messages inside of layers, whose gradients training.compile gets wrong; set training.compile to "
-        "false, or parallel.tensor_parallel to 1",
-    )
 
 
 def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:

@@ -32,7 +32,8 @@ def slice_of(batch: Batch, processes: Processes) -> Batch:
     """This process's tokens of a batch of whole rows.
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
-    document of each begins (`document_begins`); and what both chunks have of the documents (`document_ends`).
+    document of each begins (`document_begins`); and where documents end in the first and in the second of its chunks
+    (`document_ends`, `late_document_ends`), of which each may have another number.
     """
     count = 2 * processes.slices
     length = batch["input_ids"].shape[1]
@@ -51,22 +52,24 @@ def slice_of(batch: Batch, processes: Processes) -> Batch:
         for name, tensor in whole.items()
     }
     begins = whole["document_begins"]
-    parts["document_ends"] = torch.stack([document_ends(begins, number, count) for number in chunks_of(processes)])
-    return parts
+    early, late = (document_ends(begins, number, count) for number in chunks_of(processes))
+    return {**parts, "document_ends": early, "late_document_ends": late}
 
 
 def document_ends(begins: Tensor, number: int, count: int) -> Tensor:
     """Where documents end among the queries, which are chunk `number` of `count` of the rows, and among their keys.
 
-    Keys are the rows up to the end of the chunk. A row's documents of which the chunk has nothing have no queries, and
-    those behind it no keys either. begins: [B, T], where in its row the document of a token begins. Returns
-    [2, documents + 1], int32, both counted over all rows from 0 on, as attention over unequal lengths takes them.
+    Keys are the rows up to the end of the chunk. Those of a row that no query of the chunk sees are one document, which
+    has no queries: each that is named costs time. begins: [B, T], where in its row the document of a token begins.
+    Returns [2, documents + 1], int32, both counted over all rows from 0 on, as attention over unequal lengths takes
+    them.
     """
-    length = begins.shape[1]
-    end = (number + 1) * length // count
-    first, start = (begins == torch.arange(length)).nonzero().unbind(1)
-    stop = torch.cat([start[1:], start.new_tensor([length])])
-    stop[:-1][first[1:] != first[:-1]] = length
-    keys = stop.clamp(max=end) - start.clamp(max=end)
-    queries = (stop.clamp(max=end) - start.clamp(min=end - length // count)).clamp(min=0)
-    return torch.stack([pad(lengths.cumsum(0), (1, 0)) for lengths in (queries, keys)]).int()
+    rows, length = begins.shape
+    size = length // count
+    own = begins[:, number * size : (number + 1) * size] + length * torch.arange(rows)[:, None]
+    found, queries = own.flatten().unique_consecutive(return_counts=True)
+    row, start = found // length, found % length
+    stop = (queries.cumsum(0) - 1) % size + 1 + number * size
+    unseen = start.where(row.diff(prepend=row.new_tensor([-1])) > 0, 0)
+    lengths = torch.stack([torch.stack([0 * queries, queries], 1), torch.stack([unseen, stop - start], 1)]).flatten(1)
+    return pad(lengths[:, lengths.any(0)].cumsum(1), (1, 0)).int()

@@ -16,7 +16,7 @@ from tasks.runtime.parallel import Strategy
 from tasks.runtime.processes import Processes
 
 # What attention by document reads.
-_BOUNDS = ("document_begins", "document_ends", "document_room")
+_BOUNDS = ("document_begins", "document_ends", "late_document_ends", "document_room")
 
 
 class Share(NamedTuple):

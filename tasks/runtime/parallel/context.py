@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
@@ -20,6 +19,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import chunks_of
 from tasks.runtime.documents import Bounds, attend, obstacle
 from tasks.runtime.model import load_config
+from tasks.runtime.parallel.messages import GatherRows, Group
 from tasks.runtime.processes import Processes
 
 _NAME = "strata_context"
@@ -57,15 +57,15 @@ def _obstacle(config: PretrainedConfig) -> str | None:
 def cut_rows(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
     """Let the attention of `model` gather keys and values over the one dimension of `mesh`."""
     # No mask is registered under this name, so transformers, whose masks are for whole rows, makes none.
-    AttentionInterface.register(_NAME, _Attention(mesh, chunks_of(processes)))
+    AttentionInterface.register(_NAME, _Attention(Group.of(mesh), chunks_of(processes)))
     model.set_attn_implementation(_NAME)
 
 
 class _Attention:
     """An attention function of transformers, for the tokens of this process."""
 
-    def __init__(self, mesh: DeviceMesh, chunks: tuple[int, int]) -> None:
-        self._mesh, self._chunks = mesh, chunks
+    def __init__(self, group: Group, chunks: tuple[int, int]) -> None:
+        self._group, self._chunks = group, chunks
 
     def __call__(
         self,
@@ -77,6 +77,7 @@ class _Attention:
         *,
         document_begins: Tensor,
         document_ends: Tensor,
+        late_document_ends: Tensor,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -86,18 +87,17 @@ class _Attention:
         keys, values = self._whole_rows(torch.stack((key, value))).unbind()
         length = query.shape[2] // 2
         attended = []
-        for chunk, number in enumerate(self._chunks):
+        for chunk, (number, ends) in enumerate(zip(self._chunks, (document_ends, late_document_ends), strict=True)):
             own = slice(chunk * length, (chunk + 1) * length)
             seen = slice((number + 1) * length)
             rows = (query[:, :, own], keys[:, :, seen], values[:, :, seen])
-            bounds = Bounds(document_begins[:, own], document_ends[chunk], (length, seen.stop))
+            bounds = Bounds(document_begins[:, own], ends, (length, seen.stop))
             attended.append(attend(*rows, bounds, scaling, sliding_window, dropout))
         return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
     def _whole_rows(self, slices: Tensor) -> Tensor:
         """[2, B, K, 2 L, D] → [2, B, K, T, D], from what all processes have, in the order of the row."""
-        count = self._mesh.size()
-        gathered = all_gather_tensor_autograd(slices.contiguous(), 0, self._mesh)
-        parts = gathered.unflatten(0, (count, 2)).unflatten(4, (2, -1))
+        gathered: Tensor = GatherRows.apply(slices, self._group)
+        parts = gathered.unflatten(0, (self._group.size, 2)).unflatten(4, (2, -1))
         early, late = parts[..., 0, :, :], parts[..., 1, :, :].flip(0)
         return torch.cat([*early.unbind(), *late.unbind()], dim=3)

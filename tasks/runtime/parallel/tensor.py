@@ -1,32 +1,40 @@
 """Tensor parallelism: the matrices of a layer cut over processes that compute the same rows.
 
-transformers says for each family how its projections are cut (`base_model_tp_plan`), and PyTorch's styles cut them: of
-attention a process has some of the heads, of the feed-forward layer some of the columns, and what it computes in
-between are plain tensors of its own, which the kernel layer sees. The residual stream, and the norms on it, are whole
-in every process. Embeddings and head are cut by the vocabulary; the fused loss takes a head of that kind as it is.
+transformers says for each family how its projections are cut (`base_model_tp_plan`): of attention a process has some of
+the heads, of the feed-forward layer some of the columns, and what it computes are plain tensors of its own, which the
+kernel layer sees. The residual stream, and the norms on it, are whole in every process. Embeddings and head are cut by
+the vocabulary; the fused loss takes a head of that kind as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.model import load_config
+from tasks.runtime.parallel.cut_linear import (
+    ByColumns,
+    ByColumnsGathered,
+    ByRows,
+    ByRowsSplit,
+    CutLinear,
+    cut_linear,
+    cut_parameters,
+)
+from tasks.runtime.parallel.messages import Enter, Group
 
-_STYLES = {
-    "colwise": lambda: ColwiseParallel(),
-    "rowwise": lambda: RowwiseParallel(),
+_KINDS: dict[str, type[CutLinear]] = {
+    "colwise": ByColumns,
+    "rowwise": ByRows,
     # The layer computes with all columns: every process gathers them, and cuts what it made of them again.
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise_gather_output": ByColumnsGathered,
+    "rowwise_split_input": ByRowsSplit,
 }
 # Norms of heads, of which a process has some: whole weights, whose gradient is a sum over the processes.
 _OF_HEADS = "replicated_with_grad_allreduce"
@@ -62,33 +70,30 @@ def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None
     paths = dict(_expanded(base, plan))
     for path, style in paths.items():
         if style != _OF_HEADS:
-            _apply(base.get_submodule(path), mesh, _STYLES[style]())
-    for parent in {path.rpartition(".")[0] for path, style in paths.items() if style in _STYLES}:
+            cut_linear(base.get_submodule(path), _KINDS[style], mesh)
+    for parent in {path.rpartition(".")[0] for path, style in paths.items() if style in _KINDS}:
         # Its input goes to several projections: the sum over the processes of its gradient is taken once.
-        base.get_submodule(parent).register_forward_pre_hook(_Shared(mesh), with_kwargs=True)
+        base.get_submodule(parent).register_forward_pre_hook(_Entering(mesh), with_kwargs=True)
+    of_heads: dict[str, list[nn.Module]] = {}
     for path, module in base.named_modules():
         # Between projections, and not said to have all columns: it has seen those of this process alone.
         known = paths.get(path)
         between = known is None and "colwise" in _styles_in(paths, path.rpartition(".")[0])
-        if (known == _OF_HEADS or between) and next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(_Summing(mesh))
+        if known == _OF_HEADS or between:
+            of_heads.setdefault(_layer_of(path), []).append(module)
+    for layer, modules in of_heads.items():
+        # Not on the modules: what a layer does inside may be compiled, or be a recomputation, which hooks nothing.
+        base.get_submodule(layer).register_forward_pre_hook(_Summing(mesh, modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
-    _apply(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    cut_parameters(embedding, mesh, (Shard(0),))
     if tied:
         head.weight = embedding.weight
-    for name, parameter in head.named_parameters():
-        if not isinstance(parameter, DTensor):
-            part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            head.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    if whole_logits:
-        head.register_forward_pre_hook(lambda _, args: (_as_replicated(args[0], mesh),))
-        head.register_forward_hook(lambda _, args, logits: logits.full_tensor())
-
-
-def _apply(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    # None: every process cuts its part out of what it has, which is nothing but shapes.
-    parallelize_module(module, mesh, style, src_data_rank=None)
+    cut_parameters(head, mesh, (Shard(0), Shard(0)))
+    for module in (embedding, head) if whole_logits else (embedding,):
+        module.register_forward_pre_hook(lambda _, args: (_as_replicated(args[0], mesh),))
+        # Waits for it: a compiled layer gives no gradient to what is still under way.
+        module.register_forward_hook(lambda _, args, found: found.full_tensor())
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
@@ -96,7 +101,7 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
     told: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     # What it says of embeddings, in some versions, is left out.
     plan = {path: style for path, style in told.items() if path.startswith("layers.")}
-    unknown = sorted(set(plan.values()) - {*_STYLES, _OF_HEADS})
+    unknown = sorted(set(plan.values()) - {*_KINDS, _OF_HEADS})
     if not plan or unknown:
         reason = f"cuts it in ways that are not known here: {', '.join(unknown)}" if unknown else "does not say how"
         raise ValueError(
@@ -104,6 +109,11 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
             f"{config.model_type!r} it {reason}; set parallel.tensor_parallel to 1"
         )
     return plan
+
+
+def _layer_of(path: str) -> str:
+    """layers.3.self_attn.q_norm → layers.3"""
+    return ".".join(path.split(".")[:2])
 
 
 def _styles_in(paths: dict[str, str], parent: str) -> set[str]:
@@ -123,31 +133,26 @@ def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
-class _Shared:
-    """Makes of a module's input, first or by name, a tensor of the mesh."""
+class _Entering:
+    """Adds up the gradients of a module's input, the first or that by name, over the processes of the mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+        self._group = Group.of(mesh)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (_as_replicated(args[0], self._mesh), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _as_replicated(kwargs["hidden_states"], self._mesh)}
+            return (Enter.apply(args[0], self._group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": Enter.apply(kwargs["hidden_states"], self._group)}
 
 
 class _Summing:
-    """Sums the gradients of a module's weights over the processes of the mesh, in every backward pass."""
+    """Before a layer: sums the gradients of the weights of modules in it over the mesh, in every backward pass."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group()
+    def __init__(self, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> None:
+        self._group, self._modules = Group.of(mesh), modules
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         # FSDP puts the same whole parameters there whenever it has gathered them.
-        for parameter in module.parameters(recurse=False):
+        for parameter in (found for module in self._modules for found in module.parameters(recurse=False)):
             if parameter.requires_grad and not hasattr(parameter, "_strata_summed"):
-                parameter._strata_summed = parameter.register_hook(self._sum)  # type: ignore[attr-defined]
-
-    def _sum(self, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
+                parameter._strata_summed = parameter.register_hook(self._group.sum)  # type: ignore[attr-defined]
