@@ -1,7 +1,10 @@
 """Tokens per second and peak memory of training, beside what `strata estimate` says of the same spec.
 
-    PYTHONPATH=kernels:platform:. python -m benchmarks.training [--only 1b] [--out out/training]
+    PYTHONPATH=kernels:platform:. python -m benchmarks.training [--only 1b] [--words 600] [--out out/training]
     PYTHONPATH=kernels:platform:. torchrun --nproc-per-node 2 -m benchmarks.training
+
+Rows are packed with the built-in documents, of 35 tokens; with --words, with documents of about so many words of
+Python's own sources, all of which are learned. With 50000 nearly every row is one document.
 
 Runs with tensor_parallel and context_parallel are to be asked for alone, by --only: PyTorch 2.11 ends in a segmentation
 fault where others were before in the same process.
@@ -19,11 +22,13 @@ import gc
 import hashlib
 import json
 import os
+import random
 import statistics
+import sysconfig
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +81,7 @@ class Run:
         """Of a few steps on packed rows."""
         base: dict[str, Any] = {
             # A folder of its own: the runtime refuses another spec under the same name.
-            "name": "measured-" + hashlib.sha256(self.label().encode()).hexdigest()[:8],
+            "name": "measured-" + hashlib.sha256(repr(self).encode()).hexdigest()[:8],
             "output": str(output),
             "model": {"name": str(model), "dtype": "bfloat16"},
             "data": {"sequence_length": 4096},
@@ -97,7 +102,8 @@ class Run:
 
     def label(self) -> str:
         """For people: what differs from the defaults."""
-        told = [f"{path.rpartition('.')[2]} {value}" for path, value in self.fields.items()]
+        fields = {path: value for path, value in self.fields.items() if path not in _DOCUMENTS}
+        told = [f"{path.rpartition('.')[2]} {value}" for path, value in fields.items()]
         return ", ".join([self.shape, f"{self.processes} GPU", *told])
 
 
@@ -106,7 +112,14 @@ def _run(shape: str, rows: int, recompute: str = "none", processes: int = 1, **m
     return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
 
 
+# What --words changes of a run.
+_DOCUMENTS = ("data.source", "objective.type")
 _NF4 = {"adapter__type": "lora", "adapter__quantization": "nf4"}
+_WHOLE = {
+    "parallel__reduce_dtype": "bfloat16",
+    "parallel__reshard_after_forward": False,
+    "optimizer__max_grad_norm": 0,
+}
 
 RUNS = (
     _run("1b", 4),
@@ -132,10 +145,12 @@ RUNS = (
     _run("8b-quarter", 2, processes=2, parallel__type="fsdp", **_NF4),
     _run("8b-quarter", 2, processes=2, parallel__type="fsdp", parallel__tensor_parallel=2),
     _run("8b-quarter", 2, recompute="full", processes=2, parallel__type="fsdp", parallel__context_parallel=2),
+    _run("8b", 4, processes=2, parallel__type="fsdp", **_WHOLE),
     _run("1b", 4, processes=4, parallel__type="ddp"),
     _run("1b", 4, processes=4, parallel__type="fsdp"),
     _run("8b-quarter", 4, recompute="full", processes=4, parallel__type="fsdp"),
     _run("8b", 4, recompute="full", processes=4, parallel__type="fsdp"),
+    _run("8b", 4, processes=4, parallel__type="fsdp", **_WHOLE),
     _run("8b", 2, recompute="full", processes=4, parallel__type="fsdp", adapter__type="lora"),
 )
 
@@ -201,6 +216,21 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     }
 
 
+def write_documents(file: Path, words: int) -> None:
+    """Rows of JSON with texts of about `words` words each, as unequal as real ones, from Python's standard library."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = [word for source in sources for word in source.read_text(encoding="utf-8", errors="ignore").split()]
+    lengths, begin = random.Random(0), 0  # noqa: S311
+    # Each process writes the same, and reads a whole one.
+    part = file.with_suffix(f".{os.getpid()}")
+    with part.open("w", encoding="utf-8") as rows:
+        while begin < len(text):
+            end = begin + lengths.randint(words // 2, words * 3 // 2)
+            rows.write(json.dumps({"text": " ".join(text[begin:end])}) + "\n")
+            begin = end
+    part.replace(file)
+
+
 def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
     """A line of the table."""
     model = folder / run.shape
@@ -228,14 +258,21 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose label has this")
+    parser.add_argument("--words", type=int, help="of a document, about; the built-in ones where it is not given")
     parser.add_argument("--out", type=Path, default=Path("out/training"))
     told = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     rows: list[dict[str, Any]] = []
+    documents: dict[str, Any] = {}
+    if told.words:
+        told.out.mkdir(parents=True, exist_ok=True)
+        file = told.out.absolute() / f"documents-{told.words}.jsonl"
+        write_documents(file, told.words)
+        documents = dict(zip(_DOCUMENTS, (str(file), "pretrain"), strict=True))
     for run in RUNS:
         if run.processes != processes or told.only not in run.label():
             continue
-        rows.append(train_and_compare(run, told.out))
+        rows.append(train_and_compare(replace(run, fields={**run.fields, **documents}), told.out))
         gc.collect()
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(f"{k}: {v:.1f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)

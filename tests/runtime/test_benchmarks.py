@@ -1,6 +1,7 @@
 """The program that measures training: its specs are valid, and what it times is the runtime's own loop."""
 
 import importlib.util
+import json
 
 import pytest
 
@@ -18,6 +19,19 @@ def test_every_run_is_one_that_can_be_trained_and_estimated(run, tmp_path):
 
 def test_names_are_told_apart(tmp_path):
     assert len({run.spec(tmp_path, tmp_path).name for run in training.RUNS}) == len(training.RUNS)
+
+
+def test_documents_have_about_so_many_words(tmp_path):
+    file = tmp_path / "documents.jsonl"
+    training.write_documents(file, 50)
+    texts = [json.loads(line)["text"].split() for line in file.read_text(encoding="utf-8").splitlines()]
+    # The last is what is left.
+    assert {25 <= len(words) <= 75 for words in texts[:-1]} == {True} and len(set(map(len, texts))) > 1
+    assert list(tmp_path.iterdir()) == [file]
+    fields = {"data.source": str(file), "objective.type": "pretrain"}
+    plain, other = training.Run("1b"), training.Run("1b", fields=fields)
+    assert plain.label() == other.label()
+    assert plain.spec(tmp_path, tmp_path).name != other.spec(tmp_path, tmp_path).name
 
 
 @pytest.mark.parametrize("quantization", ["none", pytest.param("nf4", marks=needed)])
