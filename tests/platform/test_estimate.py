@@ -255,8 +255,21 @@ def test_logits_are_whole_where_the_loss_is_not_fused():
 def test_sums_of_hidden_states_are_waited_for(kind, sums):
     """Four for a layer, a fifth where it is recomputed, one behind the embeddings, one before the head."""
     training = {"training": {"gradient_checkpointing": kind, "micro_batch_size": 2, "gradient_accumulation_steps": 3}}
-    # Two processes have nothing left to split: each sends half of a sum, and half of what it comes to.
-    assert take(**TENSOR, **training).time.waiting == pytest.approx(3 * sums * 2 * 4096 * 4096 * 2 / H200.link)
+    # Two processes have nothing left to split: each sends half of a sum, and half of what it comes to. FSDP makes its
+    # messages all the same, of half of the weights: those of layers twice, the others once, and of gradients.
+    learns = take(**TENSOR).memory.weights / 2
+    copied = 2 * (2 * 32 * 2 * LAYER / 2 + 2 * (learns - 32 * LAYER / 2)) + learns * (2 + 4)
+    sent = sums * 2 * 4096 * 4096 * 2 / H200.link
+    assert take(**TENSOR, **training).time.waiting == pytest.approx(3 * (sent + copied / H200.stream), rel=1e-3)
+
+
+def test_nothing_hides_the_first_weights_nor_the_last_gradients():
+    """What no layer has is gathered before the first one, and its gradients are summed behind the last one."""
+    root = 2 * 4096 * 128256 + 4096
+    alone, layers = root * (2 + 4) / 2, (8_030_261_248 - root) * (2 * 2 + 4) / 2
+    copied = 2 * 2 * (2 * (8_030_261_248 - root) + root) + 8_030_261_248 * (2 + 4)
+    expected = (alone + 0.15 * layers) / H200.link + copied / H200.stream
+    assert take(**on(2)).time.waiting == pytest.approx(expected, rel=1e-3)
 
 
 def test_keys_and_values_of_cut_rows_are_whole():

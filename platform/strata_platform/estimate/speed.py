@@ -147,24 +147,29 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
 
 
 def _waiting(spec: RunSpec, shape: ModelShape, gpu: Gpu, compute: float) -> float:
-    """Seconds of collectives that computation does not hide."""
-    rounds = spec.training.gradient_accumulation_steps
-    seconds = _sent_beside(spec, shape) / gpu.link
-    return seconds - min(seconds, compute) * _HIDDEN + rounds * _sent_within(spec, shape) / gpu.link
-
-
-def _sent_beside(spec: RunSpec, shape: ModelShape) -> float:
-    """Bytes that a process sends in a step while it computes: parts of weights and gradients."""
-    # Those that have other parts of the same weights, or of the gradients' sums.
-    processes = spec.topology.world_size // spec.tensor_parallel
-    share, size = (processes - 1) / processes, weight_bytes(spec)
-    trained = trained_parameters(spec, shape)
+    """Seconds of collectives that computation does not hide, and of the copies that FSDP makes for them."""
     if not isinstance(spec.parallel, Fsdp):
-        return 2 * trained * size * share
-    gathers = 2 if spec.parallel.reshard_after_forward else 1
-    reduced = 4 if spec.parallel.reduce_dtype == "float32" else 2
-    weights = shape.layers * layer_bytes(spec, shape) + shape.root_parameters * compute_bytes(spec)
-    return (weights * gathers + trained * reduced) * share * spec.training.gradient_accumulation_steps
+        # A sum of gradients is sent as parts, and gathered.
+        beside = 2 * trained_parameters(spec, shape) * weight_bytes(spec) * _others(spec) / gpu.link
+        return beside - min(beside, compute) * _HIDDEN
+    rounds, settings = spec.training.gradient_accumulation_steps, spec.parallel
+    layers = shape.layers * layer_bytes(spec, shape) * (2 if settings.reshard_after_forward else 1)
+    root = shape.root_parameters * compute_bytes(spec)
+    reduced = 4 if settings.reduce_dtype == "float32" else 2
+    trained = trained_parameters(spec, shape)
+    # Before the first layer runs, and after the last one's gradients, there is nothing to hide behind.
+    alone = root + (0 if isinstance(spec.adapter, Lora) else shape.root_parameters * reduced)
+    beside = rounds * (layers + root + trained * reduced - alone) * _others(spec) / gpu.link
+    # Weights become one message and messages weights, read and written; so do gradients, in the type of their sum.
+    copied = 2 * (layers + root) + trained * (compute_bytes(spec) + reduced)
+    within = (alone * _others(spec) + _sent_within(spec, shape)) / gpu.link + copied / gpu.stream
+    return beside - min(beside, compute) * _HIDDEN + rounds * within
+
+
+def _others(spec: RunSpec) -> float:
+    """The share of weights, or of the sums of gradients, that other processes have."""
+    processes = spec.topology.world_size // spec.tensor_parallel
+    return (processes - 1) / processes
 
 
 def _sent_within(spec: RunSpec, shape: ModelShape) -> float:

@@ -84,7 +84,9 @@ class _Attention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. The rest is of `slice_of`."""
-        keys, values = self._whole_rows(torch.stack((key, value))).unbind()
+        # Token by token, as projections write them and attention by document reads them: what is copied is in one piece.
+        whole = self._whole_rows(torch.stack((key.transpose(1, 2), value.transpose(1, 2))))
+        keys, values = whole.transpose(2, 3).unbind()
         length = query.shape[2] // 2
         attended = []
         for chunk, (number, ends) in enumerate(zip(self._chunks, (document_ends, late_document_ends), strict=True)):
@@ -96,8 +98,8 @@ class _Attention:
         return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
     def _whole_rows(self, slices: Tensor) -> Tensor:
-        """[2, B, K, 2 L, D] → [2, B, K, T, D], from what all processes have, in the order of the row."""
+        """[2, B, 2 L, K, D] → [2, B, T, K, D], from what all processes have, in the order of the row."""
         gathered: Tensor = GatherRows.apply(slices, self._group)
-        parts = gathered.unflatten(0, (self._group.size, 2)).unflatten(4, (2, -1))
-        early, late = parts[..., 0, :, :], parts[..., 1, :, :].flip(0)
-        return torch.cat([*early.unbind(), *late.unbind()], dim=3)
+        parts = gathered.unflatten(0, (self._group.size, 2)).unflatten(3, (2, -1))
+        early, late = parts[:, :, :, 0], parts[:, :, :, 1].flip(0)
+        return torch.cat([*early.unbind(), *late.unbind()], dim=2)
