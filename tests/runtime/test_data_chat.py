@@ -92,6 +92,27 @@ def test_generation_marks_are_followed(source: str, tokenizer: PreTrainedTokeniz
     assert _learned(tokenizer, file(source), TALK) == [(WHOLE, TURNS)]
 
 
+@pytest.mark.parametrize("source", [None, MARKED, MARKED_WITHOUT_END], ids=["not-marked", "end-marked", "no-end"])
+def test_a_turn_of_no_weight_is_read_and_not_learned(
+    source: str | None, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    template = source and file(source)
+    for index, turn in ((2, TURNS[1]), (4, TURNS[0])):
+        talk = [{**message, "weight": 0} if at == index else message for at, message in enumerate(TALK)]
+        assert _learned(tokenizer, template, talk) == [(WHOLE, [turn])]
+    talk = [{**message, "weight": int(message["role"] == "assistant")} for message in TALK]
+    assert _learned(tokenizer, template, talk) == [(WHOLE, TURNS)]
+    assert _learned(tokenizer, template, [{**message, "weight": 0} for message in TALK]) == [(WHOLE, [])]
+
+
+def test_marks_that_do_not_tell_turns_apart_know_no_weights(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    twice = MARKED.replace("{{ m.content }}", "{% endgeneration %}{% generation %}{{ m.content }}", 1)
+    assert [runs for _, runs in _learned(tokenizer, file(twice), TALK)] == [TURNS]
+    talk = [{**message, "weight": 0} if at == 2 else message for at, message in enumerate(TALK)]
+    with pytest.raises(RowError, match=r"row 1: a message has weight 0, .* 4 for 2 of the assistant's turns"):
+        _learned(tokenizer, file(twice), talk)
+
+
 def test_pretraining_learns_every_token_but_the_first(tokenizer: PreTrainedTokenizerFast) -> None:
     assert _learned(tokenizer, None, TALK, learn_all=True) == [(WHOLE, [WHOLE.removeprefix("<|im_start|>")])]
 
@@ -185,6 +206,11 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
         ([{"content": "hello"}], "message 1: role is null, not text"),
         ([TALK[0], {"role": "user", "content": None}], "message 2: content is null, not text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 1: content is list"),
+        ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; 1 learns the message"),
+        (
+            [{"role": "user", "content": "", "weight": 1}],
+            "message 1: weight is 1 and role is 'user'; only the assistant's",
+        ),
     ],
 )
 def test_messages_of_the_wrong_type(messages: Any, problem: str) -> None:

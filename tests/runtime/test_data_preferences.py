@@ -86,6 +86,11 @@ def test_answers_that_tell_nothing_are_passed_over(row):
         ({"chosen": "a", "rejected": "b"}, ValueError, "column 'chosen' are texts.*set data.prompt_column"),
         ({**TEXTS, "chosen": 4}, RowError, "row 1: column 'chosen' holds int 4, not text"),
         ({"chosen": [USER, GOOD], "rejected": "5"}, RowError, "row 1: column 'rejected' holds str '5', not a list"),
+        (
+            {"chosen": [USER, {**GOOD, "weight": 0}], "rejected": [USER, BAD]},
+            RowError,
+            "row 1: the last message in column 'chosen' has weight 0, and is what is compared",
+        ),
         ({"chosen": [GOOD], "rejected": [BAD]}, RowError, "row 1: column 'chosen' holds an answer alone"),
         (
             {"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]},
@@ -105,7 +110,20 @@ def test_answers_that_tell_nothing_are_passed_over(row):
             "row 1: the chat in column 'chosen' neither begins with the prompt",
         ),
     ],
-    ids=["none", "near", "no-prompt", "number", "mixed", "alone", "no-answer", "apart", "longer", "other", "dropped"],
+    ids=[
+        "none",
+        "near",
+        "no-prompt",
+        "number",
+        "mixed",
+        "weightless",
+        "alone",
+        "no-answer",
+        "apart",
+        "longer",
+        "other",
+        "dropped",
+    ],
 )
 def test_what_does_not_fit_is_told(row, error, said):
     with pytest.raises(error, match=said):

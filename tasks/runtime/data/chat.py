@@ -5,7 +5,8 @@ assistant's turn is what rendering up to and including the turn adds to renderin
 and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
 (dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
 model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
-generation prompt is refused, and so is a row whose calls of tools it leaves out.
+generation prompt is refused, and so is a row whose calls of tools it leaves out. A message of the assistant's with
+`weight: 0` is read and not learned.
 """
 
 from __future__ import annotations
@@ -104,8 +105,18 @@ def messages_of(row: Row, column: str) -> Messages:
         if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
             raise RowError(f"{where}: content is {kind(message.get('content'))}, not text")
         require_characters(message.get("content", ""), f"{where}: content")
+        _require_weight(message, where)
         messages.append(message)
     return messages
+
+
+def _require_weight(message: dict[str, Any], where: str) -> None:
+    """Raise RowError when the message is to be learned in a way that does not exist."""
+    weight, role = message.get("weight", 0), message["role"]
+    if weight not in (0, 1):
+        raise RowError(f"{where}: weight is {weight!r}; 1 learns the message, 0 reads it alone")
+    if weight == 1 and role != "assistant":
+        raise RowError(f"{where}: weight is 1 and role is {role!r}; only the assistant's messages are learned")
 
 
 class ChatTemplate:
@@ -126,6 +137,8 @@ class ChatTemplate:
             ValueError: the template does not let the assistant's part be told.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [index for index in turns if messages[index].get("weight", 1)]
+        messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         if self._marked:
             text, spans = self._render_marked(messages, where, tools)
             if turns and not spans:
@@ -135,9 +148,17 @@ class ChatTemplate:
             written = "\n".join(text[begin:end] for begin, end in spans)
             for index in turns:
                 _require_calls(messages, index, written, where)
+            if learned != turns:
+                if len(spans) != len(turns):
+                    raise RowError(
+                        f"{where}: a message has weight 0, and the {{% generation %}} marks of the chat template, "
+                        f"{len(spans)} for {len(turns)} of the assistant's turns, do not say which it is; leave weight "
+                        "out, or set data.chat_template to a template that marks each turn once"
+                    )
+                spans = [span for index, span in zip(turns, spans, strict=True) if index in learned]
             return [(text, spans)]
         whole = self._render(messages, where, tools)
-        rendered = [self._turn(messages, index, where, whole, tools) for index in turns]
+        rendered = [self._turn(messages, index, where, whole, tools) for index in learned]
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]

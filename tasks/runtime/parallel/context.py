@@ -84,7 +84,7 @@ class _Attention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. The rest is of `slice_of`."""
-        # Token by token, as projections write them and attention by document reads them: what is copied is in one piece.
+        # Token by token, as projections write them and attention by document reads them: copies are in one piece.
         whole = self._whole_rows(torch.stack((key.transpose(1, 2), value.transpose(1, 2))))
         keys, values = whole.transpose(2, 3).unbind()
         length = query.shape[2] // 2
