@@ -44,7 +44,8 @@ from tasks.runtime.model import adopt_tokenizer, build_empty_model, has_fused_lo
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.quantized import quantized
 from tasks.runtime.recorder import Recorder
-from tasks.runtime.run import Session, build_job, session
+from tasks.runtime.run import build_job
+from tasks.runtime.session import Session, session
 
 # Steps to train, and how many of the first are left out of the speed.
 STEPS, UNTIMED = 6, 2

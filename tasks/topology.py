@@ -57,7 +57,8 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import PreparedData
-    from tasks.runtime.run import session, train
+    from tasks.runtime.run import train
+    from tasks.runtime.session import session
     from tasks.runtime.weights import collect_weights
 
     try:

@@ -45,7 +45,8 @@ def main() -> int:
     from tasks.runtime.harness import require_tasks
     from tasks.runtime.health import Unhealthy
     from tasks.runtime.publish import require_targets
-    from tasks.runtime.run import session, train
+    from tasks.runtime.run import train
+    from tasks.runtime.session import session
     from tasks.runtime.signals import Preempted, preemptible
     from tasks.runtime.tell import tell
     from tasks.runtime.weights import collect_weights

@@ -19,7 +19,7 @@ from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import throughput, utilization
 
 if TYPE_CHECKING:
-    from tasks.runtime.run import Session
+    from tasks.runtime.session import Session
 
 
 def write_record(

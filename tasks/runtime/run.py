@@ -1,17 +1,14 @@
-"""Train: load the spec, build, train, close."""
+"""Train: look back, build, load, train, record."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel
@@ -21,21 +18,14 @@ from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.adapter import add_adapter, base_fingerprint, require_base
-from tasks.runtime.advice import advice_for
-from tasks.runtime.checkpoint.mirror import Mirror, mirror_of
-from tasks.runtime.checkpoint.remote import take_back
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.completion import device_name, write_record
 from tasks.runtime.data import PreparedData, collator
-from tasks.runtime.deterministic import deterministic
 from tasks.runtime.documents import attend_by_document, go_by_document, with_documents
-from tasks.runtime.exits import explain
-from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks import framework_of
 from tasks.runtime.guard import Guard
-from tasks.runtime.health import check_health
 from tasks.runtime.job import Job
 from tasks.runtime.layers import compile_layers
 from tasks.runtime.mfu import mfu_of
@@ -50,7 +40,7 @@ from tasks.runtime.model import (
 )
 from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
 from tasks.runtime.optimizer import build_optimizer
-from tasks.runtime.parallel import require_installed, strategy_of
+from tasks.runtime.parallel import strategy_of
 from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.positions import require_apart, require_positions
@@ -59,97 +49,13 @@ from tasks.runtime.quantized import quantized
 from tasks.runtime.random_states import seed_generators
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.recorder import Recorder
-from tasks.runtime.signals import Notice, Preempted, deferred, end_with_agent, preemptible
+from tasks.runtime.session import Session
+from tasks.runtime.signals import Notice, Preempted, deferred
 from tasks.runtime.tell import tell
-from tasks.runtime.tracking import require_trackers, serve_prometheus
-from tasks.runtime.warm import ensure_warm
-from tasks.runtime.warmed import Warmed, warmed
+from tasks.runtime.tracking import serve_prometheus
 from tasks.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Session:
-    """This process's place in the job, for as long as the job runs."""
-
-    spec: RunSpec
-    folder: RunFolder
-    processes: Processes
-    warmed: Warmed
-    mirror: Mirror | None
-    """For the main process."""
-
-
-@contextmanager
-def session(spec: RunSpec) -> Iterator[Session]:
-    """Check the job's shape, warm up, join the process group, lock the run; leave all at the end.
-
-    SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
-    """
-    processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
-    folder = RunFolder.of(spec)
-    processes.require(spec)
-    require_trackers(spec)
-    require_installed(spec)
-    mirror = mirror_of(spec, folder)
-    if not torch.cuda.is_available():
-        # Unset, accelerate makes a guess of its own and warns of it.
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    end_with_agent()
-    with preemptible(), ExitStack() as held:
-        if spec.training.deterministic:
-            held.enter_context(deterministic())
-        tell(stage=Stage.WARM_UP)
-        # Before the process group exists: a long compilation must not look like a hanging collective.
-        report = ensure_warm(spec, folder)
-        held.callback(processes.disconnect)
-        processes.connect()
-        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, mirror, alone=alone)))
-        if mirror is not None:
-            held.callback(mirror.close)
-        _require_shared(spec, folder, processes)
-        with _explained(spec, processes):
-            check_health(spec, folder, processes)
-            with warmed(spec, folder, processes, report) as warm:
-                yield Session(spec, folder, processes, warm, mirror)
-
-
-@contextmanager
-def _claimed(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
-    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
-
-    In a store nobody can see whether somebody is at work. So a start that ends before its first step takes back what it
-    claimed there, and no other finds it.
-    """
-    if mirror is not None:
-        mirror.fetch_run()
-    folder.claim(spec, alone=alone)
-    if mirror is not None:
-        mirror.put_spec()
-    try:
-        yield
-    except BaseException:
-        if spec.checkpoint.url and alone and not folder.begun:
-            take_back(spec.checkpoint.url, spec.name, folder.spec)
-        raise
-
-
-@contextmanager
-def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
-    """Say of errors of the GPU and its libraries what they mean and what to do; their type stays."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        share = torch.cuda.get_per_process_memory_fraction(processes.device)
-        capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
-        raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
-    except (RuntimeError, OSError) as error:
-        known = explain(error)
-        if known:
-            error.add_note(f"{type(error).__name__} means: {known.sentence}")
-        raise
 
 
 def train(run: Session, data: PreparedData) -> CompletionRecord:
@@ -357,25 +263,6 @@ def total_steps(spec: RunSpec, rows: int) -> int:
         assert spec.training.steps is not None
         return spec.training.steps
     return math.ceil(spec.passes * rows / spec.rows_per_step)
-
-
-def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
-    """Raises ValueError when the run's folder is not one and the same for all processes."""
-    if processes.world_size == 1:
-        return
-    # A new name: a network file system may remember for seconds that a file of an old name was not there.
-    mark = folder.root / processes.on_main(lambda: f".shared-{uuid4().hex}")
-    if processes.is_main:
-        mark.touch()
-    processes.barrier()
-    shared = processes.all_true(mark.exists())
-    if processes.is_main:
-        mark.unlink()
-    if not shared:
-        raise ValueError(
-            f"output {spec.output!r} is not the same folder for all {processes.world_size} processes, which read their "
-            "checkpoints there; set output to a folder on a volume that every pod of the run mounts"
-        )
 
 
 def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:

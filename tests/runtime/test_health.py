@@ -105,7 +105,7 @@ def test_another_attempt_may_go_better(tmp_path, monkeypatch, capsys):
     def refuse(*arguments):
         raise Unhealthy("not fit to train on: process 0: lost")
 
-    monkeypatch.setattr("tasks.runtime.run.check_health", refuse)
+    monkeypatch.setattr("tasks.runtime.session.check_health", refuse)
     (tmp_path / "my.yaml").write_text(json.dumps({"output": str(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["strata", str(tmp_path / "my.yaml")])
     assert entry.main() == EXIT_UNHEALTHY

@@ -23,7 +23,7 @@ from tasks.runtime.checkpoint.remote import Remote, persist
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.job import Job
-from tasks.runtime.run import session
+from tasks.runtime.session import session
 from tasks.runtime.signals import Preempted
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec

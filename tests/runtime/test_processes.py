@@ -14,7 +14,7 @@ from tasks.runtime import processes
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks.hf import arguments
 from tasks.runtime.processes import Processes
-from tasks.runtime.run import session
+from tasks.runtime.session import session
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,8 @@ from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.metrics import read_points
 from tasks.runtime.record import CompletionRecord
-from tasks.runtime.run import session, train
+from tasks.runtime.run import train
+from tasks.runtime.session import session
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("train_only.py"))

@@ -14,7 +14,8 @@ from tasks.runtime import checkpoint
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.log import configure_logging
-from tasks.runtime.run import session, train
+from tasks.runtime.run import train
+from tasks.runtime.session import session
 
 
 def forget(spec, step):

@@ -15,7 +15,6 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import RunSpec
 from tasks import topology
 from tasks.elastic import outlive_main_pod
-from tasks.runtime import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +83,7 @@ def test_a_process_that_may_have_lost_a_peer_is_tried_again(monkeypatch, process
     def session(spec):
         raise error
 
-    monkeypatch.setattr(run, "session", session)
+    monkeypatch.setattr("tasks.runtime.session.session", session)
     spec = RunSpec.model_validate(
         {"topology": {"nproc_per_node": processes}, "parallel": {"type": "ddp" if processes > 1 else "single"}}
     )
