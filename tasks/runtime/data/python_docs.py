@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import hashlib
 import os
 import platform
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +54,8 @@ def pairs() -> tuple[tuple[str, str], ...]:
     and one left in training would give away its twin in validation.
     """
     root = _standard_library()
-    found = sorted({pair for path in _files(root) for pair in _module_pairs(path, _module_name(path, root))})
+    with _uncollected():
+        found = sorted({pair for path in _files(root) for pair in _module_pairs(path, _module_name(path, root))})
     by_completion: dict[str, str] = {}
     by_prompt: set[str] = set()
     for prompt, completion in found:
@@ -84,6 +87,18 @@ def _files(root: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Syntax trees hold no cycles, and Python would look for some among their nodes for as long as it parses."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _module_name(path: Path, root: Path) -> str:
@@ -133,14 +148,20 @@ def _signature(name: str, node: _Definition) -> str:
         return f"class {name}({bases})" if bases and len(bases) < _MAX_SIGNATURE else f"class {name}"
     keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    plain = _without_annotations(node.args)
-    names = _without_defaults(plain)
-    for tail in (f"({ast.unparse(node.args)}){returns}", f"({ast.unparse(plain)})", f"({ast.unparse(names)})"):
+    for tail in _parameters(node.args, returns):
         line = f"{keyword} {name}{tail}"
         if len(line) <= _MAX_SIGNATURE:
             return line
     kept, _, _ = line[: _MAX_SIGNATURE - len("...)")].rpartition(", ")
     return f"{kept}, ...)" if kept else f"{keyword} {name}(...)"
+
+
+def _parameters(arguments: ast.arguments, returns: str) -> Iterator[str]:
+    """From the whole to the names alone. Copies of a tree take longer than all else: few definitions ask for them."""
+    yield f"({ast.unparse(arguments)}){returns}"
+    plain = _without_annotations(arguments)
+    yield f"({ast.unparse(plain)})"
+    yield f"({ast.unparse(_without_defaults(plain))})"
 
 
 def _without_annotations(arguments: ast.arguments) -> ast.arguments:
