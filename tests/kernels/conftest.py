@@ -20,6 +20,33 @@ Bar = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
+def patch_once() -> None:
+    """Have Triton's interpreter put its functions in the place of the language's once per launch.
+
+    It does so again at each call of a function within the kernel, which takes as long as all that is computed.
+    """
+    from triton.runtime import interpreter
+
+    plain, patched = interpreter._patch_lang, set[int]()
+
+    def patch(fn: Callable[..., object]) -> object:
+        if id(fn.__globals__) in patched:
+            return None
+        scope = plain(fn)
+        if not patched:
+            # The launch's own, which is restored at its end; those of the calls within are not.
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.add(id(fn.__globals__))
+        return scope
+
+    interpreter._patch_lang = patch
+
+
+if INTERPRETED:
+    patch_once()
+
+
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> str:
     return request.param
