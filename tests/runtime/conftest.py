@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from tests.runtime.narrow import narrow
+
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
@@ -11,3 +13,10 @@ def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def narrowed():
+    """The preset is small while a module's tests run; processes that they start are to be told."""
+    with narrow():
+        yield

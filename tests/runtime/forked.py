@@ -1,14 +1,21 @@
-"""Trains specs in turn with several processes: `python -m tests.runtime.forked PROCESSES SPEC[@STEP]...`.
+"""Trains specs in turn with several processes: `python -m tests.runtime.forked PROCESSES [--narrow] SPEC[@STEP]...`.
 
 They are forked when all is imported, which takes longer than what they train; under torchrun each imports it again.
 """
 
 import os
 import socket
+import subprocess
 import sys
 import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import get_args
 
+from strata_platform.spec.models import Runtime
 from tests.runtime.train_only import train_all
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_as(rank, processes, port, function):
@@ -42,5 +49,23 @@ def run_forked(processes, function):
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
 
 
+def launch(*arguments, module="tests.runtime.forked"):
+    """Start this module, or another, and return when all of its processes have ended well."""
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        text=True, capture_output=True, timeout=1800,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def import_everything():
+    """What each would import otherwise, some of it when it comes to it."""
+    for framework in get_args(Runtime.model_fields["framework"].annotation):
+        import_module(f"tasks.runtime.frameworks.{framework}")
+    import_module("datasets")
+
+
 if __name__ == "__main__":
+    import_everything()
     sys.exit(run_forked(int(sys.argv[1]), lambda: train_all(sys.argv[2:])))

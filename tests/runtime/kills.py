@@ -22,7 +22,6 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -45,6 +44,7 @@ from tasks.runtime.log import configure_logging
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import PRESETS, adopt_tokenizer
 from tasks.runtime.record import CompletionRecord
+from tests.runtime.forked import import_everything
 from tests.runtime.kill_points import (
     AGAIN,
     BROKEN,
@@ -340,13 +340,6 @@ def prepare_model_and_data(output):
     spec = make_spec(output, "data", FORKED[0])
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     prepare(recipe, data_folder(spec.output, recipe), report=print)
-
-
-def import_everything():
-    """What a start would import otherwise, each for itself."""
-    for framework in FRAMEWORKS:
-        import_module(f"tasks.runtime.frameworks.{framework}")
-    import_module("datasets")
 
 
 def main(first, runs, seed, torchruns, output):

@@ -1,4 +1,4 @@
-"""Trains as tests.runtime.train_only does, on data that ruins a step: `... -m tests.runtime.ruinous SPEC[@STEP]...`.
+"""Trains as tests.runtime.forked does, on data that ruins a step: `... ruinous PROCESSES SPEC[@STEP]...`.
 
 Whatever process reads the first row of the data of step BAD gets gradients from it that are not finite; or, where the
 spec watches for that, a great loss.
@@ -11,6 +11,7 @@ import torch
 from tasks.runtime import guard, job
 from tasks.runtime.objectives import Share
 from tasks.runtime.objectives.next_token import NextToken
+from tests.runtime.forked import import_everything, run_forked
 from tests.runtime.train_only import train_all
 
 BAD = 4
@@ -40,5 +41,6 @@ def ruin(rows_per_step=4, patch=setattr):
 
 
 if __name__ == "__main__":
+    import_everything()
     ruin()
-    train_all(sys.argv[1:])
+    sys.exit(run_forked(int(sys.argv[1]), lambda: train_all(sys.argv[2:])))

@@ -20,10 +20,12 @@ from tasks.runtime.optimizer import build_optimizer, withhold
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import CompletionRecord
 from tests.runtime import test_matrix
+from tests.runtime.forked import launch
 from tests.runtime.ruinous import BAD, ruin
-from tests.runtime.test_matrix import approx, curve, file_of, launch
+from tests.runtime.test_matrix import approx, curve, file_of
 from tests.runtime.train_only import train_spec
 
+pytestmark = pytest.mark.usefixtures("narrowed")
 STEPS, SAVED = 6, 2
 
 
@@ -299,7 +301,7 @@ def launched(output):
     for stage, action in SPIKES.items():
         spec = make_spec(output, f"spike-{stage}", "torch", "deepspeed", 2, stage=stage)
         specs["spike", stage] = with_faults(spec, spike=action)
-    launch([file_of(output, spec) for spec in specs.values()], module="tests.runtime.ruinous")
+    launch(2, "--narrow", *(file_of(output, spec) for spec in specs.values()), module="tests.runtime.ruinous")
     return specs
 
 

@@ -2,11 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,10 +16,12 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
+from tests.runtime.forked import ROOT as ROOT
+from tests.runtime.forked import launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("narrowed")
 # As many as a change has to pass; 20 of them, by STRATA_MATRIX_STEPS, take two cores eight minutes.
 STEPS = int(os.environ.get("STRATA_MATRIX_STEPS", 4))
 SAVED = STEPS // 2
@@ -174,18 +173,8 @@ def trained(output, reference):
     specs["widened"] = make_spec(output, "reference-none", "hf", "fsdp", 2)
     files = {key: file_of(output, spec) for key, spec in specs.items()}
     again = [f"{files[key]}@{SAVED}" for key in (*CELLS, *ZERO, *SHARED, "rounded", "widened")]
-    launch([*(file for key, file in files.items() if key != "widened"), *again])
+    launch(2, "--narrow", *(file for key, file in files.items() if key != "widened"), *again)
     return specs
-
-
-def launch(arguments, module="tests.runtime.train_only"):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*launcher, "-m", module, *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=1800,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_matrix_has_every_choice_of_the_spec():
@@ -232,7 +221,7 @@ def test_two_processes_continue_what_one_began(trained, reference):
 def test_each_process_writes_its_part(trained):
     folder = RunFolder.of(trained["torch", "fsdp", 2, "none"]).checkpoints / f"checkpoint-{SAVED}"
     parts = json.loads((folder / "index.json").read_text())["model.model.embed_tokens.weight"]["parts"]
-    assert {key: part["shape"] for key, part in parts.items()} == {"0,0": [2048, 256], "2048,0": [2048, 256]}
+    assert {key: part["shape"] for key, part in parts.items()} == {"0,0": [2048, 128], "2048,0": [2048, 128]}
     assert len({part["file"] for part in parts.values()}) == 2
 
 

@@ -5,11 +5,7 @@ Not the whole product of choices, which `test_matrix` goes through: an objective
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +17,11 @@ from tasks.runtime.evaluate import evaluate
 from tasks.runtime.export import export
 from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.weights import collect_weights
+from tests.runtime.forked import launch
 from tests.runtime.pairs import write_pairs
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
-ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {
@@ -97,17 +93,8 @@ def trained(output, alone):
     for spec in specs.values():
         (output / f"{spec.name}.json").write_text(spec.model_dump_json())
     files = [f"{output}/{spec.name}.json" for spec in specs.values()]
-    launch([*files, *(f"{file}@{SAVED}" for file in files)])
+    launch(2, *files, *(f"{file}@{SAVED}" for file in files))
     return specs
-
-
-def launch(arguments):
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked", "2", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}, text=True,
-        capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("name", NAMES, ids="-".join)

@@ -1,17 +1,16 @@
 """On four processes: copies of a model, whole or split, and optimizers over it, have the losses of one process."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.folder import RunFolder
-from tests.runtime.test_matrix import ROOT, approx, curve, file_of
+from tests.runtime.forked import launch
+from tests.runtime.test_matrix import approx, curve, file_of
 from tests.runtime.train_only import train_spec
 
+pytestmark = pytest.mark.usefixtures("narrowed")
 STEPS, SAVED = 4, 2
 IN_BACKWARD = {"max_grad_norm": 0, "in_backward": True}
 
@@ -80,12 +79,7 @@ def trained(output, alone):
     alone({})
     specs = {name: make_spec(output, name, *cell) for name, cell in CELLS.items()}
     files = [file_of(output, spec) for spec in specs.values()]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked", "4", *files, *(f"{file}@{SAVED}" for file in files)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    launch(4, "--narrow", *files, *(f"{file}@{SAVED}" for file in files))
     return specs
 
 
@@ -111,8 +105,8 @@ def test_a_checkpoint_has_one_of_the_copies(trained):
     index = json.loads((folder / "index.json").read_text())
     for name in ("model.model.embed_tokens.weight", "optimizer.exp_avg.model.embed_tokens.weight"):
         assert {key: part["shape"] for key, part in index[name]["parts"].items()} == {
-            "0,0": [2048, 256],
-            "2048,0": [2048, 256],
+            "0,0": [2048, 128],
+            "2048,0": [2048, 128],
         }
 
 
@@ -120,7 +114,7 @@ def test_a_matrix_is_cut_in_four_parts(trained):
     """By rows and columns, or twice by rows: once over the processes that share rows, and then over the others."""
     folder = RunFolder.of(trained["tensor-parallel"]).checkpoints / f"checkpoint-{SAVED}"
     index = json.loads((folder / "index.json").read_text())
-    by_rows, by_both = "0,0 64,0 128,0 192,0", "0,0 0,128 128,0 128,128"
+    by_rows, by_both = "0,0 32,0 64,0 96,0", "0,0 0,64 64,0 64,64"
     for name, parts in {"q_proj": by_rows, "o_proj": by_both}.items():
         assert " ".join(sorted(index[f"model.model.layers.0.self_attn.{name}.weight"]["parts"], key=numbers)) == parts
 

@@ -5,7 +5,6 @@ Both learn and come back exactly. An adapter is merged into the exact model; mom
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
@@ -29,9 +28,10 @@ from tasks.runtime.parallel import require_installed
 from tasks.runtime.quantized import _four_bits, _storage, lay_out, pack, quantized
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.weights import build_trained_model, collect_weights
+from tests.runtime.forked import ROOT, launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.test_layers import Count
-from tests.runtime.test_matrix import ROOT, SAVED, approx, curve, file_of, make_spec, rounded
+from tests.runtime.test_matrix import SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.train_only import train_spec
 
 # Frozen weights of four bits: framework, strategy, processes, adapter, settings of `training`, options of the strategy.
@@ -100,12 +100,7 @@ def trained(output):
     specs["split"] = eight_bits(make_spec(output, "split", "hf", "fsdp", 2))
     specs["paged"] = eight_bits(make_spec(output, "paged", "hf", "fsdp", 2), paged=True)
     files = [f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked", "2", *files],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    launch(2, *files)
     return specs
 
 

@@ -23,7 +23,7 @@ from tasks.runtime.run import train
 from tasks.runtime.session import session
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = str(Path(__file__).with_name("train_only.py"))
+pytestmark = pytest.mark.usefixtures("narrowed")
 STEPS = 14
 
 # More than two epochs, checkpoints that do not fall on their borders, and two micro-batches to a step.
@@ -51,12 +51,15 @@ def make_spec(output, name, processes, **changes):
     return spec, file
 
 
-def start(file, processes):
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", "0"]
+def start(file, processes, launcher="tests.runtime.forked"):
+    """One process, or several under a launcher."""
+    command = ["-m", "tests.runtime.train_only"]
+    if launcher == "torchrun":
+        command = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=0", *command]
+    elif processes > 1:
+        command = ["-m", launcher, str(processes)]
     return subprocess.Popen(
-        [*launcher, SCRIPT, str(file)],
+        [sys.executable, *command, "--narrow", str(file)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         text=True,
@@ -140,7 +143,7 @@ def test_told_to_stop_it_may_save_first(undisturbed, output):
         # It has an answer to SIGTERM of its own, which must not be given.
         runtime={"framework": "lightning"},
     )
-    first = start(file, processes)
+    first = start(file, processes, "torchrun")
     wait_for_step(first, 6)
     # As the kubelet does: to the launcher alone, which tells its workers.
     first.terminate()

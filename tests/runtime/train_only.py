@@ -1,10 +1,13 @@
-"""Trains specs in turn and stops there: `python -m tests.runtime.train_only SPEC[@STEP]...`, alone or under torchrun.
+"""Trains specs in turn and stops there: `python -m tests.runtime.train_only [--narrow] SPEC[@STEP]...`.
+
+Alone or under torchrun; of its preset `tests.runtime.narrow` where that is asked for.
 
 With a step, what the run did after it is forgotten before: its later checkpoints, and that it was complete. Layers are
 compiled as far as the graphs that torch's compiler then makes C++ of, which alone would take half a minute.
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,6 +19,7 @@ from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.log import configure_logging
 from tasks.runtime.run import train
 from tasks.runtime.session import session
+from tests.runtime.narrow import narrow
 
 
 def forget(spec, step):
@@ -37,9 +41,10 @@ def train_all(arguments):
     """Train each `SPEC[@STEP]` in turn."""
     configure_logging()
     torch.compile = partial(torch.compile, backend="aot_eager")
-    for argument in arguments:
-        file, _, step = argument.partition("@")
-        train_spec(load_spec(file), int(step) if step else None)
+    with narrow() if arguments[0] == "--narrow" else nullcontext():
+        for argument in arguments[arguments[0] == "--narrow" :]:
+            file, _, step = argument.partition("@")
+            train_spec(load_spec(file), int(step) if step else None)
 
 
 if __name__ == "__main__":
