@@ -13,11 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files that take half a minute or more come first: none of them is left to one worker while the others have nothing.
 SLOW = (
-    "runtime/test_matrix", "runtime/test_resume", "kernels/test_interpreter", "runtime/test_guard",
-    "runtime/test_objectives", "workflows/test_elastic", "runtime/test_parallel", "workflows/test_finetune",
-    "workflows/test_sweep", "runtime/test_graphs", "kernels/test_bake", "runtime/test_watchdog", "tests/test_notebook",
-    "runtime/test_quantized", "runtime/test_processes", "platform/test_client", "runtime/test_kills",
-    "runtime/test_trl",
+    "runtime/test_matrix", "runtime/test_resume", "kernels/test_interpreter", "runtime/test_parallel",
+    "runtime/test_objectives", "runtime/test_guard", "runtime/test_quantized", "workflows/test_elastic",
+    "kernels/test_bake", "workflows/test_finetune", "workflows/test_sweep", "runtime/test_graphs",
+    "runtime/test_watchdog", "runtime/test_shared", "runtime/test_processes", "tests/test_notebook",
+    "runtime/test_adapter", "platform/test_client", "tests/test_house", "runtime/test_kills", "kernels/test_store",
+    "runtime/test_checkpoint_storage", "runtime/test_mirror", "runtime/test_trl",
 )  # fmt: skip
 
 

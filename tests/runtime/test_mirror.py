@@ -20,7 +20,6 @@ from tasks.runtime.checkpoint import remote as remotes
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.mirror import Mirror
 from tasks.runtime.checkpoint.remote import Remote, persist
-from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.job import Job
 from tasks.runtime.session import session
@@ -419,7 +418,7 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
     checkpoint = {"every": 2, "url": "flaky://bucket/runs", "url_timeout": 5, "on_sigterm": "save"}
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    end_step, add, finish = Job.end_step, Mirror.add, CheckpointWriter.finish
+    end_step, add = Job.end_step, Mirror.add
 
     def last_step(job, step, *arguments):
         if step == 2 and moment == "in the last step":
@@ -427,17 +426,15 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
         end_step(job, step, *arguments)
 
     def away(copying, folder):
+        # The checkpoint is whole by now, however slow the disk.
+        if moment == "while it waits":
+            threading.Timer(0.5, stop).start()
         store.error = OSError("away")
         add(copying, folder)
-
-    def waiting(writer):
-        threading.Timer(0.5, stop).start()
-        finish(writer)
 
     with monkeypatch.context() as patched:
         patched.setattr(Job, "end_step", last_step)
         patched.setattr(Mirror, "add", away)
-        patched.setattr(CheckpointWriter, "finish", waiting)
         with pytest.raises(Preempted):
             train_spec(spec)
     assert whole.step_of(whole.latest(RunFolder.of(spec).checkpoints)) == 2
