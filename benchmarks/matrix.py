@@ -163,6 +163,7 @@ def _cells(several: int) -> Iterator[Cell]:
     for path, framework in itertools.product(_SHARED, FRAMEWORKS):
         yield Cell(framework, "fsdp", {path: several})
     yield Cell("torch", "fsdp", {"parallel.tensor_parallel": several, "parallel.cpu_offload": True})
+    yield Cell("torch", "fsdp", {"parallel.tensor_parallel": several, "training.compile": True})
 
 
 def cells_of(output: Path, several: int, only: str) -> dict[str, tuple[Cell, RunSpec]]:

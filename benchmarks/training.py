@@ -6,8 +6,8 @@
 Rows are packed with the built-in documents, of 35 tokens; with --words, with documents of about so many words of
 Python's own sources, all of which are learned. With 50000 nearly every row is one document.
 
-Runs with tensor_parallel and context_parallel are to be asked for alone, by --only: PyTorch 2.11 ends in a segmentation
-fault where others were before in the same process.
+Runs with tensor_parallel and context_parallel are left out unless --only names them: PyTorch 2.11 ends in a
+segmentation fault where others were before in the same process.
 
 Trains each run of RUNS that has as many processes as there are, a few steps of the runtime's own loop from random
 weights on its own data, and adds a line to training.csv. Peak memory is what PyTorch's allocator handed out while
@@ -101,6 +101,10 @@ class Run:
             base.setdefault(section, {})[name] = value
         return RunSpec.model_validate(base)
 
+    def is_shared(self) -> bool:
+        """Whether several processes compute the same rows."""
+        return any(_ALONE in path for path in self.fields)
+
     def label(self) -> str:
         """For people: what differs from the defaults."""
         fields = {path: value for path, value in self.fields.items() if path not in _DOCUMENTS}
@@ -113,6 +117,8 @@ def _run(shape: str, rows: int, recompute: str = "none", processes: int = 1, **m
     return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
 
 
+# In the names of fields of runs that are to be alone in a process.
+_ALONE = "_parallel"
 # What --words changes of a run.
 _DOCUMENTS = ("data.source", "objective.type")
 _NF4 = {"adapter__type": "lora", "adapter__quantization": "nf4"}
@@ -218,7 +224,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
 
 
 def write_documents(file: Path, words: int) -> None:
-    """Rows of JSON with texts of about `words` words each, as unequal as real ones, from Python's standard library."""
+    """Rows of JSON with texts of half to one and a half times so many words, from Python's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = [word for source in sources for word in source.read_text(encoding="utf-8", errors="ignore").split()]
     lengths, begin = random.Random(0), 0  # noqa: S311
@@ -271,13 +277,15 @@ def main() -> None:
         write_documents(file, told.words)
         documents = dict(zip(_DOCUMENTS, (str(file), "pretrain"), strict=True))
     for run in RUNS:
-        if run.processes != processes or told.only not in run.label():
+        if run.processes != processes or told.only not in run.label() or (run.is_shared() and _ALONE not in told.only):
             continue
-        rows.append(train_and_compare(replace(run, fields={**run.fields, **documents}), told.out))
+        measured = train_and_compare(replace(run, fields={**run.fields, **documents}), told.out)
+        rows.append({**measured, "words": told.words or "built-in"})
         gc.collect()
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(f"{k}: {v:.1f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
-            with (told.out / f"training-{processes}.csv").open("w", newline="") as file:
+            name = f"training-{processes}-{told.words}.csv" if told.words else f"training-{processes}.csv"
+            with (told.out / name).open("w", newline="") as file:
                 table = csv.DictWriter(file, list(rows[0]))
                 table.writeheader()
                 table.writerows(rows)

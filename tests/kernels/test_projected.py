@@ -294,6 +294,26 @@ def test_hooks_on_all_modules_see_the_projection() -> None:
     assert mlp.down_proj in seen
 
 
+class Offering(nn.Linear):
+    """A projection that takes the activation before it along, and notes that it did."""
+
+    taken = 0
+
+    def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
+        self.taken += 1
+        return activate(weight=self.weight, bias=self.bias)
+
+
+def test_a_projection_may_offer_to_take_the_activation_along(device) -> None:
+    torch.manual_seed(0)
+    mlp, x = GatedMLP(8, 16, bias=True, device=device), torch.randn(3, 8, device=device)
+    expected = mlp(x)
+    mlp.down_proj.__class__ = Offering
+    assert torch.equal(mlp(x), expected) and mlp.down_proj.taken == 1
+    mlp.down_proj.register_forward_hook(lambda module, inputs, output: None)
+    assert torch.equal(mlp(x), expected) and mlp.down_proj.taken == 1
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["two", "packed"])
 def test_a_hooked_projection_is_called(packed, device) -> None:
     torch.manual_seed(0)

@@ -27,8 +27,12 @@ TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
 PLAIN = {"kernels": {"enabled": False}}
 
 CHECKS = (
-    # Tied and not; biases; norms of heads, and of all of them; weights in the activation; packed projections.
-    *((family, TENSOR, {}) for family in ("gemma3_text", "qwen2", "olmo2", "apertus", "glm4")),
+    # Tied and not; biases, also of what is cut by rows; norms of heads; weights in the activation.
+    *((family, TENSOR, {}) for family in ("gemma3_text", "qwen2", "apertus")),
+    ("llama", TENSOR, {}, {"attention_bias": True, "mlp_bias": True}),
+    # Norms of all heads, and packed projections, which are gathered.
+    ("olmo2", TENSOR, {"kernels": {"exclude": ["linear_cross_entropy"]}, "training": {"compile": True}}),
+    ("glm4", TENSOR, {}),
     ("phi3", TENSOR, PLAIN),
     *(("qwen3", TENSOR, {"training": {"gradient_checkpointing": "per_op", "compile": on}}) for on in (False, True)),
     # Windows of attention, and scores that are scaled by another number.
@@ -47,13 +51,16 @@ def gradients(model, spec, batch, processes):
     return loss.detach(), {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
 
 
-def check(family, parallel, settings):
+def check(family, parallel, settings, changes=None):
     """Raise AssertionError with what differs."""
     split = {"parallel": {"type": "fsdp", **parallel}, "topology": {"nproc_per_node": 2}}
     spec = RunSpec.model_validate({**split, "model": {"dtype": "float32"}, **settings})
     processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
     torch.manual_seed(0)
-    model = build(family, use_cache=False)
+    model = build(family, use_cache=False, **(changes or {}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
     tokens = torch.randint(3, VOCABULARY, (2, 37))
     # Two rows of three documents, of a length that four chunks do not divide.
     positions = torch.cat([torch.arange(length) for length in (5, 21, 11)]).expand(2, -1)
@@ -76,8 +83,8 @@ def check_all():
     torch.compile = partial(torch.compile, backend="aot_eager")
     processes = Processes.from_environment()
     processes.connect()
-    for family, parallel, settings in CHECKS:
-        check(family, parallel, settings)
+    for arguments in CHECKS:
+        check(*arguments)
     processes.disconnect()
 
 

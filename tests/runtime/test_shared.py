@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from strata_kernels.patch.structure import projected
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import document_ends, slice_of
 from tasks.runtime.parallel.context import require_attention
+from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
 from tests.runtime.test_matrix import ROOT
@@ -31,6 +34,26 @@ def test_a_cut_model_has_the_gradients_of_the_whole_one():
         text=True, capture_output=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_what_is_cut_by_rows_takes_the_activation_before_it_along(monkeypatch):
+    linear = torch.nn.Linear(2, 2)
+    linear.__class__ = RowParallelLinear
+    monkeypatch.setattr(RowParallelLinear, "project_activation", lambda self, activate: (self, activate))
+    assert projected(activate := object(), linear) == (linear, activate)
+
+
+def test_unequal_parts_are_refused():
+    mesh = SimpleNamespace(size=lambda: 2)
+    for kind, dimension in ((ColumnParallelLinear, 0), (RowParallelLinear, 1)):
+        shape = [4, 4]
+        shape[dimension] = 3
+        linear = torch.nn.Linear(shape[1], shape[0])
+        with pytest.raises(
+            ValueError, match=rf"tensor_parallel 2 does not divide dimension {dimension} .*\[{shape[0]}, "
+        ):
+            make_parallel(linear, kind, mesh)
+        assert type(linear) is torch.nn.Linear
 
 
 def test_processes_of_a_group_read_the_same_rows():
@@ -130,6 +153,7 @@ def test_the_spec_refuses_what_cannot_be(sections, message):
         ("qwen2", {"num_key_value_heads": 2}, 4, r"4 does not divide num_key_value_heads 2 .*; set it to one of 1, 2"),
         ("phi3", {"intermediate_size": 33}, 2, r"2 does not divide intermediate_size 33"),
         ("falcon_h1", {}, 2, r"for model type 'falcon_h1' it does not say how; set parallel\.tensor_parallel to 1"),
+        ("qwen3_5_text", {}, 2, r"it cuts only columns of linear_attn, of which gradients are not known here; set"),
     ],
 )
 def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, sizes, ways, message):

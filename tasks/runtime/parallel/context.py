@@ -19,7 +19,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import chunks_of
 from tasks.runtime.documents import Bounds, attend, obstacle
 from tasks.runtime.model import load_config
-from tasks.runtime.parallel.messages import GatherRows, Group
+from tasks.runtime.parallel.messages import AllGather, Group
 from tasks.runtime.processes import Processes
 
 _NAME = "strata_context"
@@ -99,7 +99,7 @@ class _Attention:
 
     def _whole_rows(self, slices: Tensor) -> Tensor:
         """[2, B, 2 L, K, D] → [2, B, T, K, D], from what all processes have, in the order of the row."""
-        gathered: Tensor = GatherRows.apply(slices, self._group)
+        gathered: Tensor = AllGather.apply(slices, self._group)
         parts = gathered.unflatten(0, (self._group.size, 2)).unflatten(3, (2, -1))
         early, late = parts[:, :, :, 0], parts[:, :, :, 1].flip(0)
         return torch.cat([*early.unbind(), *late.unbind()], dim=2)

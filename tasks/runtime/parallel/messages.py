@@ -25,23 +25,23 @@ class Group(NamedTuple):
         """Those of the one dimension of `mesh`."""
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """What the processes have, added up; `x` stays as it is."""
         return _done(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name))
 
-    def gather_rows(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[N, ...] → [size N, ...], what all processes have."""
         return _done(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.name))
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size N, ...] → [N, ...], this process's part of the sum."""
         return _done(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name))
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather_columns(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., D], the columns of all processes."""
-        return torch.cat(self.gather_rows(x).chunk(self.size), dim=-1)
+        return torch.cat(self.all_gather(x).chunk(self.size), dim=-1)
 
-    def own(self, x: Tensor) -> Tensor:
+    def own_columns(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D / size], this process's columns."""
         return x.chunk(self.size, dim=-1)[self.rank].contiguous()
 
@@ -51,7 +51,7 @@ def _done(message: Tensor) -> Tensor:
     return done
 
 
-class Enter(torch.autograd.Function):
+class CopyToGroup(torch.autograd.Function):
     """What every process has whole goes where each computes with a part: its gradients are added up."""
 
     @staticmethod
@@ -63,16 +63,16 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """The sum."""
-        return ctx.group.sum(gradient), None
+        return ctx.group.all_reduce(gradient), None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromGroup(torch.autograd.Function):
     """What each process has computed with its part is added up, for all of them; each has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """The sum."""
-        return group.sum(x)
+        return group.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -80,46 +80,46 @@ class Leave(torch.autograd.Function):
         return gradient, None
 
 
-class Gather(torch.autograd.Function):
+class GatherFromGroup(torch.autograd.Function):
     """Columns of each process become those of all; every process goes on with them in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """[..., D / size] → [..., D]."""
         ctx.group = group
-        return group.gather(x)
+        return group.gather_columns(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[..., D] → [..., D / size]."""
-        return ctx.group.own(gradient), None
+        return ctx.group.own_columns(gradient), None
 
 
-class Split(torch.autograd.Function):
+class ScatterToGroup(torch.autograd.Function):
     """Of columns that every process has, each goes on with its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """[..., D] → [..., D / size]."""
         ctx.group = group
-        return group.own(x)
+        return group.own_columns(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[..., D / size] → [..., D]."""
-        return ctx.group.gather(gradient), None
+        return ctx.group.gather_columns(gradient), None
 
 
-class GatherRows(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """What the processes have, one behind the other; each goes on with its own part of the gradients' sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """[N, ...] → [size N, ...]."""
         ctx.group = group
-        return group.gather_rows(x)
+        return group.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[size N, ...] → [N, ...]."""
-        return ctx.group.scatter_sum(gradient), None
+        return ctx.group.reduce_scatter(gradient), None

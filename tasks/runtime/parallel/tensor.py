@@ -18,23 +18,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.model import load_config
-from tasks.runtime.parallel.cut_linear import (
-    ByColumns,
-    ByColumnsGathered,
-    ByRows,
-    ByRowsSplit,
-    CutLinear,
-    cut_linear,
+from tasks.runtime.parallel.messages import CopyToGroup, Group
+from tasks.runtime.parallel.parallel_linear import (
+    ColumnParallelLinear,
+    GatheredColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+    SplitRowParallelLinear,
     cut_parameters,
+    make_parallel,
 )
-from tasks.runtime.parallel.messages import Enter, Group
 
-_KINDS: dict[str, type[CutLinear]] = {
-    "colwise": ByColumns,
-    "rowwise": ByRows,
+_KINDS: dict[str, type[ParallelLinear]] = {
+    "colwise": ColumnParallelLinear,
+    "rowwise": RowParallelLinear,
     # The layer computes with all columns: every process gathers them, and cuts what it made of them again.
-    "colwise_gather_output": ByColumnsGathered,
-    "rowwise_split_input": ByRowsSplit,
+    "colwise_gather_output": GatheredColumnParallelLinear,
+    "rowwise_split_input": SplitRowParallelLinear,
 }
 # Norms of heads, of which a process has some: whole weights, whose gradient is a sum over the processes.
 _OF_HEADS = "replicated_with_grad_allreduce"
@@ -70,7 +70,7 @@ def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None
     paths = dict(_expanded(base, plan))
     for path, style in paths.items():
         if style != _OF_HEADS:
-            cut_linear(base.get_submodule(path), _KINDS[style], mesh)
+            make_parallel(base.get_submodule(path), _KINDS[style], mesh)
     for parent in {path.rpartition(".")[0] for path, style in paths.items() if style in _KINDS}:
         # Its input goes to several projections: the sum over the processes of its gradient is taken once.
         base.get_submodule(parent).register_forward_pre_hook(_Entering(mesh), with_kwargs=True)
@@ -102,13 +102,26 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
     # What it says of embeddings, in some versions, is left out.
     plan = {path: style for path, style in told.items() if path.startswith("layers.")}
     unknown = sorted(set(plan.values()) - {*_KINDS, _OF_HEADS})
-    if not plan or unknown:
-        reason = f"cuts it in ways that are not known here: {', '.join(unknown)}" if unknown else "does not say how"
+    # Gradients are summed where the input of a part of a layer comes in. Behind its row-cut projection all is whole
+    # again; a part without one may have another input in the middle, which is nobody's.
+    columns, rows = _parents(plan, ColumnParallelLinear), _parents(plan, RowParallelLinear, SplitRowParallelLinear)
+    unclosed = sorted(columns - rows)
+    if not plan or unknown or unclosed:
+        reason = "does not say how"
+        if unknown:
+            reason = f"cuts it in ways that are not known here: {', '.join(unknown)}"
+        elif unclosed:
+            reason = f"cuts only columns of {', '.join(unclosed)}, of which gradients are not known here"
         raise ValueError(
             f"parallel.tensor_parallel cuts the matrices of a model as transformers says, and for model type "
             f"{config.model_type!r} it {reason}; set parallel.tensor_parallel to 1"
         )
     return plan
+
+
+def _parents(plan: dict[str, str], *kinds: type[ParallelLinear]) -> set[str]:
+    """The parts of layers that have such projections."""
+    return {path.split(".")[-2] for path, style in plan.items() if style in _KINDS and issubclass(_KINDS[style], kinds)}
 
 
 def _layer_of(path: str) -> str:
@@ -141,8 +154,8 @@ class _Entering:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (Enter.apply(args[0], self._group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": Enter.apply(kwargs["hidden_states"], self._group)}
+            return (CopyToGroup.apply(args[0], self._group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": CopyToGroup.apply(kwargs["hidden_states"], self._group)}
 
 
 class _Summing:
@@ -155,4 +168,4 @@ class _Summing:
         # FSDP puts the same whole parameters there whenever it has gathered them.
         for parameter in (found for module in self._modules for found in module.parameters(recurse=False)):
             if parameter.requires_grad and not hasattr(parameter, "_strata_summed"):
-                parameter._strata_summed = parameter.register_hook(self._group.sum)  # type: ignore[attr-defined]
+                parameter._strata_summed = parameter.register_hook(self._group.all_reduce)  # type: ignore[attr-defined]

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from tasks.runtime.parallel.messages import Gather, Group, Leave, Split
+from tasks.runtime.parallel.messages import GatherFromGroup, Group, ReduceFromGroup, ScatterToGroup
 
 
-class CutLinear(nn.Linear):
+class ParallelLinear(nn.Linear):
     """A linear layer that was cut, in place of the whole one."""
 
     # How its weight is cut, and its bias.
@@ -33,7 +33,7 @@ class CutLinear(nn.Linear):
         return weight.to_local(), None if bias is None else bias.to_local()
 
 
-class ByColumns(CutLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Each process has some of the columns of the result."""
 
     cuts = (Shard(0), Shard(0))
@@ -43,16 +43,16 @@ class ByColumns(CutLinear):
         return functional.linear(x, *self.part())
 
 
-class ByColumnsGathered(ByColumns):
+class GatheredColumnParallelLinear(ColumnParallelLinear):
     """Each process computes some of the columns, and has all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
-        whole: Tensor = Gather.apply(super().forward(x), self.group)
+        whole: Tensor = GatherFromGroup.apply(super().forward(x), self.group)
         return whole
 
 
-class ByRows(CutLinear):
+class RowParallelLinear(ParallelLinear):
     """Each process has some of the columns of the input; all have the whole result."""
 
     cuts = (Shard(1), Replicate())
@@ -65,11 +65,11 @@ class ByRows(CutLinear):
         """`self(activate())`, for an activation that takes the projection's weight along; as the kernel layer asks."""
         weight, bias = self.part()
         # The bias once, not by every process.
-        y: Tensor = Leave.apply(activate(weight=weight), self.group)
+        y: Tensor = ReduceFromGroup.apply(activate(weight=weight), self.group)
         return y if bias is None else y + bias
 
 
-class ByRowsSplit(CutLinear):
+class SplitRowParallelLinear(ParallelLinear):
     """The same where every process has all columns of the input."""
 
     cuts = (Shard(1), Replicate())
@@ -77,16 +77,25 @@ class ByRowsSplit(CutLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
         weight, bias = self.part()
-        y: Tensor = Leave.apply(functional.linear(Split.apply(x, self.group), weight), self.group)
+        y: Tensor = ReduceFromGroup.apply(functional.linear(ScatterToGroup.apply(x, self.group), weight), self.group)
         return y if bias is None else y + bias
 
 
-def cut_linear(linear: nn.Linear, kind: type[CutLinear], mesh: DeviceMesh) -> None:
+def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMesh) -> None:
     """Make `linear`, which has no memory, a layer of which each process of the one dimension of `mesh` has a part.
 
     Its class changes, nothing else does: names, hooks and the state dict stay as they are.
+
+    Raises ValueError when the parts would not be equal.
     """
     assert type(linear) is nn.Linear, type(linear)
+    cut = kind.cuts[0]
+    assert isinstance(cut, Shard)
+    if linear.weight.shape[cut.dim] % mesh.size():
+        raise ValueError(
+            f"parallel.tensor_parallel {mesh.size()} does not divide dimension {cut.dim} of a projection's weight, "
+            f"{list(linear.weight.shape)}; set it to a number that does"
+        )
     linear.__class__ = kind
     linear.group = Group.of(mesh)  # type: ignore[assignment]
     cut_parameters(linear, mesh, kind.cuts)
