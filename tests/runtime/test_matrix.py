@@ -16,7 +16,6 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
-from tests.runtime.forked import ROOT as ROOT
 from tests.runtime.forked import launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec

@@ -1,8 +1,5 @@
 """Matrices and rows cut over processes: what cannot be is refused, and what is has the gradients of the whole."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,7 @@ from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.processes import Processes
-from tests.runtime.test_matrix import ROOT
+from tests.runtime.forked import launch
 
 ROWS = {"parallel": {"tensor_parallel": 1, "context_parallel": 2}}
 
@@ -28,12 +25,7 @@ def spec_of(processes=2, **sections):
 
 
 def test_a_cut_model_has_the_gradients_of_the_whole_one():
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.shared_families"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    launch(module="tests.runtime.shared_families")
 
 
 def test_what_is_cut_by_rows_takes_the_activation_before_it_along(monkeypatch):
