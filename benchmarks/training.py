@@ -4,13 +4,13 @@
     PYTHONPATH=kernels:platform:. torchrun --nproc-per-node 2 -m benchmarks.training
 
 Rows are packed with the built-in documents, of 35 tokens; with --words, with documents of about so many words of
-Python's own sources, all of which are learned. With 50000 nearly every row is one document.
+Python's own sources, all of which are learned. With 100000 nearly every row is one document.
 
 Runs with tensor_parallel and context_parallel are left out unless --only names them: PyTorch 2.11 ends in a
 segmentation fault where others were before in the same process.
 
 Trains each run of RUNS that has as many processes as there are, a few steps of the runtime's own loop from random
-weights on its own data, and adds a line to training.csv. Peak memory is what PyTorch's allocator handed out while
+weights on its own data, and adds a line to a table in --out. Peak memory is what PyTorch's allocator handed out while
 training; weights are made on the GPU and nothing is saved, which is all that differs from `python -m tasks.runtime`.
 """
 
@@ -101,10 +101,6 @@ class Run:
             base.setdefault(section, {})[name] = value
         return RunSpec.model_validate(base)
 
-    def is_shared(self) -> bool:
-        """Whether several processes compute the same rows."""
-        return any(_ALONE in path for path in self.fields)
-
     def label(self) -> str:
         """For people: what differs from the defaults."""
         fields = {path: value for path, value in self.fields.items() if path not in _DOCUMENTS}
@@ -117,7 +113,7 @@ def _run(shape: str, rows: int, recompute: str = "none", processes: int = 1, **m
     return Run(shape, processes, {**fields, **{path.replace("__", "."): value for path, value in more.items()}})
 
 
-# In the names of fields of runs that are to be alone in a process.
+# In the labels of runs that are to be alone in a process.
 _ALONE = "_parallel"
 # What --words changes of a run.
 _DOCUMENTS = ("data.source", "objective.type")
@@ -277,7 +273,8 @@ def main() -> None:
         write_documents(file, told.words)
         documents = dict(zip(_DOCUMENTS, (str(file), "pretrain"), strict=True))
     for run in RUNS:
-        if run.processes != processes or told.only not in run.label() or (run.is_shared() and _ALONE not in told.only):
+        label = run.label()
+        if run.processes != processes or told.only not in label or (_ALONE in label and _ALONE not in told.only):
             continue
         measured = train_and_compare(replace(run, fields={**run.fields, **documents}), told.out)
         rows.append({**measured, "words": told.words or "built-in"})

@@ -29,7 +29,7 @@ _KEPT = (
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
 # Of what layers are given, the dimension whose size is another in every batch; graphs are made for all sizes.
-_VARYING = {"document_ends": -1, "late_document_ends": -1, "document_room": 0}
+_VARYING = {"document_ends": 1, "late_document_ends": 1, "document_room": 0}
 
 
 def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
@@ -81,7 +81,7 @@ def _whole(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         for name, dimension in _VARYING.items():
             if name in kwargs:
-                torch._dynamo.maybe_mark_dynamic(kwargs[name], dimension % kwargs[name].dim())
+                torch._dynamo.maybe_mark_dynamic(kwargs[name], dimension)
         try:
             return compiled(*args, **kwargs)
         except Unsupported as error:

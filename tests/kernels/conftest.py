@@ -36,7 +36,12 @@ def patch_once() -> None:
         if not patched:
             # The launch's own, which is restored at its end; those of the calls within are not.
             restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
+
+            def restore_all() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = restore_all
         patched.add(id(fn.__globals__))
         return scope
 

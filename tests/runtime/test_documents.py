@@ -207,10 +207,15 @@ def test_slices_of_rows_with_any_number_of_documents_are_one_graph():
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, document_ends: x + document_ends[1, 0, -1], backend=count, dynamic=False)
+    compiled = torch.compile(
+        lambda x, document_ends, late_document_ends: x + document_ends[0, -1] * late_document_ends[1, -1],
+        backend=count,
+        dynamic=False,
+    )
     for documents in range(2, 14):
-        ends = torch.arange(documents + 1).expand(2, 2, -1).contiguous()
-        assert _whole(compiled)(torch.ones(1), document_ends=ends).item() == documents + 1
+        early, late = (torch.arange(number + 1).expand(2, -1).contiguous() for number in (documents, 20 - documents))
+        found = _whole(compiled)(torch.ones(1), document_ends=early, late_document_ends=late)
+        assert found.item() == documents * (20 - documents) + 1
     assert len(graphs) == 1
 
 

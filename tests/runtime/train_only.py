@@ -41,8 +41,9 @@ def train_all(arguments):
     """Train each `SPEC[@STEP]` in turn."""
     configure_logging()
     torch.compile = partial(torch.compile, backend="aot_eager")
-    with narrow() if arguments[0] == "--narrow" else nullcontext():
-        for argument in arguments[arguments[0] == "--narrow" :]:
+    narrowed = arguments[0] == "--narrow"
+    with narrow() if narrowed else nullcontext():
+        for argument in arguments[1:] if narrowed else arguments:
             file, _, step = argument.partition("@")
             train_spec(load_spec(file), int(step) if step else None)
 

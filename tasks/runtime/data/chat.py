@@ -116,7 +116,9 @@ def _require_weight(message: dict[str, Any], where: str) -> None:
     if weight not in (0, 1):
         raise RowError(f"{where}: weight is {weight!r}; 1 learns the message, 0 reads it alone")
     if weight == 1 and role != "assistant":
-        raise RowError(f"{where}: weight is 1 and role is {role!r}; only the assistant's messages are learned")
+        raise RowError(
+            f"{where}: weight is 1 and role is {role!r}; only the assistant's messages are learned, leave it out"
+        )
 
 
 class ChatTemplate:

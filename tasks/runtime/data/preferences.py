@@ -80,7 +80,9 @@ def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
     if messages[-1]["role"] != "assistant":
         raise RowError(f"{row.where}: the last message in column {column!r} is the {messages[-1]['role']}'s, no answer")
     if messages[-1].get("weight", 1) == 0:
-        raise RowError(f"{row.where}: the last message in column {column!r} has weight 0, and is what is compared")
+        raise RowError(
+            f"{row.where}: the last message in column {column!r} has weight 0, and is what is compared; leave it out"
+        )
     asked = _asked(row, prompt[0]) if prompt else []
     if not asked and len(messages) == 1:
         raise RowError(f"{row.where}: column {column!r} holds an answer alone, and there is no prompt before it")

@@ -52,33 +52,38 @@ class GatheredColumnParallelLinear(ColumnParallelLinear):
         return whole
 
 
+_ROWS = (Shard(1), Replicate())
+
+
+def _summed(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
+    """What `multiply` makes of the parts of the weight, added up; and the bias once, not by every process."""
+    weight, bias = layer.part()
+    y: Tensor = ReduceFromGroup.apply(multiply(weight=weight), layer.group)
+    return y if bias is None else y + bias
+
+
 class RowParallelLinear(ParallelLinear):
     """Each process has some of the columns of the input; all have the whole result."""
 
-    cuts = (Shard(1), Replicate())
+    cuts = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., H]."""
-        return self.project_activation(partial(functional.linear, x))
+        return _summed(self, partial(functional.linear, x))
 
     def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
         """`self(activate())`, for an activation that takes the projection's weight along; as the kernel layer asks."""
-        weight, bias = self.part()
-        # The bias once, not by every process.
-        y: Tensor = ReduceFromGroup.apply(activate(weight=weight), self.group)
-        return y if bias is None else y + bias
+        return _summed(self, activate)
 
 
 class SplitRowParallelLinear(ParallelLinear):
     """The same where every process has all columns of the input."""
 
-    cuts = (Shard(1), Replicate())
+    cuts = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
-        weight, bias = self.part()
-        y: Tensor = ReduceFromGroup.apply(functional.linear(ScatterToGroup.apply(x, self.group), weight), self.group)
-        return y if bias is None else y + bias
+        return _summed(self, partial(functional.linear, ScatterToGroup.apply(x, self.group)))
 
 
 def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMesh) -> None:
