@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -98,6 +99,16 @@ def test_peers_are_rows_of_known_operators() -> None:
     assert untouched and all(error.ok for error in errors)
 
 
+def test_exact_modes_of_peers_are_asked_for() -> None:
+    asked = Mock()
+    for name in ("liger_fp32", "cce_exact"):
+        PEERS["linear_cross_entropy"][name].call(asked, "x", "weight", "target")
+    assert asked.mock_calls == [
+        call.liger_fused_linear_cross_entropy("x", "weight", "target", accum_dtype=torch.float32),
+        call.linear_cross_entropy("x", "weight", "target", impl="cce_exact"),
+    ]
+
+
 def test_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
     assert "liger_kernel" in candidate(BY_NAME["rms_norm"], "liger")
@@ -149,6 +160,20 @@ def test_red_row_has_no_times_and_a_lost_one_is_named(tmp_path) -> None:
     assert "| rms_norm | 16384x4096 | ≥ 88 %: missed | 0.200 ms, 45.0 % | **0.100 ms, 90.0 %** | - | - |" in table
     assert "| **0.200 ms, 45.0 %** | - | gate not passed | 0.300 ms, 30.0 % † |" in table
     assert report.lost(merged) == "- `rms_norm` 16384x4096: 0.200 ms against 0.100 ms of torch.compile"
+
+
+def test_tensors_that_did_not_pass_are_named() -> None:
+    red = {"gate": "RED: 1.0e-07 of 2.0e-07; 3.0e-03 of 2.0e-03; nan of 4.0e-03"}
+    rows = [
+        row("linear_cross_entropy", 0, "ours", 1.0),
+        {**row("linear_cross_entropy", 0, "cce", 1.0), **red},
+        {**row("cross_entropy", 0, "liger", 1.0), "gate": "RED: 2 of 1; 1 of 2"},
+    ]
+    assert report.refused_table(rows).splitlines() == [
+        "| shape | cut-cross-entropy |",
+        "| --- | --- |",
+        "| 8192x4096x128256 | dx 3.0e-03 of 2.0e-03; dw nan of 4.0e-03 |",
+    ]
 
 
 def test_document_is_what_its_data_says() -> None:

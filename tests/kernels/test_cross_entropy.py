@@ -342,6 +342,15 @@ def test_transforms_of_functions_see_plain_pytorch(options, problem) -> None:
 
 
 @around_the_kernel
+def test_transforms_of_functions_take_rows_that_are_masked_whole(device) -> None:
+    logits = torch.full((1, 5), torch.finfo(torch.float32).min, device=device)
+    target = torch.tensor([2], device=device)
+    gradient, loss = torch.func.grad_and_value(lambda z: cross_entropy(z, target))(logits)
+    torch.testing.assert_close(loss, torch.tensor(5.0, device=device).log())
+    torch.testing.assert_close(gradient, 0.2 - torch.eye(5, device=device)[target])
+
+
+@around_the_kernel
 def test_fp64_is_differentiated_exactly(device) -> None:
     logits = torch.randn(4, 6, dtype=torch.float64, device=device).requires_grad_()
     target, weight = torch.tensor([0, 5, -100, 2], device=device), torch.rand(6, dtype=torch.float64, device=device)

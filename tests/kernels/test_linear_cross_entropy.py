@@ -336,10 +336,8 @@ def test_a_patched_model_drops_the_rows_that_its_batch_names(problem, monkeypatc
     run = operators.run
     monkeypatch.setattr(operators, "run", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
     (x, weight, _), labels = problem(12, 40, 8)
-    head = torch.nn.Linear(8, 40, bias=False, device=x.device)
-    head.weight = torch.nn.Parameter(weight)
     losses = [
-        causal_lm_loss(x[None], head, labels[None], softcap=None, **batch)
+        causal_lm_loss(x[None], weight, None, labels[None], softcap=None, **batch)
         for batch in ({}, {"max_targets": int((labels[1:] != -100).sum())})
     ]
     assert sizes == [12, 8]

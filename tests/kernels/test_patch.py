@@ -1,6 +1,7 @@
 """Patching: every row of the table trains and generates like the model it was, and gives it back untouched."""
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -178,6 +179,17 @@ def test_logits_are_there_when_asked_for(batch) -> None:
     assert model(**batch, skip_logits=True).logits is None
 
 
+@pytest.mark.parametrize("model_type", ["granite", "falcon_h1"])
+def test_bias_on_a_head_whose_logits_are_scaled(model_type, batch) -> None:
+    model = build(model_type)
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
+    expected, logits = train(model, **batch), model(**batch).logits
+    patch_model(model)
+    torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
+    given = model(**batch, head_loss=lambda hidden, weight, bias, _: nn.functional.linear(hidden, weight, bias)).loss
+    torch.testing.assert_close(given, logits, atol=1e-5, rtol=1e-4)
+
+
 def test_loss_function_set_later_counts(batch) -> None:
     model = build()
     patch_model(model)
@@ -305,14 +317,40 @@ def test_inside_peft(batch) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "gate_proj"], modules_to_save=["lm_head"])
     model = peft.get_peft_model(build(), config)
-    expected = model(**batch).loss
+    model.add_adapter("headless", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
+
+    def losses() -> list[torch.Tensor]:
+        """Of the adapter with a head of its own, with it switched off, and of the adapter without one."""
+        found = [model(**batch).loss]
+        with model.disable_adapter():
+            found.append(model(**batch).loss)
+        model.set_adapter("headless")
+        found.append(model(**batch).loss)
+        model.set_adapter("default")
+        return found
+
+    expected = losses()
+    assert abs(expected[0] - expected[1]) > 1
     assert patch_model(model).counts == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
-    loss = model(**batch).loss
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
+    torch.testing.assert_close(losses(), expected)
+    model(**batch).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any("lm_head" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
+@pytest.mark.parametrize("part", ["", "original_module", "modules_to_save.default"])
+def test_hooks_on_a_head_inside_peft(part, batch) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.base_model.model.lm_head.get_submodule(part).register_forward_hook(lambda *_: None)
+    if part == "original_module":  # which is not called
+        patch_model(model)
+    else:
+        with pytest.raises(ValueError, match="does not call the output head"):
+            patch_model(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
@@ -376,6 +414,65 @@ def test_forward_of_its_own() -> None:
     model.model.norm.forward = model.model.norm.forward
     with pytest.raises(ValueError, match=r"model\.norm has a forward of its own"):
         patch_model(model)
+
+
+def replaced(function):
+    """Something else of the same name, as patches of other libraries are written."""
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "operator"),
+    [
+        ("LlamaRMSNorm", "forward", "rms_norm"),
+        ("LlamaAttention", "forward", "rope"),
+        (None, "apply_rotary_pos_emb", "rope"),
+        ("LlamaMLP", "forward", "swiglu"),
+        ("LlamaForCausalLM", "forward", "linear_cross_entropy"),
+    ],
+)
+@pytest.mark.parametrize("other", [replaced, lambda _: transformers.models.gemma.modeling_gemma.GemmaMLP.forward])
+def test_code_of_the_family_that_was_replaced(owner, name, operator, other, monkeypatch) -> None:
+    modeling = transformers.models.llama.modeling_llama
+    model, place = build(), getattr(modeling, owner) if owner else modeling
+    patch_model(model)
+    unpatch_model(model)
+    before = snapshot(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, other(getattr(place, name)))
+        with pytest.raises(ValueError, match=rf"{operator} stands for (\w+\.)?{name} of .*exclude=\('{operator}',\)"):
+            patch_model(model)
+        assert operator in patch_model(model, exclude=[operator]).excluded
+        unpatch_model(model)
+    assert snapshot(model) == before
+    patch_model(model)
+
+
+def test_a_function_that_offers_kernels_is_the_familys_own(batch, monkeypatch) -> None:
+    """With the package `kernels` installed, its decorator leaves a module in place of the function."""
+    modeling = transformers.models.llama.modeling_llama
+    rotate = modeling.apply_rotary_pos_emb
+    offering = type(
+        "Func", (nn.Module,), {"__module__": "kernels.layer.func", "forward": lambda _, *args: rotate(*args)}
+    )
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", offering())
+    model = build()
+    expected = model(**batch).loss
+    assert patch_model(model).counts["rope"] == LAYERS
+    torch.testing.assert_close(model(**batch).loss, expected)
+
+
+def test_what_attention_calls_may_be_replaced_later(batch, monkeypatch) -> None:
+    model = build()
+    patch_model(model)
+    model.config._attn_implementation, seen = "eager", []
+    modeling = transformers.models.llama.modeling_llama
+    attention = modeling.eager_attention_forward
+    monkeypatch.setattr(
+        modeling, "eager_attention_forward", lambda *args, **kwargs: seen.append(0) or attention(*args, **kwargs)
+    )
+    model(**batch)
+    assert len(seen) == LAYERS
 
 
 def test_loss_of_its_own() -> None:

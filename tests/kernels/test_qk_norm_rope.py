@@ -334,6 +334,11 @@ Q, K, WEIGHT, ANGLE = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8), torch.ones
         ((Q, K, WEIGHT[:4], WEIGHT, ANGLE, ANGLE), {}, r"q_weight must be .* of shape \[8\], got float32 \[4\]"),
         ((Q, K, WEIGHT, WEIGHT.int(), ANGLE, ANGLE), {}, "k_weight must be .* got int32"),
         ((Q, K, WEIGHT, WEIGHT.to("meta"), ANGLE, ANGLE), {}, "k_weight is on meta and q on cpu"),
+        (
+            (Q, K, WEIGHT, WEIGHT.bfloat16(), ANGLE, ANGLE),
+            {},
+            "q_weight is torch.float32 and k_weight torch.bfloat16: convert one of them",
+        ),
         ((Q, K, WEIGHT, WEIGHT, ANGLE, ANGLE), {"cast": "qwen"}, "one of llama, gemma, none, got 'qwen'"),
         ((Q, K, WEIGHT, WEIGHT, ANGLE[:2], ANGLE[:2]), {}, r"\[3, R\] or \[2, 3, R\]"),
         ((Q, K, WEIGHT, WEIGHT, ANGLE), {}, "one complex tensor"),

@@ -149,6 +149,8 @@ def plain_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | N
         wide, target, weight, ignore_index=options.ignore_index, reduction="none",
         label_smoothing=options.label_smoothing,
     )  # fmt: skip
+    if not options.z_loss:  # The square of what masks leave of a row may be infinite, and zero times that is NaN.
+        return losses
     squares = options.z_loss * wide.logsumexp(-1).square()
     return losses + squares.where(target != options.ignore_index, 0.0)
 

@@ -234,7 +234,8 @@ def cross_entropy(
 
     Args:
         logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are read where they are if
-            the classes are adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`).
+            the classes are adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`). A row in
+            which all are masked, with `torch.finfo(dtype).min` too, may have no finite loss: ignore it.
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
         weight: [V], a weight per class, without a gradient of its own.

@@ -251,7 +251,7 @@ def qk_norm_rope(
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
         k: the same with its own number of heads and the dtype of q.
-        q_weight, k_weight: [D], of any of these dtypes.
+        q_weight, k_weight: [D], both of one of these dtypes, which may be another than that of q.
         eps: added to the mean square.
         offset: added to the weights, in fp32 (Gemma: 1).
         cast: where the norm rounds, as in `rms_norm`: "llama" (Qwen3), "gemma" (Gemma 3, Qwen3-Next) or "none".
@@ -261,7 +261,8 @@ def qk_norm_rope(
         q and k normalized and rotated, in the shape of each and the dtype that `rms_norm` gives.
 
     Raises:
-        ValueError: what `rope` raises it for, a weight of another shape or device, an unknown cast.
+        ValueError: what `rope` raises it for, a weight of another shape or device, weights of two dtypes, an unknown
+            cast.
 
     Example:
         >>> q, k, weight = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64), torch.ones(64)
@@ -274,6 +275,8 @@ def qk_norm_rope(
             raise ValueError(f"{name} must be {DTYPES} of shape [{q.shape[-1]}], got {describe(weight)}")
         if weight.device != q.device:
             raise ValueError(f"{name} is on {weight.device} and q on {q.device}: move one of them")
+    if q_weight.dtype != k_weight.dtype:
+        raise ValueError(f"q_weight is {q_weight.dtype} and k_weight {k_weight.dtype}: convert one of them")
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be one of {', '.join(get_args(Cast))}, got {cast!r}")
     q, k = as_bhsd(layout, q, k)

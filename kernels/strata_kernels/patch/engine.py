@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_rope
-from .structure import activation_options, activations_of, linear_head, unwrap
+from .forwards import ROTATION, causal_lm_forward, mlp_forward, norm_forward, with_rope
+from .structure import activation_options, activations_of, is_own, linear_head, unwrap
 from .table import ACTIVATIONS, OPERATORS, ROWS, Row
 
 
@@ -57,7 +57,8 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
     `linear_cross_entropy` and the output's `logits` is None; pass `skip_logits=False` to the forward call to get logits
     too, `skip_logits=True` to save them in evaluation. For another loss pass `head_loss`, a function of the hidden
     states [B, T, H] as they enter the head, its weight, its bias or None, and the cap on its logits or None: what it
-    returns is the output's `loss`, and no logits are computed. A model that is patched already is patched anew: the
+    returns is the output's `loss`, and no logits are computed. Where a family scales its logits, the hidden states and
+    the bias that it is given are scaled instead. A model that is patched already is patched anew: the
     result depends on the last call alone.
 
     Args:
@@ -165,6 +166,15 @@ def _check(model: nn.Module, row: Row, operator: str, path: str, module: nn.Modu
             f"{path or type(model).__name__} has a forward of its own, set by hooks or by another patch; "
             f"patch the model before they are added, or {way_out}"
         )
+    stood_for = {f"{type(module).__name__}.forward": original_class(module).forward}
+    if operator == "rope":
+        stood_for[ROTATION] = getattr(import_module(row.module), ROTATION)
+    for name, function in stood_for.items():
+        if not is_own(function, row.module):
+            raise ValueError(
+                f"{operator} stands for {name} of {row.module}, which something has replaced by {function}; "
+                f"undo that before the model is patched, or {way_out}"
+            )
     if operator in ACTIVATIONS:
         assert row.mlp is not None
         activation = getattr(module, row.mlp.activation)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops._vocabulary_parallel import is_dtensor
 from ..ops.geglu import geglu, geglu_packed
@@ -26,6 +25,9 @@ from .table import Mlp, Norm, Row
 Forward = Callable[..., Any]
 # hidden states [B, T, H], the head's weight and bias, the cap on its logits → whatever the caller makes of them
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
+
+# What every family's attention calls for the rotation, and under which name patched ones find the operator.
+ROTATION, _FUSED_ROTATION = "apply_rotary_pos_emb", "_strata_apply_rotary_pos_emb"
 
 # The leading parameters of every causal model's forward, by which callers may pass arguments without naming them.
 _PARAMETERS = (
@@ -67,23 +69,24 @@ def mlp_forward(mlp: Mlp) -> Forward:
 
 
 def with_rope(original: Forward, interleaved: bool) -> Forward:
-    """The attention's forward, in a view of its module where `apply_rotary_pos_emb` is the fused operator.
+    """The attention's forward, where `apply_rotary_pos_emb` is the fused operator.
 
-    The function's code is the family's own; only the module in which it looks up names differs, so that no other model
-    is touched. The view is registered, since `torch.compile` resolves a function's globals by its module's name.
+    The function's code is the family's own, and so is the module in which it looks up names; only that one name is
+    another, which the module did not have, so that no other model is touched.
     """
     function = inspect.unwrap(original)
-    assert isinstance(function, FunctionType) and "apply_rotary_pos_emb" in function.__code__.co_names, original
-    module = sys.modules[function.__module__]
-    view = ModuleType(f"{module.__name__}__strata", module.__doc__)
-    vars(view).update({**vars(module), "__name__": view.__name__, "apply_rotary_pos_emb": _ROTATIONS[interleaved]})
-    view = sys.modules.setdefault(view.__name__, view)
+    assert isinstance(function, FunctionType) and ROTATION in function.__code__.co_names, original
+    function.__globals__[_FUSED_ROTATION] = _ROTATIONS[interleaved]
+    names = tuple(_FUSED_ROTATION if name == ROTATION else name for name in function.__code__.co_names)
     forward = FunctionType(
-        function.__code__, vars(view), function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(co_names=names),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     forward.__kwdefaults__ = function.__kwdefaults__
-    forward.__module__ = view.__name__
-    return wraps(function, assigned=("__doc__", "__qualname__", "__annotations__"))(forward)
+    return wraps(function, assigned=("__module__", "__doc__", "__qualname__", "__annotations__"))(forward)
 
 
 def _apply_rotary_pos_emb(
@@ -143,20 +146,18 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
         outputs = self.model(**inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]
-        # The logits are scaled by scaling what the head is given.
-        if row.divisor:
-            hidden = hidden / getattr(self.config, row.divisor)
-        if row.multiplier:
-            hidden = hidden * getattr(self.config, row.multiplier)
         head, softcap = linear_head(self.lm_head), getattr(self.config, row.softcap) if row.softcap else None
+        # The logits are scaled by scaling all that is added up in them.
+        hidden = _scaled(hidden, self.config, row)
+        bias = None if head.bias is None else _scaled(head.bias, self.config, row)
         cut = is_dtensor(head.weight) and not is_dtensor(hidden)
         if cut:
             hidden = _on_mesh_of(head.weight, hidden)
         loss: Any
         if head_loss is None:
-            loss = _causal_lm_loss(hidden, head, labels, softcap=softcap, **kwargs)
+            loss = _causal_lm_loss(hidden, head.weight, bias, labels, softcap=softcap, **kwargs)
         else:
-            loss = head_loss(hidden, head.weight, head.bias, softcap)
+            loss = head_loss(hidden, head.weight, bias, softcap)
         return output(
             # A copy: FSDP hooks on to what a model returns, and warns of views.
             loss=loss.to_local().clone() if cut else loss,
@@ -169,6 +170,15 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
     return patched
 
 
+def _scaled(x: Tensor, config: Any, row: Row) -> Tensor:
+    """x divided and multiplied as the family does it with the head's logits."""
+    if row.divisor:
+        x = x / getattr(config, row.divisor)
+    if row.multiplier:
+        x = x * getattr(config, row.multiplier)
+    return x
+
+
 def _on_mesh_of(weight: Any, hidden: Tensor) -> Tensor:
     """Hidden states that all processes which hold a head in parts have whole, as its DTensor needs them."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -179,7 +189,8 @@ def _on_mesh_of(weight: Any, hidden: Tensor) -> Tensor:
 
 def _causal_lm_loss(
     hidden: Tensor,
-    head: nn.Linear,
+    weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor | None,
     *,
     softcap: float | None,
@@ -189,7 +200,7 @@ def _causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What transformers' `ForCausalLMLoss` gives for the logits of `head`: position t predicts label t + 1.
+    """What transformers' `ForCausalLMLoss` gives for the logits of a head: position t predicts label t + 1.
 
     A batch may bring `max_targets`: at most how many of its positions predict a label that is not ignored. The others
     are dropped before the head.
@@ -199,9 +210,9 @@ def _causal_lm_loss(
         shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
-        head.weight,
+        weight,
         shift_labels.reshape(-1).to(hidden.device),
-        bias=head.bias,
+        bias=bias,
         ignore_index=ignore_index,
         softcap=softcap,
         num_items=num_items_in_batch,

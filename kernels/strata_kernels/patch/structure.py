@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Where decorators of modeling files are defined. Those of the package `kernels` put a module in place of a function.
+_DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")
+
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside `torch.compile`, DistributedDataParallel and PEFT, in any nesting."""
@@ -22,27 +25,51 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_own(function: Any, module: str) -> bool:
+    """Whether `function` is that of the modeling file `module`, in nothing but the decorators that it has there."""
+    while function is not None:
+        home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        if home != module and not home.startswith(_DECORATORS):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def linear_head(head: nn.Module) -> nn.Linear:
-    """The plain linear layer that `head` is, or that PEFT trains in its place.
+    """The plain linear layer that calling `head` runs: itself, or that which PEFT has there at the moment.
 
     Raises:
         ValueError: the head does more than a matrix product with its own weight, or is hooked to.
     """
-    if type(head).__module__.startswith("peft.") and hasattr(head, "modules_to_save"):
-        adapters: Any = head.modules_to_save
-        head = adapters[head.active_adapter]
-    if type(head) is not nn.Linear:
+    linear = _in_use(head)
+    if type(linear) is not nn.Linear:
         raise ValueError(
-            f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(head).__name__}; "
+            f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(linear).__name__}; "
             "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
         )
     # Its weight is read and its forward not called: what hangs on the call (offloading, weight_norm) would be left out.
-    if "forward" in head.__dict__ or head._forward_pre_hooks or head._forward_hooks:
+    if any("forward" in m.__dict__ or m._forward_pre_hooks or m._forward_hooks for m in (head, linear)):
         raise ValueError(
             "linear_cross_entropy does not call the output head, which has hooks or a forward of its own; "
             "remove those, or pass exclude=('linear_cross_entropy',)"
         )
-    return head
+    return linear
+
+
+def _in_use(module: nn.Module) -> nn.Module:
+    """What calling `module` comes to: where PEFT keeps copies that it trains, that of the adapter which is switched on.
+
+    As in PEFT's forward, that is the original where adapters are switched off, and where the active one has no copy.
+    """
+    if not (type(module).__module__.startswith("peft.") and hasattr(module, "modules_to_save")):
+        return module
+    wrapper: Any = module
+    active = wrapper.active_adapters
+    trained = bool(active) and all(name in wrapper.modules_to_save for name in active)
+    in_use: nn.Module = wrapper.original_module
+    if trained and not wrapper.disable_adapters:
+        in_use = wrapper.modules_to_save[active[0]]
+    return in_use
 
 
 def is_plain_linear(module: nn.Module) -> bool:
