@@ -13,7 +13,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.paths import directory, is_local
 from tasks.resources import PREPARE, SMALL
 from tasks.runtime import version
-from tasks.runtime.folder import data_folder
+from tasks.runtime.folder import RunFolder, data_folder
 from tasks.runtime.log import configure_logging
 from tasks.topology import task_for
 
@@ -35,23 +35,41 @@ class Planned(NamedTuple):
 def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
-    from tasks.runtime.data import fingerprint
+    from tasks.runtime.data import recipe_of
     from tasks.runtime.harness import require_tasks
+    from tasks.runtime.parallel import require_installed
+    from tasks.runtime.tracking import require_tracker_packages, require_trackers
 
     task_for(spec.topology)
     require_tasks(spec)
-    if not is_local() and not os.path.isabs(spec.output):
-        if spec.topology.nnodes > 1:
-            raise ValueError(
-                f"output {spec.output!r} is a folder inside each pod, but topology.nnodes {spec.topology.nnodes} pods "
-                "share their checkpoints; set output to a folder on a volume that all pods of the run mount"
-            )
+    require_installed(spec)
+    # A pod template of the run's own may bring what tells its trackers whom to tell; the image is the same.
+    (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
+    if not is_local():
+        _check_pods(spec)
+    return Planned(recipe_of(spec, RunFolder.of(spec).commit_for(spec)), spec.output)
+
+
+def _check_pods(spec: RunSpec) -> None:
+    """What one machine has anyway, and pods must be given."""
+    if spec.resources.gpu == 0 and spec.topology.nproc_per_node > 1:
         log.warning(
-            "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step "
-            "0; set output to a folder on a volume that all pods of the run mount",
-            spec.output,
+            "resources.gpu is 0: the %d processes of each pod train on its CPU; set resources.gpu to %d for a GPU each",
+            spec.topology.nproc_per_node,
+            spec.topology.nproc_per_node,
         )
-    return Planned(DataRecipe.from_spec(spec, fingerprint(spec)), spec.output)
+    if os.path.isabs(spec.output):
+        return
+    if spec.topology.nnodes > 1:
+        raise ValueError(
+            f"output {spec.output!r} is a folder inside each pod, but topology.nnodes {spec.topology.nnodes} pods "
+            "share their checkpoints; set output to a folder on a volume that all pods of the run mount"
+        )
+    log.warning(
+        "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step "
+        "0; set output to a folder on a volume that all pods of the run mount",
+        spec.output,
+    )
 
 
 @task(**PREPARE, cache=Cache(version=str(version.DATA), ignored_inputs=("output",)))

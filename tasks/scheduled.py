@@ -7,6 +7,7 @@ Without one nothing is sent. A message that cannot be sent is warned of, and nev
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -24,6 +25,7 @@ from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.section import LONGEST_NAME
 from tasks.resources import SMALL
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
@@ -72,7 +74,13 @@ def announce_failure(spec: RunSpec, kickoff_time: datetime, err: Optional[FlyteE
 
 
 def _name(spec: RunSpec, kickoff_time: datetime) -> str:
-    return f"{spec.name}-{kickoff_time:%Y%m%d-%H%M}"
+    """With the time; of a name that leaves no room for it the beginning and a digest are kept."""
+    time, name = f"-{kickoff_time:%Y%m%d-%H%M}", spec.name
+    room = LONGEST_NAME - len(time)
+    if len(name) > room:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+        name = f"{name[: room - 7]}-{digest}"
+    return f"{name}{time}"
 
 
 def _where() -> str:

@@ -9,7 +9,7 @@ import sys
 from strata_platform.errors import SpecError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
-from strata_platform.spec import DataRecipe, load_spec
+from strata_platform.spec import load_spec
 from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import end_with_agent
@@ -38,7 +38,7 @@ def main() -> int:
     # Only a good spec is worth the seconds that torch takes to import.
     from torch import OutOfMemoryError
 
-    from tasks.runtime.data import fingerprint, prepare
+    from tasks.runtime.data import prepare, recipe_of
     from tasks.runtime.evaluate import evaluate
     from tasks.runtime.export import export
     from tasks.runtime.folder import RunFolder, data_folder
@@ -53,10 +53,10 @@ def main() -> int:
 
     log = logging.getLogger("tasks.runtime")
     try:
-        require_targets(spec)
         with session(spec) as run:
+            run.processes.on_main(lambda: require_targets(spec))
             run.processes.on_main(lambda: require_tasks(spec))
-            recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             tell(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.

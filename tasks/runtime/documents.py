@@ -59,8 +59,9 @@ def obstacle(config: PretrainedConfig) -> str | None:
         return "caps the scores of attention (attn_logit_softcapping)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "attends to later tokens (is_causal, use_bidirectional_attention)"
-    # Its layers do not tell their windows to attention.
-    if config.model_type == "qwen2_moe" and "sliding_attention" in (config.layer_types or ()):
+    # These layers do not tell their windows to attention; those of SmolLM3 do where windows are said to be on.
+    silent = config.model_type == "qwen2_moe" or (config.model_type == "smollm3" and not config.use_sliding_window)
+    if silent and "sliding_attention" in (config.layer_types or ()):
         return "has windows in its masks alone (layer_types)"
     return None
 

@@ -17,7 +17,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import PRESETS, adopt_tokenizer
 from tasks.runtime.processes import Processes
-from tasks.runtime.publish import publish, require_targets
+from tasks.runtime.publish import RECORD, publish, require_targets
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
 from tasks.runtime.verify import expected_of, verify
@@ -42,7 +42,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     shutil.rmtree(temporary, ignore_errors=True)
     _write(spec, data, weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
-    record.save(temporary / "strata_record.json")
+    record.save(temporary / RECORD)
     _replace(temporary, folder.model)
 
     record.save(folder.record)

@@ -75,6 +75,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def data_commit(self) -> Path:
+        """The commit of the Hub's data set that the run reads; there only when it reads one."""
+        return self.root / "data_commit.txt"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files."""
         return self.root / "tensorboard"
@@ -109,6 +114,12 @@ class RunFolder:
         """The completion record; there only when the run has one."""
         return self.root / "record.json"
 
+    @property
+    def _own(self) -> tuple[Path, ...]:
+        """What a run writes after its spec, and replaces or removes."""
+        made = (self.record, self.report, self.model, self.weights)
+        return (self.checkpoints, self.metrics, self.data_commit, self.tensorboard, self.attempts, self.hangs, *made)
+
     def make(self) -> None:
         """Make the folder, if it is not there. Raises ValueError when that fails."""
         try:
@@ -131,19 +142,19 @@ class RunFolder:
         """Make the folder this spec's own; `alone` says that nobody else can be at work in it.
 
         Raises ValueError when it holds a run of another spec, which is at work or has begun: continuing would train
-        something nobody described.
+        something nobody described. And when it holds what is no run's, though a run would replace or remove it.
         """
         self.make()
-        if self.spec.exists() and what_binds(load_spec(self.spec), spec):
+        if not self.spec.exists():
+            require_no_runs_entries([path.name for path in self._own if path.exists()], str(self.root), "output")
+        elif self.differs_from(spec):
             if self.begun or not alone:
-                require_same_run(self.spec, spec, str(self.root))
+                require_same_run(self, spec, str(self.root))
             log.info("%s is of another spec so far, which took no step; it is begun anew", self.root)
             # The trackers' names for the run, too.
-            for left in (self.metrics, self.attempts, *self.root.glob("*.id")):
+            for left in (self.metrics, self.attempts, self.data_commit, *self.root.glob("*.id")):
                 left.unlink(missing_ok=True)
-        temporary = self.spec.with_suffix(".tmp")
-        temporary.write_text(dump_spec(spec), encoding="utf-8")
-        temporary.replace(self.spec)
+        _write(self.spec, dump_spec(spec))
 
     @contextmanager
     def lock(self, patience: float = LOCK_SECONDS) -> Iterator[bool]:
@@ -160,6 +171,26 @@ class RunFolder:
             file.flush()
             yield alone
 
+    def commit_for(self, spec: RunSpec) -> str | None:
+        """The commit of the Hub's data set that this spec's run has read so far; None when it has read none."""
+        return self._noted_commit if self.spec.exists() and not self.differs_from(spec) else None
+
+    def note_commit(self, commit: str) -> None:
+        """Note the commit of the Hub's data set that the run reads, for all starts to come."""
+        _write(self.data_commit, f"{commit}\n")
+
+    @property
+    def _noted_commit(self) -> str | None:
+        return self.data_commit.read_text(encoding="utf-8").strip() if self.data_commit.exists() else None
+
+    def differs_from(self, spec: RunSpec) -> list[str]:
+        """What makes `spec` the spec of another run than this folder's, in words."""
+        old, commit = load_spec(self.spec), self._noted_commit
+        if commit is not None and spec.data.revision == commit:
+            # To name the commit that is read anyway changes nothing.
+            old = old.model_copy(update={"data": old.data.model_copy(update={"revision": commit})})
+        return what_binds(old, spec)
+
     def begin_attempt(self) -> int:
         """Note that the training processes start, and return how often they did before."""
         before = len(self.attempts.read_text().splitlines()) if self.attempts.exists() else 0
@@ -168,9 +199,21 @@ class RunFolder:
         return before
 
 
-def require_same_run(written: Path, spec: RunSpec, where: str) -> None:
-    """Raises ValueError when `spec` is of another run than the spec that is `written` in the folder `where`."""
-    changed = what_binds(load_spec(written), spec)
+def require_no_runs_entries(entries: list[str], where: str, field: str) -> None:
+    """Raises ValueError when the folder `where`, which has no spec of a run, has `entries` named as those of a run.
+
+    `field` of the spec says where the folder is.
+    """
+    if entries:
+        raise ValueError(
+            f"{field}: {where} is not a run's, having no spec.yaml, and a run there would take its "
+            f"{', '.join(entries)} for its own; choose another name or {field}, or move that away"
+        )
+
+
+def require_same_run(folder: RunFolder, spec: RunSpec, where: str) -> None:
+    """Raises ValueError when `spec` is of another run than that of `folder`, which a person knows as `where`."""
+    changed = folder.differs_from(spec)
     if changed:
         raise ValueError(
             f"{where} holds a run of another spec; different: {'; '.join(changed)}. "
@@ -186,6 +229,12 @@ def what_binds(old: RunSpec, new: RunSpec) -> list[str]:
 def data_folder(output: str, recipe: DataRecipe) -> Path:
     """Where prepared data is kept: shared by all runs of the output folder that read the same recipe."""
     return Path(output).absolute() / "data" / recipe.hash()
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _lock(file: TextIO, deadline: float) -> bool:

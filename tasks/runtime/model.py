@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,10 @@ from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
 from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.data import PreparedData
 from tasks.runtime.layers import recompute
+
+log = logging.getLogger(__name__)
 
 # 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -67,6 +71,11 @@ def load_config(spec: RunSpec) -> PretrainedConfig:
         return LlamaConfig(**PRESETS[spec.model.name])
     with _readable(spec.model.name):
         return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+
+
+def has_router_loss(spec: RunSpec) -> bool:
+    """Whether the model adds a loss of its routers to that of tokens: a mixture of experts that is told to."""
+    return bool(getattr(load_config(spec).get_text_config(), "output_router_logits", False))
 
 
 def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -197,18 +206,35 @@ def place(model: PreTrainedModel, device: torch.device) -> None:
         model.to(device)
 
 
-def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own.
+def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
+    """Raises ValueError when the model has no embedding for a token that it may come to read. Reads no weights.
 
-    Raises ValueError when the tokenizer has tokens that the model has no embedding for.
+    A model's own tokenizer may have more than it embeds, as Gemma 3's has one for images: tokens that no plain text
+    becomes, and that the data must not have.
     """
+    tokenizer, name = data.tokenizer(), spec.model.name
     # Of a model that sees as well, that of its text.
-    embedded = model.config.get_text_config().vocab_size
-    if len(tokenizer) > embedded:
+    embedded = load_config(spec).get_text_config().vocab_size
+    others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
+    if others.keys() - tokenizer.added_tokens_decoder.keys():
         raise ValueError(
-            f"model.tokenizer has {len(tokenizer)} tokens but model.name {model.config.name_or_path or 'preset'!r} "
-            f"embeds {embedded}; use the model's own tokenizer"
+            f"model.tokenizer has {len(tokenizer)} tokens but model.name {name!r} embeds {embedded}; use the model's "
+            "own tokenizer"
         )
+    largest = data.manifest.largest_token_id
+    if largest in others:
+        raise ValueError(
+            f"data.source: its rows have the token {others[largest]!r}, number {largest}, but model.name {name!r} "
+            f"embeds {embedded}; leave it out of the texts, or, where it pads or ends them, name another in the "
+            "tokenizer's tokenizer_config.json"
+        )
+    if others:
+        shown = ", ".join(map(repr, list(others.values())[:3])) + (", …" if len(others) > 3 else "")
+        log.warning("model.name %r has no embedding for %s of the tokenizer, which no row has", name, shown)
+
+
+def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own."""
     for config in (model.config, model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:

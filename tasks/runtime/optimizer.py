@@ -165,14 +165,17 @@ def _step_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor
 
 
 def learning_rate_factor(spec: RunSpec, steps: int) -> Callable[[int], float]:
-    """Share of the peak learning rate that the step after `done` of `steps` steps takes: a pure function of `done`."""
+    """Share of the peak learning rate that the step after `done` of `steps` steps takes: a pure function of `done`.
+
+    It is 0 for no step: one would read its data without learning it.
+    """
     warmup = math.ceil(spec.schedule.warmup_ratio * steps)
     begin = max(warmup, steps - math.ceil(spec.schedule.falling * steps)) if spec.schedule.falling else warmup
     shape = _SHAPES[spec.schedule.type]
 
     def factor(done: int) -> float:
         if done < warmup:
-            return done / warmup
+            return (done + 1) / (warmup + 1)
         return shape(max(0, done - begin) / max(1, steps - begin))
 
     return factor

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
 
 # What an earlier model in a repository may have that a library would load in place of the new weights, or on top.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json")
-# What begins the names in a run's folder, here or in a store.
-_OF_A_RUN = ("checkpoint", "metrics.jsonl", "spec.yaml")
+RECORD = "strata_record.json"
+"""What every exported model has, and nothing else: the record of its run."""
+# Names of all that an export writes, as patterns.
+_EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
+             "model.safetensors.index.json", *TOKENIZER_FILES)  # fmt: skip
 
 
 def require_targets(spec: RunSpec) -> None:
-    """Raises ValueError when what `export` names cannot be opened: before anything is trained, and not at its end."""
+    """Raises ValueError when what `export` names cannot be opened, or has what is no earlier model of this run.
+
+    Before anything is trained, and not at its end.
+    """
     if spec.export.push_to_hub is not None:
         from huggingface_hub import get_token
 
@@ -28,7 +36,16 @@ def require_targets(spec: RunSpec) -> None:
                 "environment variable HF_TOKEN, also where the model is exported, or leave export.push_to_hub out"
             )
     if spec.export.url is not None:
-        open_url(spec.export.url, "export.url")
+        address, store, root = _place(spec)
+        try:
+            there = _names(store, root)
+        # A store's client raises errors of its own, of no common class.
+        except Exception as error:
+            raise ValueError(
+                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; mend that, choose another "
+                "export.url, or leave it out"
+            ) from error
+        _require_exported(address, there)
 
 
 def publish(spec: RunSpec, model: Path) -> list[str]:
@@ -73,21 +90,49 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
 def _to_store(spec: RunSpec, model: Path) -> str:
     """Its configuration comes last and goes first: a folder without one is no model.
 
-    Raises ValueError where the folder is that of a run, whose files would be taken for those of an earlier model.
+    Its record comes first and never goes: what a broken copy leaves is known by it.
     """
-    address = f"{str(spec.export.url).rstrip('/')}/{spec.name}"
-    store, root = open_url(address, "export.url")
-    store.invalidate_cache()
-    store.makedirs(root, exist_ok=True)
-    there = store.find(root)
-    for path in there:
-        if path.removeprefix(root).lstrip("/").startswith(_OF_A_RUN):
-            raise ValueError(f"{path} is of a run, and {address} is to be the model's alone; choose another export.url")
-    # Files of an earlier export that this one has not.
-    for old in sorted(there, key=lambda path: not path.endswith("/config.json")):
-        store.rm_file(old)
-    names = sorted(str(path.relative_to(model)) for path in model.rglob("*") if path.is_file())
-    for name in sorted(names, key=lambda name: name == "config.json"):
+    address, store, root = _place(spec)
+    there = _names(store, root)
+    _require_exported(address, there)
+    for old in sorted({*there} - {RECORD}, key=lambda name: name != "config.json"):
+        store.rm_file(f"{root}/{old}")
+    names = [str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()]
+    for name in sorted(names, key=lambda name: (name != RECORD, name == "config.json", name)):
         store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
         store.put_file(str(model / name), f"{root}/{name}")
     return address
+
+
+def _place(spec: RunSpec) -> tuple[str, Any, str]:
+    """Where `export.url` wants the model: the address, its file system, and the folder in that."""
+    url = str(spec.export.url)
+    store, root = open_url(url, "export.url")
+    return f"{url.rstrip('/')}/{spec.name}", store, f"{root.rstrip('/')}/{spec.name}"
+
+
+def _names(store: Any, root: str) -> list[str]:
+    """Files below the folder `root`, by their paths in it."""
+    store.invalidate_cache()
+    try:
+        # What ends so marks a folder that somebody made in a store that has none.
+        return sorted(path.removeprefix(root).lstrip("/") for path in store.find(root) if not path.endswith("/"))
+    except FileNotFoundError:
+        return []
+
+
+def _require_exported(address: str, there: list[str]) -> None:
+    """Raises ValueError when there are files that no export has written: what is replaced is removed for good."""
+    foreign = [name for name in there if RECORD not in there or not _is_exported(name)]
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
+        raise ValueError(
+            f"export.url: {address} is to be the exported model's alone, and has what no export wrote: "
+            f"{foreign[0] or 'it is a file'}{more}; choose another export.url or name, or move that away"
+        )
+
+
+def _is_exported(name: str) -> bool:
+    path = PurePosixPath(name)
+    # A pattern that is shorter than the path is matched with the end of it.
+    return any(len(path.parts) == pattern.count("/") + 1 and path.match(pattern) for pattern in _EXPORTED)

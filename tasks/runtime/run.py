@@ -36,6 +36,7 @@ from tasks.runtime.model import (
     build_saved_model,
     has_fused_loss,
     prepare_for_training,
+    require_embeddings,
     saved_dtype,
 )
 from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
@@ -72,10 +73,13 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
+    run.processes.on_main(lambda: require_embeddings(run.spec, data))
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
     run.processes.on_main(lambda: require_divisible(run.spec))
     run.processes.on_main(lambda: require_attention(run.spec))
     run.processes.on_main(lambda: require_positions(run.spec))
+    if commit := data.manifest.commit:
+        run.processes.on_main(lambda: run.folder.note_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
@@ -167,7 +171,7 @@ def build_job(
         mirror=run.mirror if run.processes.is_main else None,
         facts={
             "spec_hash": run.spec.hash(),
-            "data_hash": data.manifest.recipe_hash,
+            "data_hash": data.manifest.content_hash,
             "base": base,
             **objective.facts(),
         },
@@ -278,11 +282,11 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
             "set it to 'auto' to continue, choose another name, or remove the folder"
         )
-    if latest and checkpoint.facts_of(latest)["data_hash"] != data.manifest.recipe_hash:
+    if latest and checkpoint.facts_of(latest)["data_hash"] != data.manifest.content_hash:
         raise ValueError(
-            f"{latest} was trained on other data than data.source {run.spec.data.source!r} gives now: its files, the "
-            "tokenizer or Python changed. Restore them to continue that run, choose another name, or remove "
-            f"{run.folder.root}"
+            f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
+            "tokenizer, what the chat template prints, Python or a package changed. Restore them, or the folder of the "
+            f"prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
     if done == steps and run.folder.record.exists():

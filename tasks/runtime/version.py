@@ -1,6 +1,6 @@
 """Versions of what the runtime stores."""
 
 # Of prepared data. Raised when the same recipe would be prepared differently, or stored differently.
-DATA = 3
+DATA = 4
 # Of checkpoints. Raised when those of the version before can no longer be read.
 CHECKPOINT = 2

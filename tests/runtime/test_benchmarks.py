@@ -48,3 +48,18 @@ def test_a_run_is_trained_and_timed(tmp_path, monkeypatch, quantization):
     packed = [parameter for parameter in jobs[0].bare.parameters() if hasattr(parameter, "quant_state")]
     assert len(packed) == (7 if quantization == "nf4" else 0)
     assert not list((tmp_path / run.spec(tmp_path, tmp_path).name).glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("words", [None, 50])
+def test_a_line_of_each_run_is_told_and_kept(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setattr(training, "train_and_compare", lambda run, folder: {"run": run.label(), "tokens/s/GPU": 1.25})
+    given = ["--words", str(words)] if words else []
+    monkeypatch.setattr("sys.argv", ["training", "--only", "1b, 1 GPU", "--out", str(tmp_path / "out"), *given])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "out").mkdir()
+    training.main()
+    told = capsys.readouterr().out.splitlines()
+    kept = (tmp_path / "out" / ("training-1-50.csv" if words else "training-1.csv")).read_text().splitlines()
+    runs = [run for run in training.RUNS if run.label().startswith("1b, 1 GPU")]
+    assert len(told) == len(kept) - 1 == len(runs) > 1
+    assert told[0] == f"{runs[0].label()}; tokens/s/GPU: 1.2; {words or 'built-in'}"

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -384,6 +386,48 @@ def test_equal_recipes_give_equal_bytes(tmp_path: Path) -> None:
     assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
 
 
+def test_the_hash_of_the_contents_is_that_of_the_rows_and_not_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b') }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    def told(out: str, day: int, rows: str = "rows.jsonl") -> tuple[str, str]:
+        clock = SimpleNamespace(now=lambda: datetime(2026, 11, day))
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        _write(tmp_path / rows, [{"messages": TALK}] * 4)
+        recipe = _recipe(tmp_path / rows, chat_template=str(template), sequence_length=128)
+        manifest = prepare(recipe, tmp_path / out, report=lambda line: None).manifest
+        return manifest.recipe_hash, manifest.content_hash
+
+    first, later, renamed = told("first", 22), told("later", 23), told("renamed", 22, "other.jsonl")
+    assert first[0] == later[0] != renamed[0]
+    assert first[1] == renamed[1] != later[1]
+
+
+def test_each_row_counts_in_the_hash_of_the_contents(tmp_path: Path) -> None:
+    def digest(name: str, *documents: list[int], targets: bool = True, length: int = 8) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        with Spool(tmp_path / name) as spool:
+            for number, ids in enumerate(documents):
+                spool.add(Encoded(np.array(ids, np.int32), np.full(len(ids), targets), (0, len(ids))), number)
+            split = spool.write_shards(tmp_path / name, "train", np.arange(len(documents)), length=length, seed=0)
+        return split.shards[0].sha256
+
+    base = digest("base", [1, 2, 3], [4, 5])
+    assert base == digest("again", [1, 2, 3], [4, 5])
+    others = [
+        digest("ids", [1, 2, 3], [4, 6]),
+        digest("documents", [1, 2], [3, 4, 5]),
+        digest("targets", [1, 2, 3], [4, 5], targets=False),
+        digest("rows", [1, 2, 3], [4, 5], length=4),
+    ]
+    assert len({base, *others}) == 5
+
+
 def test_a_prepared_folder_is_used_again_until_the_recipe_or_the_data_changes(tmp_path: Path, lines: list[str]) -> None:
     path, out = tmp_path / "rows.jsonl", tmp_path / "out"
     _write(path, ROWS)
@@ -455,7 +499,7 @@ def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no prepared data"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
-    with pytest.raises(ValueError, match="is not of version 3; prepare the data anew"):
+    with pytest.raises(ValueError, match="is not of version 4; prepare the data anew"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
     with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):

@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import fingerprint
+from tasks.runtime.data import fingerprint, recipe_of
 from tasks.runtime.data.sources import Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
@@ -92,6 +93,52 @@ def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"none': the folder holds no file of a known kind \(.jsonl, .json"):
         _open(str(tmp_path / "none"))
     assert order([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]) == "cab"
+
+
+SPLITS = {
+    "names": ("train.jsonl", "test.jsonl", "valid.jsonl"),
+    "ends of names": ("gsm8k-train.jsonl", "gsm8k.test.jsonl", "gsm8k_eval_2.jsonl"),
+    "folders": ("train/a.jsonl", "test/train.jsonl"),
+    "the Hub's": ("data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl", "dataset_infos.json"),
+    "subsets": ("main/train-00000.jsonl", "main/test-00000.jsonl"),
+    "hidden": ("train.jsonl", ".cache/train.jsonl", ".ipynb_checkpoints/more.jsonl", "._train.jsonl"),
+    "none": ("trainers.jsonl", ".git/more.jsonl"),
+}
+
+
+def _fill(folder: Path, files: tuple[str, ...]) -> str:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        _jsonl(folder / name, [{"text": name}])
+    return str(folder)
+
+
+@pytest.mark.parametrize("files", SPLITS.values(), ids=SPLITS)
+def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp_path: Path) -> None:
+    source = _open(_fill(tmp_path, files))
+    assert [row["text"] for row in _values(source)] == [files[0]]
+    assert source.notes[0].startswith(f"reads {files[0]}")
+
+
+def test_any_split_of_a_folder_can_be_read(tmp_path: Path) -> None:
+    shards = [f"data/{split}-00000-of-00001.jsonl" for split in ("test", "test_sft", "train_gen", "train_sft")]
+    folder = _fill(tmp_path, (*shards, "data/dev-00000-of-00001.jsonl"))
+    for split, file in zip(("test", "test_sft", "train_gen", "train_sft"), shards, strict=True):
+        source = _open(f"{folder}/", split=split)
+        assert [row["text"] for row in _values(source)] == [file]
+    assert f", of split 'train_sft'; left out: data/dev-00000-of-00001.jsonl, {shards[0]}" in source.notes[0]
+    assert _values(_open(folder, split="dev")) == _values(_open(folder, split="validation"))
+    with pytest.raises(
+        ValueError, match=r"data.split is 'train', and names tell the splits 'validation' \(.*'train_gen"
+    ):
+        _open(folder)
+
+
+def test_files_of_no_split_beside_those_of_one_are_a_question(tmp_path: Path) -> None:
+    folder = _fill(tmp_path, ("test.jsonl", "rows.jsonl"))
+    with pytest.raises(ValueError, match=r"'test' \(test.jsonl\), but none of rows.jsonl; give a pattern .*, such as"):
+        _open(folder)
+    assert len(_values(_open(f"{folder}/**/*.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
@@ -197,11 +244,11 @@ def test_a_web_address_with_a_query(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_address[1]}"
-        source = _open(f"{base}/a.jsonl?signature=x")
+        source = _open(f"{base}/a.jsonl?download=true")
         assert _values(source) == PAIRS
         before = source.digest()
         _jsonl(tmp_path / "a.jsonl", PAIRS[:2])
-        assert _open(f"{base}/a.jsonl?signature=x").digest() != before
+        assert _open(f"{base}/a.jsonl?download=true").digest() != before
         with pytest.raises(ValueError, match="was not found; looked for that URL"):
             _open(f"{base}/none.jsonl")
         server.shutdown()
@@ -269,6 +316,53 @@ def test_hub_data_sets() -> None:
         _values(_open("someone/greetings", subset="x"))
     with pytest.raises(ValueError, match=r"'someone/none' was not found; .* the Hub \(Couldn't reach"):
         _values(_open("someone/none"))
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_that_was_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub import HfApi
+
+    newest, earlier = "a" * 40, "b" * 40
+    asked: list[str | None] = []
+    loaded: list[str] = []
+
+    def info(hub: HfApi, name: str, revision: str | None) -> SimpleNamespace:
+        asked.append(revision)
+        return SimpleNamespace(sha=newest)
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **rest: loaded.append(revision) or PAIRS)
+    unpinned, branch = _spec("someone/greetings"), _spec("someone/greetings", revision="main")
+    recipes = [recipe_of(unpinned), recipe_of(branch)]
+    assert asked == [None, "main"]
+    # From here on nobody asks.
+    recipes.append(recipe_of(_spec("someone/greetings", revision=newest)))
+    assert [recipe.data.revision for recipe in recipes] == [newest] * 3
+    assert len({recipe.hash() for recipe in recipes}) == 1
+    again = recipe_of(unpinned, earlier)
+    assert again == recipe_of(_spec("someone/greetings", revision=earlier)) and again.hash() != recipes[0].hash()
+    for recipe in (recipes[0], again):
+        assert _values(open_source(recipe)) == PAIRS
+    assert loaded == [newest, earlier] and len(asked) == 2
+
+
+def test_a_hub_that_is_away_is_warned_of_whatever_its_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoConnection(Exception):
+        """As of the client's HTTP library, whose errors are no OSErrors."""
+
+    def info(*arguments: Any, **options: Any) -> None:
+        raise NoConnection
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    with pytest.warns(UserWarning, match=r"cannot ask the Hub for the commit of 'someone/greetings' \(NoConnection\)"):
+        assert recipe_of(_spec("someone/greetings")).data.revision is None
+
+
+def test_only_data_of_the_hub_has_a_commit(tmp_path: Path) -> None:
+    spec = _spec(_jsonl(tmp_path / "a.jsonl", PAIRS))
+    assert recipe_of(spec, "a" * 40) == recipe_of(spec) == DataRecipe.from_spec(spec, fingerprint(spec))
+    with pytest.warns(UserWarning, match="cannot ask the Hub for the commit of 'someone/greetings'"):
+        assert recipe_of(_spec("someone/greetings")).data.revision is None
 
 
 def test_fingerprint_of_the_hub_is_its_commit() -> None:

@@ -115,6 +115,23 @@ def test_a_call_that_the_template_leaves_out_is_told(tokenizer, file, source):
         read(tokenizer, {"messages": TALK, "tools": TOOLS}, file(source))
 
 
+@pytest.mark.parametrize("question", ["Paris?", "What is the weather?"], ids=["without its name", "with its name"])
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_a_tool_that_the_template_leaves_out_is_told(tokenizer, file, marked, question):
+    row = {"messages": [{**TALK[0], "content": question}, TALK[3]], "tools": TOOLS}
+    source = file((MARKED if marked else TEMPLATE).replace("tools", "documents"))
+    with pytest.raises(RowError, match=r"row 1: the chat template leaves out 'weather', which column 'tools' offers; "
+                       r"set data\.chat_template to a template that knows tools, or give the column"):  # fmt: skip
+        read(tokenizer, row, source)
+
+
+def test_tools_that_a_template_reads_and_leaves_out_are_told(tokenizer, file):
+    with pytest.raises(RowError, match="row 1: the chat template leaves out 'weather'"):
+        read(tokenizer, {"messages": TALK[3:], "tools": TOOLS}, file(TEMPLATE.replace("if tools", "if not tools")))
+    nameless = [{"type": "code_interpreter"}]
+    assert read(tokenizer, {"messages": TALK[3:], "tools": nameless})
+
+
 def test_rows_whose_calls_are_left_out_can_be_skipped(tmp_path):
     rows = [{"messages": TALK}, {"messages": [TALK[0], TALK[3]]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -32,6 +32,7 @@ from tests.runtime.train_only import train_spec
 # Of two rows: documents of any length, of one token, and a row that is one document.
 LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
 FAMILIES = sorted(name for name in KEEPS_APART if obstacle(AutoConfig.for_model(name)) is None)
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 5}
 GPU = torch.device("cuda")
 # Of the compiler's own look.
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -125,11 +126,12 @@ def test_which_models_go_by_document(sections, device, model, goes):
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        ("qwen2_moe", {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}),
+        ("qwen2_moe", WINDOWS),
+        ("smollm3", WINDOWS),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
     ],
-    ids=["windows of masks alone", "bidirectional", "not causal"],
+    ids=["windows of masks alone", "windows that are off", "bidirectional", "not causal"],
 )
 def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
     spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
@@ -237,6 +239,12 @@ def test_a_student_and_its_teacher_are_planned(tmp_path):
         for spec in (alone, taught)
     ]
     assert rotations[0] and rotations[0] <= rotations[1]
+
+
+def test_smollm3_tells_windows_that_are_on():
+    model = build("smollm3", use_sliding_window=True, **WINDOWS)
+    assert obstacle(model.config) is None
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [5, None]
 
 
 def test_the_warm_up_plans_for_it(tmp_path):

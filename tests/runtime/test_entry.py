@@ -1,8 +1,10 @@
 """`python -m tasks.runtime`: exit codes, and errors that come early and say the way out."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +57,45 @@ def test_a_second_start_waits_for_the_end_of_the_export(tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])
     assert main() == 0 and seen
+
+
+def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeypatch):
+    rows = {sha: [{"text": f"{sha} says {n} times {n}"} for n in range(40)] for sha in ("a" * 40, "b" * 40)}
+    newest, asked = [], []
+
+    def info(hub, name, revision):
+        asked.append(name)
+        return SimpleNamespace(sha=newest[-1])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, revision, **rest: rows[revision])
+    monkeypatch.setattr("tasks.runtime.evaluate.evaluate", lambda spec, record, data, weights: record)
+    seen = []
+    monkeypatch.setattr("tasks.runtime.export.export", lambda *arguments: seen.append(arguments[2].manifest.commit))
+    monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])
+
+    def run(revision=None):
+        spec = {
+            "output": str(tmp_path),
+            "objective": {"type": "pretrain"},
+            "data": {"source": "org/texts", "revision": revision, "sequence_length": 64},
+            "training": {"steps": 1, "micro_batch_size": 1},
+            "tracking": {"report_to": []},
+        }
+        (tmp_path / "spec.yaml").write_text(dump_spec(RunSpec.model_validate(spec)))
+        return main()
+
+    newest.append("a" * 40)
+    assert run() == 0 and asked == ["org/texts"]
+    newest.append("b" * 40)
+    # As the run began, also without the prepared data, and as the error of another revision advises.
+    assert run() == 0
+    shutil.rmtree(tmp_path / "data")
+    assert run() == 0
+    assert run("b" * 40) == 2
+    assert run("a" * 40) == 0
+    assert seen == ["a" * 40] * 4 and asked == ["org/texts"]
 
 
 def test_a_shape_that_was_not_started_is_refused_with_the_command():

@@ -89,6 +89,63 @@ def test_what_a_run_has_made_is_nobody_elses(tmp_path, left):
     assert (folder.root / left).exists() and load_spec(folder.spec).seed == 0
 
 
+@pytest.mark.parametrize(
+    "left",
+    ["checkpoints/checkpoint-500", "metrics.jsonl", "data_commit.txt", "tensorboard", "attempts.txt", "hangs",
+     "record.json", "report.html", "weights", "model"],
+)  # fmt: skip
+def test_what_is_no_runs_is_not_taken_over(tmp_path, left):
+    folder = RunFolder.of(spec(tmp_path, name="mine"))
+    (folder.root / left).mkdir(parents=True)
+    (folder.root / "notes.txt").touch()
+    with pytest.raises(ValueError, match=rf"output: {folder.root} is not a run's, having no spec\.yaml.* its "
+                       rf"{left.split('/')[0]} for its own; choose another name or output, or move"):  # fmt: skip
+        folder.claim(spec(tmp_path, name="mine"), alone=True)
+    assert (folder.root / left).exists() and not folder.spec.exists()
+
+
+A, B = "a" * 40, "b" * 40
+
+
+def hub_spec(tmp_path, revision=None, **changes):
+    return spec(tmp_path, data={"source": "org/texts", "revision": revision}, **changes)
+
+
+def test_a_run_goes_on_at_the_commit_that_it_has_read(tmp_path):
+    folder = RunFolder.of(hub_spec(tmp_path))
+    assert folder.commit_for(hub_spec(tmp_path)) is None
+    folder.claim(hub_spec(tmp_path))
+    folder.note_commit(A)
+    write_points(folder, 0)
+    assert folder.commit_for(hub_spec(tmp_path)) == folder.commit_for(hub_spec(tmp_path, A)) == A
+    # It may be named from now on, and no other.
+    folder.claim(hub_spec(tmp_path, A), alone=True)
+    assert load_spec(folder.spec).data.revision == A
+    assert folder.commit_for(hub_spec(tmp_path, B)) is None
+    with pytest.raises(ValueError, match=rf"data\.revision was '{A}', is '{B}'"):
+        folder.claim(hub_spec(tmp_path, B), alone=True)
+
+
+def test_a_run_that_is_begun_anew_reads_the_newest_commit(tmp_path):
+    folder = RunFolder.of(hub_spec(tmp_path))
+    folder.claim(hub_spec(tmp_path))
+    folder.note_commit(A)
+    assert folder.commit_for(hub_spec(tmp_path, seed=7)) is None
+    folder.claim(hub_spec(tmp_path, seed=7), alone=True)
+    assert folder.commit_for(hub_spec(tmp_path, seed=7)) is None
+
+
+def test_a_folder_with_nothing_of_a_runs_names_is_taken(tmp_path):
+    """What comes before the spec, too: the lock, the report of the warm-up, and the journal of who started it."""
+    folder = RunFolder.of(spec(tmp_path))
+    for name in ("notes.txt", ".lock", "warmup-here.json", ".theirs", "spec.tmp"):
+        folder.make()
+        (folder.root / name).touch()
+    (folder.root / "supervisor").mkdir()
+    folder.claim(spec(tmp_path))
+    assert folder.spec.exists()
+
+
 def test_the_rows_of_a_step_may_be_spread_but_not_changed(tmp_path):
     RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
     with pytest.raises(ValueError, match=r"rows per step \(training\.micro_batch_size x .*\) was 4, is 8"):

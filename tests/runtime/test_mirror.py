@@ -245,6 +245,40 @@ def mirror(tmp_path):
     return make
 
 
+@pytest.mark.parametrize("theirs", ["checkpoint-500/model.safetensors", "metrics.jsonl"])
+def test_what_is_no_runs_in_the_store_is_not_taken_over(mirror, store, theirs):
+    copying, folder = mirror()
+    folder.metrics.unlink()
+    store.store[f"/bucket/runs/x/{theirs}"] = MemoryFile(Flaky(), "-", b"precious")
+    with pytest.raises(ValueError, match=rf"checkpoint\.url: flaky://bucket/runs/x is not a run's.*{theirs[:7]}.*"
+                       r"choose another name or checkpoint\.url"):  # fmt: skip
+        copying.fetch_run()
+    assert names() == [f"x/{theirs}"] and not folder.metrics.exists()
+
+
+def test_the_commit_that_a_run_reads_comes_along(tmp_path):
+    commit = "a" * 40
+
+    def make(machine, revision):
+        data = {"source": "org/texts", "revision": revision}
+        values = {"name": "x", "output": str(tmp_path / machine), "checkpoint": {"url": "flaky://bucket/runs"}}
+        spec = RunSpec.model_validate({**values, "data": data})
+        return spec, RunFolder.of(spec), Mirror(spec, RunFolder.of(spec))
+
+    spec, folder, copying = make("first", None)
+    folder.claim(spec)
+    folder.note_commit(commit)
+    copying.add(save(folder.checkpoints, 50))
+    copying.finish()
+    for machine, revision in (("second", None), ("third", commit)):
+        spec, folder, copying = make(machine, revision)
+        copying.fetch_run()
+        folder.claim(spec)
+        assert folder.commit_for(spec) == commit
+    with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
+        make("fourth", "other")[-1].fetch_run()
+
+
 def test_checkpoints_wait_while_the_store_is_away(mirror, store, caplog):
     copying, folder = mirror(keep_last=1, keep_every=100)
     store.error = OSError("away")

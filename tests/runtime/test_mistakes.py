@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
@@ -231,7 +231,16 @@ def other_architecture(model):
 
 
 def few_embeddings(model):
-    small(LlamaConfig, vocab_size=64).save_pretrained(model)
+    LlamaConfig(vocab_size=64).save_pretrained(model)
+    without_weights(model)
+
+
+def padding_beyond(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "<more>"})
+    tokenizer.save_pretrained(model)
+    without_weights(model)
 
 
 def no_family(model):
@@ -251,6 +260,10 @@ MODELS = {
     "few-embeddings": (
         few_embeddings,
         r"model\.tokenizer has \d+ tokens but model\.name .* embeds 64; use the model's own",
+    ),
+    "padding-beyond": (
+        padding_beyond,
+        r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; leave it out of",
     ),
     "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled false"),
 }

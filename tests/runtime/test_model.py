@@ -5,15 +5,17 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from strata_kernels.patch.table import OPERATORS
-from strata_platform.spec import RunSpec
+from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS as NAMES
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.model import (
     PRESETS,
     build_empty_model,
@@ -22,6 +24,7 @@ from tasks.runtime.model import (
     build_saved_model,
     materialize,
     prepare_for_training,
+    require_embeddings,
 )
 from tasks.runtime.optimizer import build_optimizer
 from tasks.runtime.processes import Processes
@@ -117,6 +120,32 @@ def test_the_meta_model_has_the_same_parameters():
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (meta, real)]
     assert shapes[0] == shapes[1]
     assert all(p.is_meta for p in meta.parameters())
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory):
+    """A model whose own tokenizer has a token more than it embeds."""
+    folder = tmp_path_factory.mktemp("beyond")
+    tokenizer = train_tokenizer(["2 + 2 = 4"])
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+def prepared(folder, model, text):
+    (folder / "rows.jsonl").write_text(json.dumps({"text": text}))
+    data = {"source": str(folder / "rows.jsonl"), "sequence_length": 16}
+    spec = RunSpec(model={"name": str(model)}, data=data, objective={"type": "pretrain"})
+    return spec, prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "data", report=print)
+
+
+def test_a_token_that_the_model_does_not_embed_is_warned_of_where_no_row_has_it(beyond, tmp_path, caplog):
+    require_embeddings(*prepared(tmp_path, beyond, "2 + 2 = 4"))
+    assert "has no embedding for '<image>' of the tokenizer, which no row has" in caplog.text
+    spec, data = prepared(tmp_path, beyond, "2 + 2 = <image>")
+    with pytest.raises(ValueError, match=r"data\.source: its rows have the token '<image>', number \d+, but model"):
+        require_embeddings(spec, data)
 
 
 def test_kernels_can_be_turned_off():

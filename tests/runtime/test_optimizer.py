@@ -14,19 +14,26 @@ from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_ra
     [
         ({"type": "constant", "warmup_ratio": 0}, [1, 1, 1, 1]),
         ({"type": "linear", "warmup_ratio": 0}, [1, 0.75, 0.5, 0.25]),
-        ({"type": "cosine", "warmup_ratio": 0.5}, [0, 0.5, 1, 0.5]),
-        ({"type": "constant", "warmup_ratio": 1}, [0, 0.25, 0.5, 0.75]),
-        ({"type": "wsd", "warmup_ratio": 0.25, "decay_ratio": 0.5}, [0, 1, 1, 0.5]),
+        ({"type": "cosine", "warmup_ratio": 0.5}, [1 / 3, 2 / 3, 1, 0.5]),
+        ({"type": "constant", "warmup_ratio": 1}, [0.2, 0.4, 0.6, 0.8]),
+        ({"type": "wsd", "warmup_ratio": 0.25, "decay_ratio": 0.5}, [0.5, 1, 1, 0.5]),
         ({"type": "wsd", "warmup_ratio": 0}, [1, 1, 1, 1]),
         ({"type": "wsd", "warmup_ratio": 0, "decay_ratio": 1}, [1, 0.75, 0.5, 0.25]),
         # Both rounded up they would overlap: the peak is reached all the same.
-        ({"type": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.4}, [0, 1 / 3, 2 / 3, 1]),
+        ({"type": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.4}, [0.25, 0.5, 0.75, 1]),
     ],
     ids=lambda value: value.get("type") if isinstance(value, dict) else None,
 )
 def test_schedules(schedule, expected):
     factor = learning_rate_factor(RunSpec.model_validate({"schedule": schedule}), 4)
     assert [factor(done) for done in range(4)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_every_step_learns(shape, steps):
+    factor = learning_rate_factor(RunSpec.model_validate({"schedule": {"type": shape}}), steps)
+    assert min(factor(done) for done in range(steps)) > 0
 
 
 def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out():

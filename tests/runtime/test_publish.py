@@ -9,10 +9,18 @@ import fsspec
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.publish import publish, require_targets
+from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.model import PRESETS
+from tasks.runtime.publish import _require_exported, publish, require_targets
+
+FILES = ("config.json", "model.safetensors", "README.md", "strata_record.json")
+# The shards of a larger model, and a tokenizer with several templates.
+OLDER = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "generation_config.json",
+         "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tools.jinja")  # fmt: skip
 
 
 def spec_of(**export):
@@ -21,7 +29,7 @@ def spec_of(**export):
 
 @pytest.fixture
 def model(tmp_path):
-    for name in ("config.json", "model.safetensors", "README.md"):
+    for name in FILES:
         (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "model" / name).write_text(f"new {name}")
     return tmp_path / "model"
@@ -100,7 +108,7 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
     lines = [json.loads(line)["value"] for line in commit.splitlines()]
     assert lines[0]["summary"] == "Add the model of run x"
     sent = {line["path"]: base64.b64decode(line["content"]).decode() for line in lines[1:] if "content" in line}
-    assert sent == {name: f"new {name}" for name in ("config.json", "model.safetensors", "README.md")}
+    assert sent == {name: f"new {name}" for name in FILES}
     # An adapter that was there would be put on top of the new weights.
     gone = {line["path"] for line in lines[1:] if "content" not in line}
     assert gone == {"adapter_config.json", "adapter_model.safetensors"}
@@ -120,35 +128,85 @@ def test_without_a_token_it_ends_before_anything_is_trained(monkeypatch):
         require_targets(spec_of(push_to_hub="org/model"))
 
 
-def test_a_model_is_copied_to_a_store_in_place_of_the_one_before(model):
+@pytest.fixture
+def store():
     store = fsspec.filesystem("memory")
-    store.pipe("/models/x/old.safetensors", b"old")
-    store.pipe("/models/x/config.json", b"old")
+    store.makedirs("/models")
+    yield store
+    store.rm("/models", recursive=True)
+
+
+def test_a_model_is_copied_to_a_store_in_place_of_the_one_before(model, store):
+    for name in (*FILES, *OLDER):
+        store.pipe(f"/models/x/{name}", b"old")
     require_targets(spec_of(url="memory://models"))
     assert publish(spec_of(url="memory://models"), model) == ["memory://models/x"]
     assert {path: store.cat(path) for path in store.find("/models/x")} == {
         f"/models/x/{path.name}": path.read_bytes() for path in model.iterdir()
     }
-    store.rm("/models", recursive=True)
 
 
-def test_a_model_without_configuration_is_left_where_a_copy_breaks(model, monkeypatch):
-    store = fsspec.filesystem("memory")
-    store.pipe("/models/x/config.json", b"old")
-    monkeypatch.setattr(type(store), "put_file", lambda *arguments, **options: 1 / 0)
-    with pytest.raises(ValueError, match=r"export\.url: .*ZeroDivisionError: division by zero"):
-        publish(spec_of(url="memory://models"), model)
+@pytest.mark.parametrize("copied", range(len(FILES)))
+def test_what_a_broken_copy_leaves_has_no_configuration_and_is_replaced(model, store, monkeypatch, copied):
+    left, put = iter(range(copied)), type(store).put_file
+
+    def put_some(*arguments):
+        next(left)
+        put(*arguments)
+
+    publish(spec_of(url="memory://models"), model)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(store), "put_file", put_some)
+        with pytest.raises(ValueError, match=r"export\.url: the model could not be copied: .*StopIteration"):
+            publish(spec_of(url="memory://models"), model)
     assert not store.exists("/models/x/config.json")
-    store.rm("/models", recursive=True)
+    publish(spec_of(url="memory://models"), model)
+    assert len(store.find("/models/x")) == len(FILES)
 
 
-def test_a_run_in_the_store_is_never_taken_for_an_earlier_model(model):
-    store = fsspec.filesystem("memory")
-    store.pipe("/models/x/checkpoint-2/manifest.json", b"{}")
-    with pytest.raises(ValueError, match=r"checkpoint-2/manifest\.json is of a run.*choose another export\.url"):
-        publish(spec_of(url="memory://models"), model)
-    assert store.find("/models") == ["/models/x/checkpoint-2/manifest.json"]
-    store.rm("/models", recursive=True)
+@pytest.mark.parametrize(
+    "there",
+    [
+        ["data.jsonl", "config.json"],
+        ["checkpoint-2/manifest.json"],
+        ["strata_record.json", "config.json", "notes.md"],
+        ["strata_record.json", "projects/config.json"],
+        [""],
+    ],
+    ids=["data", "a run", "a model and more", "a model and a folder", "a file"],
+)
+def test_what_no_export_wrote_is_never_removed(model, store, there):
+    paths = [f"/models/x/{name}".rstrip("/") for name in there]
+    for path in paths:
+        store.pipe(path, b"precious")
+    for attempt in (require_targets, lambda spec: publish(spec, model)):
+        with pytest.raises(ValueError, match=r"export\.url: .*memory://models/x is to be the exported model's alone.*"
+                           r"choose another export\.url or name"):  # fmt: skip
+            attempt(spec_of(url="memory://models"))
+    assert store.find("/models") == sorted(paths)
+    assert {store.cat(path) for path in paths} == {b"precious"}
+
+
+def test_the_mark_of_an_empty_folder_is_no_file(store, monkeypatch):
+    monkeypatch.setattr(type(store), "find", lambda *arguments: ["/models/x/"])
+    require_targets(spec_of(url="memory://models"))
+
+
+def test_all_that_an_export_writes_is_known(tmp_path):
+    """Else the next one would be refused."""
+    LlamaForCausalLM(LlamaConfig(**{**PRESETS["tiny-llama"], "num_hidden_layers": 1})).save_pretrained(tmp_path)
+    tokenizer = train_tokenizer(["a few words"])
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path)
+    names = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(names) > 4 and "additional_chat_templates/tool_use.jinja" in names
+    _require_exported("address", [*names, "README.md", "strata_record.json"])
+
+
+def test_a_store_that_cannot_be_read_is_told_of_before_anything_is_trained(monkeypatch):
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "find", lambda *arguments: 1 / 0)
+    with pytest.raises(ValueError, match=r"export\.url: memory://models/x cannot be read: ZeroDivisionError"):
+        require_targets(spec_of(url="memory://models"))
 
 
 @pytest.mark.parametrize(("checkpoints", "models"), [("s3://b/a", "s3://b/a/"), ("s3://b/x/y", "s3://b")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TypeVar
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.remote import Remote, persist
-from tasks.runtime.folder import RunFolder, require_same_run
+from tasks.runtime.folder import RunFolder, require_no_runs_entries, require_same_run
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +53,24 @@ class Mirror:
     def fetch_run(self) -> None:
         """Bring what a machine lacks that has no folder of this run.
 
-        Raises ValueError when the store cannot be read, or has a run of another spec by this name.
+        Raises ValueError when the store cannot be read, or has a run of another spec by this name, or what is no run's.
         """
+        theirs = RunFolder(self._folder.root / ".theirs")
+        if not self._at_start(partial(self._remote.fetch_file, theirs.spec)):
+            entries = self._at_start(self._remote.entries)
+            small = {path.name for path in self._small_files()}
+            own = [name for name in entries if name.startswith(whole.PREFIX) or name in small]
+            require_no_runs_entries(own, self._remote.url, "checkpoint.url")
+            return
+        try:
+            self._at_start(partial(self._remote.fetch_file, theirs.data_commit))
+            require_same_run(theirs, self._spec, self._remote.url)
+        finally:
+            shutil.rmtree(theirs.root)
+        # Its spec first: a folder without one is nobody's.
         for path in self._small_files():
             if not path.exists():
                 self._at_start(partial(self._remote.fetch_file, path))
-        theirs = self._folder.spec.with_name(".theirs.yaml")
-        if self._at_start(partial(self._remote.fetch_file, self._folder.spec, theirs)):
-            try:
-                require_same_run(theirs, self._spec, self._remote.url)
-            finally:
-                theirs.unlink()
 
     def put_spec(self) -> None:
         """Claim the folder there, and see that it can be written. Raises ValueError when it cannot."""
@@ -181,7 +189,7 @@ class Mirror:
             self._remote.remove(step)
 
     def _small_files(self) -> list[Path]:
-        return [self._folder.spec, self._folder.metrics, self._folder.attempts]
+        return [self._folder.spec, self._folder.data_commit, self._folder.metrics, self._folder.attempts]
 
     def _at_start(self, call: Callable[[], T]) -> T:
         return persist(call, self._remote.url, START_SECONDS)

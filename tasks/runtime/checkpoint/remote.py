@@ -47,6 +47,11 @@ class Remote:
         steps = [int(step) for step in (name.removeprefix(whole.PREFIX) for name in named) if step.isdigit()]
         return sorted(step for step in steps if whole.MANIFEST in self._names(self._folder(step)))
 
+    def entries(self) -> list[str]:
+        """Names of what the run's folder there has; none, where there is no folder."""
+        self._fs.invalidate_cache()
+        return sorted(self._names(self._root))
+
     def put(self, folder: Path) -> None:
         """Copy a whole checkpoint there, or its manifest alone where the files are the same."""
         target, files = self._folder(whole.step_of(folder)), whole.files_of(folder)
@@ -80,16 +85,15 @@ class Remote:
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(f"{self._root}/{path.name}", path.read_bytes())
 
-    def fetch_file(self, path: Path, to: Path | None = None) -> bool:
-        """Copy a file of the run's folder from there, in its place or `to` another; says whether there is one."""
-        to = to or path
+    def fetch_file(self, path: Path) -> bool:
+        """Copy the file of this name from the run's folder there; says whether there is one."""
         self._fs.invalidate_cache()
         if not self._fs.exists(f"{self._root}/{path.name}"):
             return False
-        to.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = to.with_name(f".{to.name}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.part")
         unfinished.write_bytes(self._fs.cat_file(f"{self._root}/{path.name}"))
-        unfinished.replace(to)
+        unfinished.replace(path)
         return True
 
     def remove_only(self, path: Path) -> None:

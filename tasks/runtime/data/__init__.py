@@ -1,12 +1,12 @@
 """Data of a run: `prepare` makes a folder from a recipe, `PreparedData` reads it, `collator` makes batches.
 
-recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+recipe = recipe_of(spec)
 data = prepare(recipe, Path("out/finetune/data"), report=print)
 DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 """
 
 from tasks.runtime.data.dataset import PreparedData, Reference, Rows, Sample, collate, collate_flat, collator
-from tasks.runtime.data.fingerprint import fingerprint
+from tasks.runtime.data.fingerprint import fingerprint, recipe_of
 from tasks.runtime.data.manifest import Manifest
 from tasks.runtime.data.prepare import prepare
 
@@ -21,4 +21,5 @@ __all__ = [
     "collator",
     "fingerprint",
     "prepare",
+    "recipe_of",
 ]

@@ -5,8 +5,8 @@ assistant's turn is what rendering up to and including the turn adds to renderin
 and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
 (dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
 model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
-generation prompt is refused, and so is a row whose calls of tools it leaves out. A message of the assistant's with
-`weight: 0` is read and not learned.
+generation prompt is refused, and so is a row whose tools, or calls of them, it leaves out. A message of the assistant's
+with `weight: 0` is read and not learned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tasks.runtime.data.rows import Row, RowError, closest, kind, require_characters
-from tasks.runtime.data.tools import Tools, called, without_nulls
+from tasks.runtime.data.tools import COLUMN, Tools, called, offered, without_nulls
 
 # Templates by name, with the tokens that a tokenizer must have for each to make sense.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -128,6 +128,7 @@ class ChatTemplate:
         self.source = source
         self._tokenizer = tokenizer
         self._marked = _GENERATION.search(source) is not None
+        self._reads_tools = re.search(r"\btools\b", source) is not None
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
@@ -135,7 +136,7 @@ class ChatTemplate:
         """Texts with the spans, in characters, of what the assistant says in each: one for the chat, or one per turn.
 
         Raises:
-            RowError: the template refuses these messages, or leaves out a call of a tool.
+            RowError: the template refuses these messages, or leaves out a tool or a call of one.
             ValueError: the template does not let the assistant's part be told.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -143,6 +144,7 @@ class ChatTemplate:
         messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         if self._marked:
             text, spans = self._render_marked(messages, where, tools)
+            self._require_tools(tools, text, where)
             if turns and not spans:
                 raise ValueError(
                     f"{where}: the chat template's {{% generation %}} marks cover none of the assistant's turns"
@@ -160,10 +162,21 @@ class ChatTemplate:
                 spans = [span for index, span in zip(turns, spans, strict=True) if index in learned]
             return [(text, spans)]
         whole = self._render(messages, where, tools)
+        self._require_tools(tools, whole, where)
         rendered = [self._turn(messages, index, where, whole, tools) for index in learned]
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
+
+    def _require_tools(self, tools: Tools | None, text: str, where: str) -> None:
+        """Raise RowError when `text`, which the template makes of a chat, lacks a function that the row offers."""
+        for name in offered(tools or []):
+            # Messages may have that word, too.
+            if not self._reads_tools or name not in text:
+                raise RowError(
+                    f"{where}: the chat template leaves out {name!r}, which column {COLUMN!r} offers; set "
+                    "data.chat_template to a template that knows tools, or give the column another name"
+                )
 
     def _turn(self, messages: Messages, index: int, where: str, whole: str, tools: Tools | None) -> tuple[str, Span]:
         """The chat up to and including the turn, and the span of the turn in it; `whole` is all of the chat."""

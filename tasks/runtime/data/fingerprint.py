@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data.manifest import VERSION
-from tasks.runtime.data.sources import open_source
-from tasks.runtime.data.tokenizer import trains_tokenizer
-
-_TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
-                    "merges.txt", "special_tokens_map.json", "tokenizer*.json", "vocab.*")  # fmt: skip
+from tasks.runtime.data.sources import HubDataset, Source, open_source
+from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -28,14 +26,34 @@ def fingerprint(spec: RunSpec) -> str:
     return recipe_digest(DataRecipe.from_spec(spec))
 
 
+def recipe_of(spec: RunSpec, commit: str | None = None) -> DataRecipe:
+    """The recipe of `spec`'s data with its fingerprint; a data set of the Hub at one commit, which is what is read.
+
+    commit: the one that the run has read so far, if any; by default the one that `data.revision` stands for now.
+
+    Raises:
+        ValueError: as `fingerprint`.
+    """
+    recipe = DataRecipe.from_spec(spec)
+    source = open_source(recipe)
+    if isinstance(source, HubDataset) and (commit := commit or source.commit()):
+        source = replace(source, revision=commit)
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"revision": commit})})
+    return recipe.model_copy(update={"fingerprint": _digest(recipe, source)})
+
+
 def recipe_digest(recipe: DataRecipe) -> str:
     """See `fingerprint`."""
-    parts = [f"version {VERSION}", open_source(recipe).digest()]
+    return _digest(recipe, open_source(recipe))
+
+
+def _digest(recipe: DataRecipe, source: Source) -> str:
+    parts = [f"version {VERSION}", source.digest()]
     if trains_tokenizer(recipe):
         parts.append(f"tokenizers {version('tokenizers')}")
     folder = Path(recipe.tokenizer or recipe.model)
     if folder.is_dir():
-        parts += [_file_digest(path) for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
+        parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
     template = Path(recipe.data.chat_template or "")
     if template.is_file():
         parts.append(_file_digest(template))

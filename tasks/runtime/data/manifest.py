@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.runtime import version
+from tasks.runtime.data.sources import is_commit
 
 MANIFEST = "manifest.json"
 KIND = "prepared data"
@@ -22,11 +24,12 @@ SKIP_REASONS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of rows."""
+    """A file of rows, `sha256` being that of its tensors."""
 
     file: str
     rows: int
     bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Manifest:
 
     `skipped` counts by the reasons of `SKIP_REASONS`. `truncated` samples and those cut into pieces (`split_long`) or
     into one document per turn (`split_turns`) are among the used. `stop_token_ids` are the tokens that end what a model
-    writes.
+    writes. `largest_token_id` is of all tokens that rows have, padding and these ends included.
     """
 
     recipe: dict[str, Any]
@@ -70,11 +73,28 @@ class Manifest:
     train: Split
     validation: Split
     vocabulary_size: int
+    largest_token_id: int
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     versions: dict[str, str]
     version: int = VERSION
     kind: str = KIND
+
+    @property
+    def content_hash(self) -> str:
+        """Digest of the rows: the same for the same rows, however they came to be.
+
+        A recipe does not tell: a template may print the date, and the next version of a tokenizer cut other tokens.
+        """
+        shards = (*self.train.shards, *self.validation.shards)
+        parts = [f"{shard.file} {shard.rows} {shard.sha256}" for shard in shards]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of the Hub's data set that the rows are of, where they are of one and it is known."""
+        revision = self.recipe["data"]["revision"]
+        return revision if revision is not None and is_commit(revision) else None
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""

@@ -78,6 +78,8 @@ def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:
 def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     started = time.monotonic()
     source = open_source(recipe)
+    for note in source.notes:
+        report(f"{source.name}: {note}")
 
     def rows() -> Iterator[Row]:
         return islice(source.rows(), recipe.data.max_samples)
@@ -100,6 +102,7 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
         if not tally.used:
             raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {tally}")
         train, validation = _write_splits(recipe, folder, spool, tokenizer, encoder, together=2 if form.paired else 1)
+    stop_tokens = _stop_tokens(tokenizer, encoder)
     manifest = Manifest(
         recipe=recipe.model_dump(mode="json"),
         recipe_hash=recipe.hash(),
@@ -117,8 +120,9 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
         train=train,
         validation=validation,
         vocabulary_size=len(tokenizer),
+        largest_token_id=max(spool.largest_token_id, tokenizer.pad_token_id, *stop_tokens),
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=_stop_tokens(tokenizer, encoder),
+        stop_token_ids=stop_tokens,
         versions={
             "python": platform.python_version(),
             **{package: version(package) for package in ("tokenizers", "transformers", "numpy")},

@@ -9,13 +9,14 @@ import glob
 import hashlib
 import json
 import os
+import posixpath
 import random
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
@@ -23,6 +24,7 @@ from strata_platform.spec.data import BUILTIN_SOURCES, Data
 from tasks.runtime.data import python_docs
 from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
 from tasks.runtime.data.rows import Row, closest
+from tasks.runtime.data.splits import is_shown, of_split, some, split_of
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
@@ -38,6 +40,10 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """What a person calls it."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person is told of what is read."""
 
     def rows(self) -> Iterator[Row]:
         """All rows, in the same order every time."""
@@ -58,8 +64,9 @@ def open_source(recipe: DataRecipe) -> Source:
         _warn_of_hub_fields(data)
         return PythonDocs(seed=recipe.seed)
     if all(_names_files(name) for name in names):
-        _warn_of_hub_fields(data)
-        return Files.find(names)
+        files = Files.find(names, data.split)
+        _warn_of_hub_fields(data, split=not files.splits)
+        return files
     if len(names) == 1 and _HUB_ID.match(names[0]):
         return HubDataset(names[0], data.subset, data.split, data.revision, streaming=data.max_samples is not None)
     raise _not_found(next(name for name in names if not _names_files(name)), len(names))
@@ -71,6 +78,7 @@ class PythonDocs:
 
     seed: int
     name: str = "python-docs"
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[Row]:
         """Rows with `prompt` and `completion`."""
@@ -90,11 +98,18 @@ class Files:
 
     name: str
     found: tuple[tuple[Any, str], ...]  # file system, path within it
+    notes: tuple[str, ...] = ()
+    splits: bool = False
+    """Whether names of files tell of splits."""
 
     @classmethod
-    def find(cls, names: tuple[str, ...]) -> Files:
-        """Resolve paths, folders, globs and URLs. Raises ValueError when one matches nothing, or kinds are mixed."""
-        found = [file for name in names for file in _matches(name)]
+    def find(cls, names: tuple[str, ...], split: str) -> Files:
+        """Resolve paths, folders, globs and URLs; of a folder whose files name splits those of `split`.
+
+        Raises ValueError when one matches nothing, or kinds are mixed.
+        """
+        matches = [_matches(name, split) for name in names]
+        found = [(match.filesystem, path) for match in matches for path in match.paths]
         kinds = {extension(path): path for _, path in found}
         if unknown := [path for suffix, path in kinds.items() if suffix not in READERS]:
             raise ValueError(
@@ -107,7 +122,8 @@ class Files:
                 + ", ".join(f"{suffix} ({path})" for suffix, path in kinds.items())
                 + "; give files of one kind"
             )
-        return cls(redacted(", ".join(names)), tuple(found))
+        notes = tuple(match.note for match in matches if match.note)
+        return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches))
 
     def rows(self) -> Iterator[Row]:
         """Rows of all files. Raises ValueError, naming the file, when one cannot be read."""
@@ -135,6 +151,7 @@ class HubDataset:
     split: str
     revision: str | None
     streaming: bool
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[Row]:
         """Rows of the split. Raises ValueError when the Hub has no such data set, subset or split."""
@@ -160,26 +177,37 @@ class HubDataset:
                 f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"
             ) from error
 
-    def digest(self) -> str:
-        """The commit that `revision` stands for now."""
+    def commit(self) -> str | None:
+        """The commit that `revision` stands for now; None, with a warning, when the Hub does not say."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-        commit = self.revision
-        if commit is None or not _COMMIT.match(commit):
-            try:
-                commit = HfApi().dataset_info(self.name, revision=self.revision).sha
-            except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-                warnings.warn(
-                    f"data.revision: cannot ask the Hub for the commit of {self.name!r} ({type(error).__name__}); "
-                    "a change there will not be noticed. Pin data.revision to a commit.",
-                    stacklevel=2,
-                )
-        return hashlib.sha256(f"{self.name}@{commit}".encode()).hexdigest()
+        if self.revision is not None and is_commit(self.revision):
+            return self.revision
+        try:
+            return HfApi().dataset_info(self.name, revision=self.revision).sha
+        # What the Hub answers, and what keeps it from answering, have no common class but this.
+        except Exception as error:
+            warnings.warn(
+                f"data.revision: cannot ask the Hub for the commit of {self.name!r} ({type(error).__name__}); a change "
+                "there will not be noticed before the data is read. Pin data.revision to a commit.",
+                stacklevel=2,
+            )
+            return None
+
+    def digest(self) -> str:
+        """That of the commit."""
+        return hashlib.sha256(f"{self.name}@{self.commit()}".encode()).hexdigest()
 
 
-def _warn_of_hub_fields(data: Data) -> None:
-    for name, value in (("subset", data.subset), ("split", data.split), ("revision", data.revision)):
+def is_commit(revision: str) -> bool:
+    """Whether a revision of the Hub is a commit, which stays what it is, and no branch or tag."""
+    return _COMMIT.match(revision) is not None
+
+
+def _warn_of_hub_fields(data: Data, *, split: bool = True) -> None:
+    """`split`: also of that field."""
+    fields = {"subset": data.subset, "split": data.split if split else None, "revision": data.revision}
+    for name, value in fields.items():
         if value not in (None, "train"):
             warnings.warn(
                 f"data.{name} {value!r} has no effect: data.source {data.source!r} is not on the Hub", stacklevel=3
@@ -201,7 +229,16 @@ def _local(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def _matches(name: str) -> list[tuple[Any, str]]:
+class _Match(NamedTuple):
+    """Files of one name in `data.source`."""
+
+    filesystem: Any
+    paths: list[str]
+    note: str = ""
+    splits: bool = False
+
+
+def _matches(name: str, split: str) -> _Match:
     from fsspec.core import url_to_fs
 
     try:
@@ -210,16 +247,31 @@ def _matches(name: str) -> list[tuple[Any, str]]:
             paths = sorted(filesystem.glob(_pattern(filesystem, path)))
         # A web server is not asked for a listing: it would answer with the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
-            paths = sorted(p for p in filesystem.find(path) if extension(p) in READERS)
-            if not paths:
-                raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
+            return _in_folder(filesystem, path, name, split)
         else:
             paths = [path] if filesystem.exists(path) else []
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"data.source {name!r}: {error}") from error
     if not paths:
         raise _not_found(name)
-    return [(filesystem, p) for p in paths]
+    return _Match(filesystem, paths)
+
+
+def _in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
+    """Raises ValueError when nothing in the folder can be read, or names tell of splits and not of this one."""
+    files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
+    known = [path for path in files if extension(path) in READERS and is_shown(path)]
+    if not known:
+        raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
+    chosen = of_split(known, split, redacted(name))
+    others = sorted(set(known) - set(chosen))
+    left_out = f", of split {split!r}; left out: {some(others)}" if others else ""
+    return _Match(
+        filesystem,
+        [files[path] for path in chosen],
+        note=f"reads {some(chosen)}{left_out}",
+        splits=split_of(chosen[0]) is not None,
+    )
 
 
 def _pattern(filesystem: Any, path: str) -> str:

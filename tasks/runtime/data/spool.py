@@ -5,6 +5,7 @@ Memory holds a few numbers per document and one shard at a time, however much da
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ class Spool:
         self._lengths, self._samples = array("q"), array("q")
         self._written = array("q")
         self.tokens = 0
+        self.largest_token_id = 0
 
     def __enter__(self) -> Spool:
         return self
@@ -50,6 +52,7 @@ class Spool:
         self._samples.append(sample)
         self._written.extend(encoded.written)
         self.tokens += len(encoded)
+        self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
 
     @property
     def samples(self) -> Ints:
@@ -107,7 +110,7 @@ class Spool:
             }
             path = folder / f"{name}-{len(shards):05d}.safetensors"
             save_file(tensors, path)
-            shards.append(Shard(path.name, last - first, path.stat().st_size))
+            shards.append(Shard(path.name, last - first, path.stat().st_size, _digest(tensors)))
             learned += int(tensors["targets"].sum())
         return Split(
             samples=np.unique(self.samples[documents]).size,
@@ -122,6 +125,14 @@ class Spool:
         self._ids.flush()
         self._targets.flush()
         return np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
+
+
+def _digest(tensors: dict[str, npt.NDArray[np.generic]]) -> str:
+    result = hashlib.sha256()
+    for name, tensor in tensors.items():
+        result.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        result.update(np.ascontiguousarray(tensor).data)
+    return result.hexdigest()
 
 
 def _cuts(row_tokens: Ints, shard_tokens: int) -> list[tuple[int, int]]:

@@ -18,6 +18,10 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
 # Merges settle long before this much text; more would only take longer.
 MAX_TRAINING_CHARACTERS = 50_000_000
 
+TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
+                   "merges.txt", "special_tokens_map.json", "tokenizer*.json", "vocab.*")  # fmt: skip
+"""Names of the files of a tokenizer in a folder, as patterns."""
+
 
 def trains_tokenizer(recipe: DataRecipe) -> bool:
     """Whether the recipe's model is a preset without a tokenizer of its own."""

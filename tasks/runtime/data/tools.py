@@ -59,7 +59,12 @@ def called(calls: Any, where: str) -> list[str]:
     return names
 
 
-def _name(call: Any) -> Any:
-    """Of `{"function": {"name": ...}}`, or of the call itself."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+def offered(tools: Tools) -> list[str]:
+    """Names of the functions among the tools; those of other kinds may have none."""
+    return [name for name in map(_name, tools) if isinstance(name, str)]
+
+
+def _name(tool: Any) -> Any:
+    """Of `{"function": {"name": ...}}`, or of the tool or call itself."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
     return function.get("name") if isinstance(function, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.model import has_router_loss
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
@@ -26,9 +27,11 @@ def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
             return Dpo(spec, fused=fused)
         case "distill":
             return Distill(spec, fused=fused)
-    return NextToken(fused=fused)
+    return NextToken(fused=fused, routed=has_router_loss(spec))
 
 
 def validation_objective_of(spec: RunSpec, *, fused: bool) -> Objective:
     """What the trained model is measured by: by itself, where a teacher helped."""
-    return NextToken(fused=fused) if spec.objective.type == "distill" else objective_of(spec, fused=fused)
+    if spec.objective.type == "distill":
+        return NextToken(fused=fused, routed=has_router_loss(spec))
+    return objective_of(spec, fused=fused)

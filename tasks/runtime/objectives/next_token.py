@@ -14,12 +14,17 @@ from tasks.runtime.record import NATS
 
 
 class NextToken:
-    """Cross entropy, averaged over the target tokens; of a patched model with `fused`."""
+    """Cross entropy, averaged over the target tokens; of a patched model with `fused`.
+
+    With `routed` the model adds a loss of its routers, one number for a batch. It weighs as much as the target tokens
+    of its batch, and so the same in however many batches a step is.
+    """
 
     unit = NATS
 
-    def __init__(self, *, fused: bool) -> None:
+    def __init__(self, *, fused: bool, routed: bool = False) -> None:
         self._fused = fused
+        self._routed = routed
 
     def begin(self, start: Start) -> PreparedData:
         """The rows bring all that is needed."""
@@ -43,10 +48,18 @@ class NextToken:
 
     def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
         """The loss that the model itself computes, divided by the targets of the whole step."""
+        if not self._routed:
+            return Share(self._loss(model, batch, items, max_targets), {})
+        own = target_tokens(batch)
+        mean = self._loss(model, batch, own.clamp(min=1), max_targets)
+        return Share(mean * (own / items), {})
+
+    def _loss(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> Tensor:
         inputs: dict[str, Any] = model_inputs(batch)
         if self._fused:
             # In evaluation, too, nobody wants the logits.
             inputs |= {"skip_logits": True, "max_targets": max_targets}
         labels = next_labels(batch)
         output: Any = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=items)
-        return Share(output.loss, {})
+        loss: Tensor = output.loss
+        return loss

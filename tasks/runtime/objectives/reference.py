@@ -33,7 +33,7 @@ def with_reference(start: Start, score: Score) -> PreparedData:
     Raises ValueError when a run that continues finds it gone: the model is not the first one any more.
     """
     spec, data = start.spec, start.data
-    path = file_of(spec, data.manifest.recipe_hash, start.base)
+    path = file_of(spec, data.manifest.content_hash, start.base)
     if not start.processes.on_main(path.is_file):
         if start.continues:
             raise ValueError(
@@ -48,10 +48,10 @@ def with_reference(start: Start, score: Score) -> PreparedData:
     return data.with_reference(train=Reference(tensors["log_probs"], tensors["rows"]))
 
 
-def file_of(spec: RunSpec, recipe_hash: str, base: str) -> Path:
+def file_of(spec: RunSpec, content_hash: str, base: str) -> Path:
     """Where runs keep what the model of fingerprint `base` gives the answers of these data, as they compute it."""
     weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if spec.is_quantized else "")
-    return Path(spec.output).absolute() / "reference" / f"{recipe_hash}-{base}-{weights}.safetensors"
+    return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}.safetensors"
 
 
 def score_rows(

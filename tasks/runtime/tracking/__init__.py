@@ -54,6 +54,16 @@ class Trackers:
 
 def require_trackers(spec: RunSpec) -> None:
     """Raises ValueError when one that the spec names is not installed, or does not know whom to tell."""
+    require_tracker_packages(spec)
+    for name in spec.tracking.report_to:
+        variables = _ENVIRONMENT.get(name, {})
+        if variables and not any(os.environ.get(variable) for variable in variables):
+            advice = " or ".join(f"{variable} to {value}" for variable, value in variables.items())
+            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
+
+
+def require_tracker_packages(spec: RunSpec) -> None:
+    """Raises ValueError when one that the spec names is not installed."""
     for name in spec.tracking.report_to:
         found = find_spec(name)
         # A folder of that name in the working directory, which some of them leave there, is found without an origin.
@@ -62,10 +72,6 @@ def require_trackers(spec: RunSpec) -> None:
             raise ValueError(
                 f"tracking.report_to has {name!r}, which is not installed; pip install {package}, or take it out"
             )
-        variables = _ENVIRONMENT.get(name, {})
-        if variables and not any(os.environ.get(variable) for variable in variables):
-            advice = " or ".join(f"{variable} to {value}" for variable, value in variables.items())
-            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
 
 
 def serve_prometheus(spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> Prometheus | None:

@@ -1,0 +1,73 @@
+"""The loss of routers weighs the same however a step is split, and so does that of validation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import collate
+from tasks.runtime.evaluate import validation_means
+from tasks.runtime.model import build_model
+from tasks.runtime.objectives import objective_of, validation_objective_of
+
+# Of one row, which routers see the same of however often it is there, the targets that each copy has; none, too.
+TARGETS = (7, 2, 0, 3)
+SPLITS = {"one batch": (4,), "two": (2, 2), "uneven": (3, 1), "rows": (1, 1, 1, 1)}
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    config = AutoConfig.for_model(
+        "mixtral",
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return RunSpec(model={"name": str(folder), "dtype": "float32"}, kernels={"enabled": False})
+
+
+@pytest.fixture(scope="module")
+def model(spec):
+    return build_model(spec)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    tokens = torch.arange(3, 13)
+    labels = [tokens.where(torch.arange(10) > 9 - targets, -100) for targets in TARGETS]
+    return [{"input_ids": tokens, "labels": each, "position_ids": torch.arange(10)} for each in labels]
+
+
+def batches_of(rows, split):
+    left = iter(rows)
+    return [collate([next(left) for _ in range(size)]) for size in split]
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_a_step_learns_the_same_of_routers_however_it_is_split(model, spec, rows, split):
+    objective = objective_of(spec, fused=False)
+    whole = collate(rows)
+    output = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")})
+    expected = torch.autograd.grad(output.loss, list(model.parameters()))
+    items = objective.count(whole)
+    loss = sum(objective.share(model, batch, items).loss for batch in batches_of(rows, split))
+    assert output.aux_loss > 1
+    assert float(loss.detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected)
+
+
+@pytest.mark.parametrize("kind", ["sft", "distill"])
+@pytest.mark.parametrize("rows_in_a_batch", [1, 3, 4])
+def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
+    objective = {"type": kind} | ({"teacher": "some/teacher"} if kind == "distill" else {})
+    training = {"micro_batch_size": rows_in_a_batch}
+    spec = RunSpec.model_validate({**spec.model_dump(), "objective": objective, "training": training})
+    data = SimpleNamespace(validation=rows)
+    means = validation_means(model, validation_objective_of(spec, fused=False), data, spec)
+    whole = collate(rows)
+    expected = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")}).loss
+    assert means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}
