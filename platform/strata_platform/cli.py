@@ -7,7 +7,6 @@ wrong.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -67,12 +66,6 @@ def spec(
         typer.echo(dump_spec(_read(file), format), nl=False)
 
 
-def _finite(value: float | None) -> float | None:
-    if value is not None and not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{value} is not a finite number of at least 0")
-    return value
-
-
 @app.command("estimate")
 def estimate_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
@@ -85,15 +78,15 @@ def estimate_(
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(callback=_finite, help="Tokens of the whole run; by default those of training.steps."),
+        typer.Option(callback=commands.finite, help="Tokens of the whole run; by default those of training.steps."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(callback=_finite, help="Of a GPU for an hour, in any currency.")
+        float | None, typer.Option(callback=commands.finite, help="Of a GPU for an hour, in any currency.")
     ] = None,
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; docs/estimate.md.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="The most GPUs that a proposed layout may take.")] = 64,
+    gpus: Annotated[int, typer.Option(min=1, help="The most GPUs that a proposed layout may take.")] = 64,
     format: Annotated[Literal["text", "json"], typer.Option(help="How the estimate is printed.")] = "text",
     backend: Annotated[
         BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: with the prices of the cluster.")

@@ -8,6 +8,9 @@ from typing import Any
 PYTORCHJOB = "kubeflow.org/pytorchjob"
 """Kueue's integration that has jobs of several pods wait in queues. It is off as Kueue is shipped."""
 
+TASK_LIMITS: Mapping[str, str] = {"cpu": "8", "memory": "32Gi"}
+"""What a container of Strata's own tasks may use, whatever the spec asks for: the most that tasks/resources.py says."""
+
 
 def frameworks(configurations: Iterable[Mapping[str, Any]]) -> list[str]:
     """The integrations that are on in Kueue's configuration files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +22,18 @@ from strata_platform.spec import load_spec
 
 app = typer.Typer()
 
+
+def finite(value: float | None) -> float | None:
+    """An option's value as it is; nan and inf, which a number may be to a command line, are refused."""
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number of at least 0")
+    return value
+
+
 _Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local one's folder.")]
 _Backend = Annotated[BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")]
-_Poll = Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at a run.")]
+_Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two looks at a run.")]
 _Format = Annotated[Literal["text", "json"], typer.Option(help="How it is printed.")]
 
 _INTERRUPTED = 130
@@ -97,7 +106,9 @@ def list_(format: _Format = "text", backend: _Backend = "local") -> None:
 @app.command()
 def wait(
     name: _Name,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up; the run goes on.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(callback=finite, help="Seconds after which to give up; the run goes on.")
+    ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:

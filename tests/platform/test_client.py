@@ -400,6 +400,13 @@ def strata(*arguments, **options):
     return subprocess.run([STRATA, *arguments], capture_output=True, text=True, timeout=60, **options)
 
 
+@pytest.mark.parametrize("option", [("--timeout", "nan"), ("--timeout", "inf"), ("--poll", "inf")], ids=" ".join)
+def test_times_that_never_pass_are_refused(place, option):
+    ended = strata("wait", "mine", *option)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert option[0] in ended.stderr and "is not a finite number of at least 0" in ended.stderr
+
+
 def test_the_commands(place, behave):
     behave("finishes")
     Path("my.yaml").write_text(yaml.safe_dump({"name": "mine", "output": "out"}))

@@ -168,12 +168,21 @@ def deployment(image, namespace, account="a", available=1):
     return named(image, namespace=namespace, spec={"template": {"spec": pod}}, status={"availableReplicas": available})
 
 
+def tenant(project, domain):
+    """Its namespace, as the chart labels it; the answers here are of the namespace `team`."""
+    labels = {"strata/tenant": "team", "strata/project": project, "strata/domain": domain}
+    return {"metadata": {"name": "team", "labels": labels}}
+
+
 ACTIVE = {"conditions": [{"type": "Active", "status": "True"}]}
 FLYTE = {
     "tasks.yaml": """\
 tasks: {task-plugins: {enabled-plugins: [container, sidecar, k8s-array, pytorch],
   default-for-task-types: {pytorch: pytorch}}}""",
     "k8s.yaml": "plugins: {k8s: {default-pod-template-name: strata, gpu-device-node-label: gpu}}",
+    "core.yaml": "flyte: {admin: {seedProjects: [team], seedProjectsWithDetails: [{name: flytesnacks}]}}",
+    "auth.yaml": "server: {security: {useAuth: true}}",
+    "limits.yaml": "task_resources: {limits: {cpu: '0', memory: 0, gpu: '0'}}",
 }
 KUEUE = "kind: Configuration\nintegrations: {frameworks: [kubeflow.org/pytorchjob, pod]}"
 TEMPLATE = {"spec": {"containers": [{"env": [{"name": "TRITON_CACHE_DIR"}]}]}}
@@ -208,7 +217,7 @@ HEALTHY = {
             {"metadata": {"name": "cpu"}, "status": {"allocatable": {"cpu": "8"}}},
         ]
     },
-    "/api/v1/namespaces": {"items": [named("team")]},
+    "/api/v1/namespaces": {"items": [tenant("team", "development")]},
     QUEUES: {"items": [named("default", status=ACTIVE)]},
     TEMPLATES: {"items": [named("strata", template=TEMPLATE)]},
     POLICIES: {"items": [named("closed", spec=CLOSED), named("open", spec=OPEN)]},
@@ -263,7 +272,13 @@ def findings():
 def test_a_healthy_cluster_is_well(cluster):
     found = findings()
     assert {finding.verdict for finding in found.values()} == {"ok"}, found
-    assert len(found) == 12
+    assert len(found) == 15
+
+
+def limits(cpu, memory, gpu="0"):
+    """Flyte's configuration with these limits for tasks."""
+    text = json.dumps({"task_resources": {"limits": {"cpu": cpu, "memory": memory, "gpu": gpu}}})
+    return {"items": [{"data": {"x": text}}]}
 
 
 FLYTE_MAPS, KUEUE_MAPS = (f"/api/v1/namespaces/{name}/configmaps" for name in ("flyte", "kueue-system"))
@@ -280,6 +295,16 @@ ILL = {
         "Flyte's plugins",
         "lacks sidecar, k8s-array, pytorch",
     ),
+    "Flyte's limits as shipped": (
+        FLYTE_MAPS,
+        {"items": []},
+        "Flyte's limits",
+        "cpu 2, memory 1Gi, gpu 1: workflows are refused, whose tasks may use cpu 8, memory 32Gi",
+    ),
+    "limits with room for the tasks alone": (FLYTE_MAPS, limits("8", "32Gi"), "Flyte's limits", "asks for more gets"),
+    "limits with too little memory": (FLYTE_MAPS, limits("64", "31Gi"), "Flyte's limits", "workflows are refused"),
+    "limited GPUs": (FLYTE_MAPS, limits(0, 0, 8), "Flyte's limits", "more GPUs gets 8 in each pod"),
+    "no authentication": (FLYTE_MAPS, {"items": []}, "Flyte's authentication", "off: whoever reaches flyteadmin may"),
     "no right": (REVIEWS, {"status": {"allowed": False}}, "Flyte's rights", "may not create pytorchjobs"),
     "no operator": (DEPLOYMENTS, {"items": []}, "training operator", "no training operator is there"),
     "no jobs": (DEFINITIONS, {"items": []}, "training operator", "there are no PyTorchJobs"),
@@ -316,6 +341,24 @@ ILL = {
         "1 of 1 GPU nodes have no label gpu, such as bare",
     ),
     "no tenant": ("/api/v1/namespaces", {"items": []}, "tenants", "no project can run anything"),
+    "a project that Flyte does not make": (
+        "/api/v1/namespaces",
+        {"items": [tenant("other", "development")]},
+        "team: project",
+        "makes the projects flytesnacks, team when it starts; if nobody has made other, it refuses",
+    ),
+    "a domain that Flyte does not have": (
+        "/api/v1/namespaces",
+        {"items": [tenant("team", "research")]},
+        "team: project",
+        "Flyte has no domain research, only development, staging, production",
+    ),
+    "a domain that Flyte's configuration leaves out": (
+        FLYTE_MAPS,
+        {"items": [{"data": {"x": "domains: [{id: research, name: research}]"}}]},
+        "team: project",
+        "Flyte has no domain development, only research",
+    ),
     "no queue": (QUEUES, {"items": []}, "team: queues", "there is no queue"),
     "a queue that is off": (QUEUES, {"items": [named("default")]}, "team: queues", "default is not active"),
     "no default queue": (QUEUES, {"items": [named("q", status=ACTIVE)]}, "team: queues", "has to name one"),
@@ -386,6 +429,11 @@ def test_what_cannot_be_read_is_a_problem_and_the_rest_is_looked_at(cluster):
     found = findings()
     assert found["team: queues"].verdict == "problem" and "cannot be looked at" in found["team: queues"].said
     assert found["team: network policies"].verdict == "ok"
+
+
+def test_a_namespace_that_others_made_says_no_project(cluster):
+    cluster.answers["/api/v1/namespaces"] = {"items": [named("team")]}
+    assert findings()["team: project"].verdict == "skipped"
 
 
 def test_a_clock_that_is_off_is_told(cluster):

@@ -547,6 +547,13 @@ def test_numbers_that_are_none_are_refused(option):
     assert option[0] in ended.stderr and "is not a finite number of at least 0" in ended.stderr
 
 
+@pytest.mark.parametrize("most", ["0", "-3"])
+def test_a_layout_takes_a_gpu_at_least(most):
+    ended = strata(EXAMPLE, "--gpus", most)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--gpus" in ended.stderr and "greater than or equal to 1" in ended.stderr
+
+
 def test_mistakes_are_told(tmp_path):
     assert "'h300' is not one of h200" in strata(EXAMPLE, "--gpu", "h300").stderr
     (tmp_path / "my.yaml").write_text("model: {name: org/unknown}")

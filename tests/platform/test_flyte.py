@@ -18,6 +18,7 @@ from flyteidl.admin import execution_pb2
 from flyteidl.core import execution_pb2 as core_pb2
 from flyteidl.core import identifier_pb2
 from flyteidl.service import admin_pb2_grpc
+from flytekit.configuration.file import get_config_file
 from kubernetes.client import ApiException
 
 from strata_platform import told
@@ -52,10 +53,11 @@ def pod(name, task=TRAIN, phase="Running", replica=None, **more):
 def workload(name, owner=None, queue="research", priority=0, created="2026-11-22T00:00:00Z", **conditions):
     """What Kueue keeps of a job, as the API server sends it."""
     return {
-        "metadata": {"name": name, "creationTimestamp": created, "ownerReferences": [{"uid": owner or name}]},
+        "metadata": {"name": name, "uid": f"uid-{name}", "creationTimestamp": created,
+                     "ownerReferences": [{"uid": owner or name}]},
         "spec": {"queueName": queue, "priority": priority},
         "status": {"conditions": [{"type": kind, **value} for kind, value in conditions.items()]},
-    }
+    }  # fmt: skip
 
 
 class Kubernetes(BaseHTTPRequestHandler):
@@ -484,6 +486,45 @@ def test_events_are_those_of_the_runs_own_objects(client, admin, kubernetes):
     assert [event.reason for event in events] == ["Submitted", "Seen", "Seen", "Seen"]
     assert {event.about for event in events[1:]} == {f"pod/{names[0]}", f"pod/{names[1]}", "pod/run"}
     assert {event.kind for event in events[1:]} == {"warning"}
+
+
+def test_events_of_objects_with_hashed_names_are_known_by_their_labels(client, admin, kubernetes):
+    admin.add("run", core_pb2.WorkflowExecution.RUNNING)
+    kubernetes.content["pods"] = [pod("fhashed")]
+    kubernetes.content["pytorchjobs"] = (200, [{"metadata": {"name": "fjob", "uid": "uid-job"}}])
+    kubernetes.content["workloads"] = (200, [workload("workload", owner="uid-job"), workload("other")])
+    kubernetes.content["events"] = (
+        200,
+        [
+            {"metadata": {"name": uid, "creationTimestamp": "2026-11-22T00:00:05Z"}, "reason": "Seen",
+             "involvedObject": {"kind": "Some", "name": f"f{uid}", "uid": uid}}
+            for uid in ("uid-fhashed", "uid-job", "uid-workload", "uid-other")
+        ],
+    )  # fmt: skip
+    about = [event.about for event in client.events("run")][1:]
+    assert about == ["some/fuid-fhashed", "some/fuid-job", "some/fuid-workload"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("none.yaml", None, "No such file"),
+        ("broken.yaml", "admin: {endpoint: x", "while parsing"),
+        ("empty.yml", "# nothing yet\n", "it has no fields"),
+        ("config", "admin: x\n", "no section headers"),
+    ],
+)
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_configuration_that_is_named_and_not_there_is_an_error(tmp_path, monkeypatch, name, text, why, by):
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    if by == "environment":
+        monkeypatch.setenv("FLYTECTL_CONFIG", str(file))
+    get_config_file.cache_clear()
+    with pytest.raises(BackendError, match=rf"configuration {file} cannot be read: .*{why}") as caught:
+        FlyteBackend(config=str(file) if by == "argument" else None)
+    assert caught.value.reason == "NoConfiguration"
 
 
 def test_prices_are_those_of_the_namespace(kubernetes, monkeypatch):

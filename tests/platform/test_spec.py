@@ -193,6 +193,7 @@ def test_a_long_value_is_shortened():
             "resources.gpu",
             "topology.nproc_per_node",
         ),
+        ({"resources": {"gpu": 8}}, "resources.gpu", "topology.nproc_per_node"),
         ({"parallel": {"type": "fsdp"}}, "parallel.type", "topology.nproc_per_node"),
         ({"parallel": {"type": "deepspeed"}}, "parallel.type", "topology.nproc_per_node"),
         (
@@ -471,6 +472,7 @@ def test_tokens_that_make_no_step_are_refused(fields, words):
         ({"kernels": {"store": {"url": "redis://me:hidden@host", "allow_unsigned": True}}}, "kernels.store.url"),
         ({"checkpoint": {"url": "s3://me:hidden@bucket"}}, "checkpoint.url"),
         ({"export": {"url": "s3://me:hidden@bucket"}}, "export.url"),
+        ({"data": {"source": "abfss://me:hidden@account/rows.jsonl"}}, "data.source"),
     ],
 )
 def test_credentials_are_refused_and_not_repeated(fields, path):
@@ -480,6 +482,65 @@ def test_credentials_are_refused_and_not_repeated(fields, path):
     assert "hidden" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "sv=2026-01-01&sig=hidden",
+        "X-Amz-Expires=60&X-Amz-Signature=hidden",
+        "x-goog-signature=hidden",
+        "Expires=1&SIGNATURE=hidden&Key-Pair-Id=K",
+        "download=true&token=hidden",
+        "X-Amz%2DSignature=hidden",
+    ],
+)
+@pytest.mark.parametrize(
+    "fields_with",
+    [
+        lambda url: {"data": {"source": ["rows.jsonl", url]}},
+        lambda url: {"checkpoint": {"url": url}},
+        lambda url: {"export": {"url": url}},
+        lambda url: {"kernels": {"store": {"url": url, "allow_unsigned": True}}},
+    ],
+    ids=["data.source", "checkpoint.url", "export.url", "kernels.store.url"],
+)
+def test_signatures_in_a_url_are_refused_and_not_repeated(fields_with, query):
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate(fields_with(f"https://host/rows?.jsonl?{query}"))
+    assert "in its query, which lets in whoever reads a copy of the spec" in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+AZURE = ("abfs://runs@account.dfs.core.windows.net/path", "wasbs://runs@account.blob.core.windows.net/me@host")
+
+
+@pytest.mark.parametrize("url", [*AZURE, "s3://bucket/me@host", "https://host/path?download=true"])
+def test_a_container_an_at_in_a_path_and_a_harmless_query_are_no_credentials(url):
+    spec = RunSpec.model_validate(
+        {
+            "data": {"source": [url]},
+            "checkpoint": {"url": url},
+            "export": {"url": f"{url}/models"},
+            "kernels": {"store": {"url": url, "allow_unsigned": True}},
+        }
+    )
+    assert (spec.data.source, spec.checkpoint.url, spec.kernels.store.url) == ((url,), url, url)
+
+
 def test_of_urls_in_a_text_what_may_be_shown_is():
     text = "see https://me:hidden@host/a.jsonl?X-Signature=hidden, s3://bucket/me@host and 'gs://b/*?'"
     assert redacted(text) == "see https://...@host/a.jsonl?... s3://bucket/me@host and 'gs://b/*?'"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        *((f"in {url}, so", f"in {url}, so") for url in AZURE),
+        ("abfs://me:hidden@account/path", "abfs://...@account/path"),
+        ("abfs://runs@hidden@account/path", "abfs://...@account/path"),
+        ("S3://me:hid@den@bucket", "S3://...@bucket"),
+        ("simplecache::s3://me:hidden@bucket", "simplecache::s3://...@bucket"),
+        ("://me:hidden@bucket", "://...@bucket"),
+    ],
+)
+def test_a_user_of_a_url_is_not_shown_and_a_container_is(text, shown):
+    assert redacted(text) == shown

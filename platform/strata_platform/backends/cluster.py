@@ -55,17 +55,27 @@ class Cluster:
 
     def place(self, execution: str, pods: Sequence[client.V1Pod]) -> Place:
         """Where the run is, whose pods these are."""
-        jobs = self._list(JOBS, f"{EXECUTION}={execution}")
-        mine = {pod.metadata.uid for pod in pods} | {job["metadata"]["uid"] for job in jobs}
-        return place_of(pods, self._list(WORKLOADS), mine)
+        return place_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
 
     def events(self, execution: str) -> list[Event]:
-        """What Kubernetes and Kueue noted of an execution's objects, the oldest first. They forget after an hour."""
+        """What Kubernetes and Kueue noted of an execution's objects, the oldest first. They forget after an hour.
+
+        Objects are known by their labels. Those that are gone are known by a name that begins with the execution's;
+        Flyte hashes names of more than 50 letters.
+        """
+        mine = self._uids(execution, self.pods(execution))
+        mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
+        gone = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
         with answered(f"to list the events of {execution}"):
             found = self.core.list_namespaced_event(self.namespace).items
-        mine = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
-        events = (_event(item) for item in found if mine.match(item.involved_object.name))
+        about = ((item, item.involved_object) for item in found)
+        events = (_event(item) for item, its in about if its.uid in mine or gone.match(its.name))
         return sorted(events, key=lambda event: event.time)
+
+    def _uids(self, execution: str, pods: Sequence[client.V1Pod]) -> set[str]:
+        """Of an execution's pods and jobs."""
+        jobs = self._list(JOBS, f"{EXECUTION}={execution}")
+        return {pod.metadata.uid for pod in pods} | {job["metadata"]["uid"] for job in jobs}
 
     def text(self, config_map: str, key: str) -> str | None:
         """What a ConfigMap has under a key; None when there is no such thing."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import yaml
 from flytekit.configuration import Config
 from flytekit.exceptions.user import FlyteEntityNotExistException
 from flytekit.models.common import Labels
@@ -75,7 +78,7 @@ class FlyteBackend:
         image: str | None = None,
         source: Path = Path(),
     ) -> None:
-        self._remote = FlyteRemote(Config.auto(config), project, domain, interactive_mode_enabled=False)
+        self._remote = FlyteRemote(_configuration(config), project, domain, interactive_mode_enabled=False)
         self._project, self._domain, self._config, self._context = project, domain, config, context
         self._image, self._source = image, source
         self._cluster: Cluster | None = None
@@ -101,7 +104,8 @@ class FlyteBackend:
             except FlyteEntityNotExistException as error:
                 raise BackendError(
                     f"{WORKFLOW} is not registered in {self._project}-{self._domain}; give the image that it is to run "
-                    "in (--image), or register it: pyflyte register --copy all --image IMAGE workflows",
+                    "in (--image), or register it: pyflyte register --copy all --destination-dir . --image IMAGE "
+                    "workflows",
                     status=404,
                     reason="NotRegistered",
                 ) from error
@@ -347,6 +351,26 @@ class FlyteBackend:
         for execution in recent:
             newest.setdefault(_name(execution), execution)
         return [self._run(execution) for execution in newest.values()]
+
+
+def _configuration(file: str | None) -> Config:
+    """Of `file`, or as flytekit finds it.
+
+    Raises BackendError for a file that is named and cannot be read: flytekit would go on without it, to this machine.
+    """
+    named = file or os.environ.get("FLYTECTL_CONFIG")
+    if not named:
+        return Config.auto()
+    try:
+        text = Path(named).read_text(encoding="utf-8")
+        if named.endswith((".yaml", ".yml")) and not isinstance(yaml.safe_load(text), dict):
+            raise ValueError("it has no fields")
+        return Config.auto(file)
+    except (OSError, ValueError, yaml.YAMLError, configparser.Error) as error:
+        raise BackendError(
+            f"Flyte's configuration {named} cannot be read: {error}; write the file, or set FLYTECTL_CONFIG to another",
+            reason="NoConfiguration",
+        ) from error
 
 
 def _execution_name(name: str, number: int) -> str:

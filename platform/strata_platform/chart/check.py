@@ -116,7 +116,7 @@ def _write(folder: str) -> str | None:
 def _connect(address: str, seconds: float = 5.0) -> str | None:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=seconds).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
     except OSError as error:
         return f"{error}; allow it in tenantDefaults.network, or check the name"
     return None

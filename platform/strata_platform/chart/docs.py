@@ -1,6 +1,6 @@
 """The chart's values.yaml, schema and README, written from its models: `python -m strata_platform.chart.docs [FOLDER]`.
 
-FOLDER is the chart, by default charts/strata.
+FOLDER is the chart, by default charts/strata. Beside them goes tasks.json: what tasks may use, for the templates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from strata_platform.chart.tenants import Tenant, TenantSettings
 from strata_platform.chart.values import ChartValues
+from strata_platform.cluster import TASK_LIMITS
 
 _COMMAND = "python -m strata_platform.chart.docs"
 _WIDTH = 120
@@ -170,6 +171,7 @@ def files() -> dict[str, str]:
         "values.yaml": values_yaml(),
         "values.schema.json": json.dumps(schema(), indent=2) + "\n",
         "README.md": readme(),
+        "tasks.json": json.dumps(dict(TASK_LIMITS)) + "\n",
     }
 
 

@@ -66,8 +66,8 @@ Cidr = Annotated[
 ]
 """A range of IPv4 or IPv6 addresses; empty where there is none."""
 
-Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+:[0-9]{1,5}$")]
-"""`host:port`."""
+Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$")]
+"""`host:port`; an IPv6 address has brackets."""
 
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 UserId = Annotated[int, Field(ge=1, le=2**31 - 1)]

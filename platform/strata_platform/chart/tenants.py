@@ -22,6 +22,7 @@ from strata_platform.chart.section import (
     Values,
     VariableName,
 )
+from strata_platform.cluster import TASK_LIMITS
 
 
 class Member(Values):
@@ -52,7 +53,11 @@ class Limits(Values):
     default_request: Quantities = Field(
         {"cpu": "500m", "memory": "1Gi"}, description="Requests of a container that sets none."
     )
-    max: Quantities = Field({}, description="No container may have limits above these.")
+    max: Quantities = Field(
+        {},
+        description="No container may have limits above these. Tasks that prepare data may use "
+        f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}, so less is refused.",
+    )
 
 
 class Port(Values):
@@ -74,7 +79,6 @@ class Destination(Values):
 _DNS = Destination(
     namespace="kube-system", pod_labels={"k8s-app": "kube-dns"}, ports=(Port(port=53), Port(port=53, protocol="UDP"))
 )
-_FLYTE = Destination(namespace="flyte", ports=(Port(port=8088), Port(port=8089)))
 
 
 class Network(Values):
@@ -82,7 +86,11 @@ class Network(Values):
 
     enabled: bool = Field(True, description="Create them. They do nothing where the network plugin ignores them.")
     dns: tuple[Destination, ...] = Field((_DNS,), description="Name servers.")
-    flyte: tuple[Destination, ...] = Field((_FLYTE,), description="Flyte's control plane.")
+    flyte: tuple[Destination, ...] = Field(
+        (),
+        description="Flyte's control plane, for tasks of your own that call it; Strata's do not. Unless its "
+        "authentication is on, whoever reaches it may see, start and stop the runs of all tenants.",
+    )
     object_store: tuple[Destination, ...] = Field((), description="The object store of inputs, outputs and code.")
     others: tuple[Destination, ...] = Field((), description="Whatever else runs need, such as a model hub's mirror.")
 
@@ -91,8 +99,10 @@ class Toleration(Values):
     """A taint that pods tolerate."""
 
     key: str = Field(description="Key of the taint.")
-    operator: Literal["Exists", "Equal"] = Field("Exists", description="How it is compared.")
-    value: str = Field("", description="Value, for `Equal`.")
+    operator: Literal["", "Exists", "Equal"] = Field(
+        "", description="How it is compared; empty is `Equal` where there is a value, and `Exists` where there is none."
+    )
+    value: str = Field("", description="Value of the taint.")
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field("", description="Empty for all effects.")
 
 
@@ -137,17 +147,15 @@ class PodVariant(Values):
     node_selector: Labels = Field({}, description="Labels of nodes.")
     tolerations: tuple[Toleration, ...] = Field((), description="Further tolerations.")
     resources: Quantities = Field({}, description="Devices of each pod, such as `rdma/ib: 8`.")
-    ipc_lock: bool = Field(
-        False,
-        description="Add the capability IPC_LOCK, which RDMA needs where the runtime limits locked memory; pod "
-        "security `privileged` alone allows it.",
-    )
 
 
 class PodTemplate(Values):
     """What Flyte starts every pod of the tenant from; its `k8s.default-pod-template-name` has to be this name."""
 
     name: DnsName = Field("strata", description="Name.")
+    labels: Labels = Field(
+        {}, description="Labels of the pods, such as `azure.workload.identity/use`, which Azure's identities ask for."
+    )
     annotations: Annotations = Field({}, description="Annotations of the pods.")
     env: dict[VariableName, str] = Field({}, description="Environment. Secrets do not belong here.")
     env_secrets: tuple[DnsName, ...] = Field((), description="Secrets of the tenant that become environment variables.")

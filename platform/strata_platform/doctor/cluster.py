@@ -12,15 +12,18 @@ from typing import Any
 
 import yaml
 
-from strata_platform.cluster import PYTORCHJOB, access_review, frameworks, why_inactive
+from strata_platform.cluster import PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
 from strata_platform.doctor.finding import Check, Finding, Nothing, ok, problem, skipped, warning
 from strata_platform.doctor.network_policies import rendezvous
 
-_TENANT = "strata/tenant"
+_TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
 _DOCS = "docs/cluster.md has the values"
 # Of what is signed with the time, object stores refuse requests that are minutes off.
 _SKEW_SECONDS = 30.0
 _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
+# task_resources.limits of flyteadmin 1.16, where its configuration does not say; "0" is none.
+_SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
+_SHIPPED_DOMAINS = ["development", "staging", "production"]
 
 
 def checks() -> Iterator[Check]:
@@ -30,12 +33,15 @@ def checks() -> Iterator[Check]:
     yield "clocks", partial(_clocks, seen)
     yield "Flyte's version", partial(_flyte_version, seen)
     yield "Flyte's plugins", partial(_flyte_plugins, seen)
+    yield "Flyte's limits", partial(_flyte_limits, seen)
     yield "Flyte's rights", partial(_flyte_rights, seen)
+    yield "Flyte's authentication", partial(_flyte_authentication, seen)
     yield "training operator", partial(_training_operator, seen)
     yield "Kueue's integration", partial(_kueue, seen)
     yield "GPU nodes", partial(_gpu_nodes, seen)
     yield "tenants", partial(_tenants, seen)
     for namespace in _names(seen):
+        yield f"{namespace}: project", partial(_project, seen, namespace)
         yield f"{namespace}: queues", partial(_queues, seen, namespace)
         yield f"{namespace}: pod template", partial(_pod_template, seen, namespace)
         yield f"{namespace}: network policies", partial(_network_policies, seen, namespace)
@@ -107,14 +113,15 @@ class Cluster:
         return found
 
     @cached_property
-    def tenants(self) -> list[str]:
-        """Namespaces that the chart calls a tenant's."""
-        return [item["metadata"]["name"] for item in self.items("/api/v1/namespaces", labelSelector=_TENANT)]
+    def tenants(self) -> dict[str, dict[str, str]]:
+        """Namespaces that the chart calls a tenant's, with their labels."""
+        found = self.items("/api/v1/namespaces", labelSelector=_TENANT)
+        return {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in found}
 
 
 def _names(seen: Cluster) -> list[str]:
     try:
-        return seen.tenants
+        return list(seen.tenants)
     except Exception:
         # The check of the tenants has said it.
         return []
@@ -198,6 +205,34 @@ def _flyte_plugins(seen: Cluster) -> Finding:
     return ok(", ".join(enabled))
 
 
+def _flyte_limits(seen: Cluster) -> Finding:
+    """Whether Flyte lets tasks have what they ask for.
+
+    It refuses a task that is registered with more than its limits, and gives one of a dynamic workflow, as training is,
+    no more than these.
+    """
+    from kubernetes.utils.quantity import parse_quantity
+
+    if not seen.running("flyte"):
+        return skipped("no deployment of Flyte was found")
+    given = (seen.flyte.get("task_resources") or {}).get("limits") or {}
+    limits = {name: limit for name, limit in (_SHIPPED_LIMITS | given).items() if parse_quantity(limit)}
+    if not limits:
+        return ok("none of Flyte's own")
+    said = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+    way_out = f'set task_resources.limits of Flyte to "0", which is none; {_DOCS}'
+    if any(
+        name in limits and parse_quantity(limits[name]) < parse_quantity(most) for name, most in TASK_LIMITS.items()
+    ):
+        needed = ", ".join(f"{name} {most}" for name, most in TASK_LIMITS.items())
+        return problem(f"{said}: workflows are refused, whose tasks may use {needed}", way_out)
+    if "gpu" in limits:
+        return problem(
+            f"{said}: a run that asks for more GPUs gets {limits['gpu']} in each pod, without a word", way_out
+        )
+    return warning(f"{said}: a run that asks for more gets that, without a word", way_out)
+
+
 def _flyte_rights(seen: Cluster) -> Finding:
     accounts = {
         (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
@@ -214,6 +249,17 @@ def _flyte_rights(seen: Cluster) -> Finding:
                     f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
                 )
     return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
+
+
+def _flyte_authentication(seen: Cluster) -> Finding:
+    if not seen.running("flyte"):
+        return skipped("no deployment of Flyte was found")
+    if ((seen.flyte.get("server") or {}).get("security") or {}).get("useAuth"):
+        return ok("Flyte asks who it is")
+    return warning(
+        "off: whoever reaches flyteadmin may see, start and stop the runs of all tenants",
+        f"set configuration.auth of Flyte's chart; {_DOCS}",
+    )
 
 
 def _training_operator(seen: Cluster) -> Finding:
@@ -303,6 +349,29 @@ def _tenants(seen: Cluster) -> Finding:
         f"no namespace has the label {_TENANT}: no project can run anything",
         "install charts/strata with the project and domain in tenants",
     )
+
+
+def _project(seen: Cluster, namespace: str) -> Finding:
+    """Whether Flyte has the tenant's project and domain, as far as its configuration says it."""
+    labels = seen.tenants[namespace]
+    project, domain = labels.get(_PROJECT), labels.get(_DOMAIN)
+    if project is None or domain is None:
+        return skipped(f"the labels {_PROJECT} and {_DOMAIN} do not say whose it is")
+    domains = [each["id"] for each in seen.flyte["domains"]] if "domains" in seen.flyte else _SHIPPED_DOMAINS
+    if domain not in domains:
+        return problem(
+            f"Flyte has no domain {domain}, only {', '.join(domains)}: it refuses the tenant's runs",
+            "add it to domains of Flyte's configuration, or have the tenant in another; docs/cluster.md",
+        )
+    admin = (seen.flyte.get("flyte") or {}).get("admin") or {}
+    made = {*(admin.get("seedProjects") or []), *(each["name"] for each in admin.get("seedProjectsWithDetails") or [])}
+    if made and project not in made:
+        return warning(
+            f"Flyte makes the projects {', '.join(sorted(made))} when it starts; if nobody has made {project}, it "
+            "refuses the tenant's runs",
+            "add it to flyte-core-components.admin.seedProjects of Flyte's chart, also where it has been made",
+        )
+    return ok(f"{project}, {domain}")
 
 
 def _queues(seen: Cluster, namespace: str) -> Finding:

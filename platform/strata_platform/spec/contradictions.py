@@ -114,11 +114,12 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
         "makes a graph of each layer, and parallel.stage 3 gathers and frees weights inside of them; set "
         "training.compile to false, parallel.stage to 2, or parallel.type to 'fsdp'",
     )
+    gpus = spec.resources.gpu
     yield Contradiction(
-        0 < spec.resources.gpu < topology.nproc_per_node,
+        gpus not in (0, topology.nproc_per_node),
         ("resources.gpu", "topology.nproc_per_node"),
-        f"{spec.resources.gpu} is less than topology.nproc_per_node {topology.nproc_per_node}; "
-        "each process needs a GPU of its own",
+        f"{gpus} is {'less' if gpus < topology.nproc_per_node else 'more'} than topology.nproc_per_node "
+        f"{topology.nproc_per_node}; each process takes one GPU: set both to the same number",
     )
     yield Contradiction(
         spec.resources.gpu_type is not None and spec.resources.gpu == 0,

@@ -16,11 +16,13 @@ class Data(Section):
 
     source: Sources = Field(
         "python-docs",
-        description="`python-docs` (built in), a Hub data set id, or files: path, glob or URL of "
-        ".jsonl, .json, .parquet, .csv or .txt; several as a list.",
+        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of "
+        ".jsonl, .json, .parquet, .csv or .txt; several as a list. Credentials are the environment's.",
     )
     subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
-    split: Text = Field("train", description="Split of a Hub data set to train on.")
+    split: Text = Field(
+        "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
+    )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     format: Literal["auto", "text", "prompt_completion", "chat", "preference"] = Field(
         "auto", description="Shape of a row. `auto` decides by the columns that are there."

@@ -96,7 +96,7 @@ class Resources(Section):
 
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
-    gpu: Whole = Field(0, ge=0, le=64, description="GPUs; 0 runs on the CPU.")
+    gpu: Whole = Field(0, ge=0, le=64, description="GPUs, as many as `topology.nproc_per_node`; 0 runs on the CPU.")
     gpu_type: Text | None = Field(
         None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
     )

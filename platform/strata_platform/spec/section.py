@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from strata_platform.redact import has_credentials
+from strata_platform.redact import has_credentials, secret_parameter
 from strata_platform.spec.check import spec_error
 from strata_platform.spec.describe import Words
 
@@ -35,10 +35,16 @@ def _number_as_text(value: object) -> object:
 
 
 def _without_credentials(value: Any) -> Any:
-    if any(has_credentials(text) for text in ((value,) if isinstance(value, str) else value)):
-        raise ValueError(
-            "a URL with credentials, which would be in every copy of the spec; leave them to the environment"
-        )
+    for text in (value,) if isinstance(value, str) else value:
+        if has_credentials(text):
+            raise ValueError(
+                "a URL with credentials, which would be in every copy of the spec; leave them to the environment"
+            )
+        if name := secret_parameter(text):
+            raise ValueError(
+                f"a URL with {name!r} in its query, which lets in whoever reads a copy of the spec; give the store's "
+                "own URL, such as s3://bucket/path, with its credentials in the environment, or fetch the file first"
+            )
     return value
 
 
@@ -50,6 +56,8 @@ def _path(value: str) -> str:
         raise ValueError("begins with ~, another folder for every user and machine; write the path out")
     return value
 
+
+LONGEST_NAME = 53
 
 Whole = Annotated[int, BeforeValidator(number)]
 Number = Annotated[float, BeforeValidator(number)]
@@ -63,12 +71,17 @@ Sources = Annotated[
     AfterValidator(_without_credentials),
     Words("text or a list of text, not empty"),
 ]
-Address = Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://[^@]+$"), Words("a URL without credentials")]
+Address = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9+.-]+://.+$"),
+    AfterValidator(_without_credentials),
+    Words("a URL without credentials"),
+]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
-    Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?$"),
-    Words("up to 53 lower-case letters, digits and inner dashes"),
+    Field(pattern=rf"^[a-z0-9]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?$"),
+    Words(f"up to {LONGEST_NAME} lower-case letters, digits and inner dashes"),
 ]
 _QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Quantity = Annotated[

@@ -90,7 +90,12 @@ class Schedule(Section):
     type: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="Shape after the warm-up; `wsd` stays at the peak and falls to 0 at the end."
     )
-    warmup_ratio: Number = Field(0.05, ge=0, le=1, description="Share of the steps from 0 to the peak learning rate.")
+    warmup_ratio: Number = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Share of the steps in which the learning rate rises to its peak; the first one learns, too.",
+    )
     decay_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None, description="Share of the steps in which `wsd` falls; by default 0.2."
     )
