@@ -25,6 +25,12 @@ class Helm:
     def template(self, *arguments):
         return self("template", "strata", CHART, "--namespace", "strata-system", *arguments)
 
+    def notes(self, chart, *arguments):
+        """What a person is told who installs it."""
+        done = self("install", "strata", chart, "--dry-run=client", "--namespace", "strata-system", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("\nNOTES:\n")[2]
+
     def render(self, *arguments):
         done = self.template(*arguments)
         assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from strata_platform.chart.check import _job, run
+from strata_platform.chart.check import _connect, _job, run
 
 
 @pytest.fixture
@@ -37,6 +37,13 @@ def test_a_pod_says_what_it_reaches_and_what_it_can_write(listening, tmp_path):
     assert any(line.startswith(f"FAIL  can write {gone}: FileNotFoundError") for line in lines)
     assert any(line.startswith(f"FAIL  reaches {closed}: ") and "network" in line for line in lines)
     assert any(line.startswith(f"FAIL  does not reach {listening}: it answers") for line in lines)
+
+
+def test_an_ipv6_address_has_brackets(monkeypatch):
+    tried = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: tried.append(address) or socket.socket())
+    assert _connect("[fd00::1]:443") is None and _connect("minio.minio:9000") is None
+    assert tried == [("fd00::1", 443), ("minio.minio", 9000)]
 
 
 def test_a_check_that_breaks_has_failed_and_the_others_are_made(capsys):

@@ -6,8 +6,12 @@ import shutil
 
 import pytest
 import yaml
+from kubernetes.utils.quantity import parse_quantity
 
 from strata_platform.chart.values import ChartValues
+from strata_platform.cluster import TASK_LIMITS
+from strata_platform.spec.models import Resources
+from tasks.resources import PREPARE, SMALL, overrides
 from tests.charts.conftest import CHART, HELM, ROOT, Helm
 from tests.e2e.local import leave_out_absent
 
@@ -49,6 +53,40 @@ def test_flyte_starts_pods_from_the_template_and_may_create_jobs(strata):
     assert strata.tests.flyte.service_account == FLYTE["fullnameOverride"]
 
 
+LARGE = overrides(Resources(cpu="224", memory="2Ti", gpu=64))
+
+
+def lets(limit, asked):
+    """Whether flyteadmin registers and propeller starts a task of that as it is; a limit of zero is none to both."""
+    return not parse_quantity(limit) or parse_quantity(asked) <= parse_quantity(limit)
+
+
+def test_flyte_refuses_and_lowers_nothing_that_tasks_ask_for():
+    limits = FLYTE["configuration"]["inline"]["task_resources"]["limits"]
+    # As flyteadmin's own are 2, 1Gi and 1, one that is not said is one.
+    assert set(limits) == {"cpu", "memory", "gpu"}
+    for asked in (SMALL, PREPARE, LARGE):
+        for pod in (asked["requests"], asked["limits"]):
+            for name, quantity in (("cpu", pod.cpu), ("memory", pod.mem), ("gpu", pod.gpu)):
+                assert quantity is None or lets(limits[name], quantity), (name, quantity)
+
+
+def test_the_documents_have_the_limits_of_the_stack():
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+    (documented,) = [found for text in blocks if "enabled_plugins" in (found := yaml.safe_load(text))]
+    name = "task_resources"
+    assert documented["configuration"]["inline"][name] == FLYTE["configuration"]["inline"][name]
+
+
+def test_what_is_said_of_the_tasks_is_the_most_that_they_ask_for():
+    asked = [task["limits"] for task in (SMALL, PREPARE)]
+    most = {
+        name: max((getattr(pod, own) for pod in asked), key=parse_quantity)
+        for name, own in (("cpu", "cpu"), ("memory", "mem"))
+    }
+    assert most == TASK_LIMITS
+
+
 def test_flyte_gives_no_run_up_because_a_server_is_away():
     propeller = FLYTE["configuration"]["inline"]["propeller"]
     # As shipped, 10 rounds without a pause, a run was failed by a minute without the object store (tests/e2e).
@@ -65,9 +103,14 @@ def test_kueue_queues_training_jobs_and_pods_of_tenants(strata):
     assert strata.queues.kueue.config_map == f"{KUEUE['fullnameOverride']}-manager-config"
 
 
+def test_pods_of_tenants_do_not_reach_flyte(strata):
+    # Its authentication is off as shipped: a tenant's pods could stop the runs of the others.
+    assert "auth" not in FLYTE["configuration"]
+    assert strata.tenant_defaults.network.flyte == ChartValues().tenant_defaults.network.flyte == ()
+
+
 def test_the_namespace_is_the_one_of_the_commands(strata):
     places = {strata.queues.kueue.namespace, strata.tests.flyte.namespace}
-    places |= {destination.namespace for destination in strata.tenant_defaults.network.flyte}
     places |= {strata.observability.namespace, KUEUE["metrics"]["prometheusNamespace"]}
     readme = (STACK / "README.md").read_text()
     assert places == set(re.findall(r"--namespace (\S+)", readme)) == {"strata-system"}
@@ -81,6 +124,23 @@ def assemble(folder, **on):
     (folder / "values.yaml").write_text(yaml.safe_dump(VALUES | {"components": components}))
     leave_out_absent(folder)
     return folder
+
+
+@pytest.mark.skipif(HELM is None, reason="no helm on the PATH or in HELM")
+def test_projects_that_flyte_does_not_make_are_named(tmp_path):
+    tenants = [{"project": project, "domains": ["development"]} for project in ("language", "speech", "flytesnacks")]
+    # In both places that Flyte reads.
+    admin = {"seedProjects": ["speech"], "seedProjectsWithDetails": [{"name": "flytesnacks", "description": ""}]}
+    mine = {
+        "strata": {"image": {"repository": "x"}, "tenants": tenants},
+        "flyte-binary": {"flyte-core-components": {"admin": admin}},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    stack = assemble(tmp_path / "stack", strata=True)
+    said = Helm(HELM).notes(stack, "--values", tmp_path / "mine.yaml", "--set", "components.flyte=true")
+    assert re.findall(r"flytectl create project --id (\S+)", said) == ["language"]
+    elsewhere = Helm(HELM).notes(stack, "--values", tmp_path / "mine.yaml")
+    assert "flytectl" not in elsewhere
 
 
 def test_what_is_off_and_not_there_is_left_out(tmp_path):

@@ -86,14 +86,15 @@ def test_every_tenant_has_every_piece(rendered, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pods_are_what_the_restricted_level_allows(rendered, name):
-    # A capability that is asked for by name, under the level privileged, is the exception.
     for template in of_kind(rendered[name], "PodTemplate"):
-        assert_restricted(template["template"]["spec"], template["metadata"]["name"] == "strata-rdma")
+        assert_restricted(template["template"]["spec"])
     for pod in of_kind(rendered[name], "Pod"):
-        assert_restricted(pod["spec"], may_add=False)
+        assert_restricted(pod["spec"])
+    for namespace in of_kind(rendered[name], "Namespace"):
+        assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
-def assert_restricted(spec, may_add):
+def assert_restricted(spec):
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
@@ -102,7 +103,7 @@ def assert_restricted(spec, may_add):
         security = container["securityContext"]
         assert security["allowPrivilegeEscalation"] is False
         assert security["capabilities"]["drop"] == ["ALL"]
-        assert may_add or "add" not in security["capabilities"]
+        assert "add" not in security["capabilities"]
 
 
 def test_the_template_leaves_shared_memory_to_the_run(rendered):
@@ -126,6 +127,32 @@ def test_a_tenant_differs_from_the_defaults_key_by_key(rendered):
     assert "max" not in limits["language-production"]
 
 
+def test_limits_that_all_fit_into_are_taken(helm, tmp_path):
+    own = {"default": {"cpu": "8000m"}, "max": {"cpu": 8, "memory": "34359738368", "nvidia.com/gpu": 8}}
+    tenant = {"project": "p", "domains": ["d"], "limits": own}
+    (tmp_path / "values.yaml").write_text(json.dumps({"image": {"repository": "x"}, "tenants": [tenant]}))
+    (limits,) = of_kind(helm.render("--values", tmp_path / "values.yaml"), "LimitRange")
+    assert limits["spec"]["limits"][0]["max"] == own["max"]
+
+
+def test_pods_have_the_labels_that_an_identity_asks_for(helm, tmp_path):
+    (tmp_path / "values.yaml").write_text(
+        """
+        image: {repository: x}
+        tenantDefaults: {podTemplate: {labels: {azure.workload.identity/use: "true", strata/tenant: other}}}
+        tenants: [{project: p, domains: [d], podTemplate: {labels: {team: p}, variants: [{name: fast}]}}]
+        """
+    )
+    objects = helm.render("--values", tmp_path / "values.yaml")
+    given = {"azure.workload.identity/use": "true", "team": "p", "strata/tenant": "p-d"}
+    templates = of_kind(objects, "PodTemplate")
+    assert [template["template"]["metadata"]["labels"] for template in templates] == [given] * 2
+    # The pod that looks around for `helm test` is to have what runs have.
+    (pod,) = [pod for pod in of_kind(objects, "Pod") if pod["metadata"]["namespace"] == "p-d"]
+    assert given.items() <= pod["metadata"]["labels"].items()
+    assert pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "strata"
+
+
 def test_pods_reach_what_is_listed_and_each_other_in_jobs_alone(rendered):
     policies = of_kind(rendered["teams"], "NetworkPolicy")
     own = {
@@ -136,8 +163,8 @@ def test_pods_reach_what_is_listed_and_each_other_in_jobs_alone(rendered):
     default, job = own["strata-default"], own["strata-job"]
     assert default["podSelector"] == {} and default["policyTypes"] == ["Ingress", "Egress"] and "ingress" not in default
     ports = [[port["port"] for port in rule["ports"]] for rule in default["egress"]]
-    assert ports == [[53, 53], [8088, 8089], [443], [8080]]
-    assert default["egress"][2]["to"] == [{"ipBlock": {"cidr": "10.20.0.0/16"}}]
+    assert ports == [[53, 53], [443], [8080]]
+    assert default["egress"][1]["to"] == [{"ipBlock": {"cidr": "10.20.0.0/16"}}]
     of_jobs = {"matchExpressions": [{"key": "training.kubeflow.org/job-name", "operator": "Exists"}]}
     assert job["podSelector"] == of_jobs
     assert job["ingress"] == [{"from": [{"podSelector": of_jobs}]}]
@@ -184,25 +211,54 @@ def test_queues_draw_on_flavors_in_the_order_given(rendered):
     assert "borrowingLimit" not in group["flavors"][0]["resources"][2]
 
 
+NAMES_IN = {"name", "key", "namespace", "claimName", "serviceAccountName", "nodeLabel", "topologyName"}
+NAMES_IN |= {"kubernetes.io/metadata.name"}
+
+
+def of_names(value):
+    """What is under any key that names something."""
+    if isinstance(value, dict):
+        yield from (item for key, item in value.items() if key in NAMES_IN)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from of_names(item)
+
+
 def test_names_that_look_like_numbers_are_names(helm, tmp_path):
     (tmp_path / "values.yaml").write_text(
         """
-        image: {repository: registry.example/strata, tag: "1"}
-        tenants: [{project: "2024", domains: ["1"], queues: [{name: "007", clusterQueue: "1e3"}]}]
+        image: {repository: registry.example/strata, tag: "1", pullSecrets: ["12345"]}
+        tenants:
+          - project: "2024"
+            domains: ["1"]
+            queues: [{name: "007", clusterQueue: "1e3"}]
+            serviceAccount: {name: "11"}
+            network: {others: [{namespace: "10"}]}
+            podTemplate:
+              env: {"NO": "off"}
+              envSecrets: ["12"]
+              imagePullSecrets: ["12345"]
+              volumes: [{name: "1", claim: "2", mountPath: /data}]
         queues:
-          flavors: [{name: "12"}]
+          topologies: [{name: "14", levels: ["8"]}]
+          flavors: [{name: "12", nodeLabels: {a: "1"}, nodeTaints: [{key: "9"}], topology: "14"}]
           clusterQueues:
             - name: "1e3"
               cohort: "0x1"
               quotas: [{flavor: "12", resources: {cpu: {nominal: 8}, memory: {nominal: 8Gi}}}]
           priorities: [{name: "10", value: 1}]
-        tests: {resources: {cpu: 1, memory: 2Gi}, job: {resources: {cpu: 1, memory: 2Gi}}}
+        kernels: {prepull: {enabled: true}}
+        tests:
+          env: {"ON": "1"}
+          reachable: ["[fd00::1]:443"]
+          volumes: [{name: "1", claim: "2", mountPath: /data}]
+          resources: {cpu: 1, memory: 2Gi}
+          job: {resources: {cpu: 1, memory: 2Gi}}
         """
     )
     objects = helm.render("--values", tmp_path / "values.yaml")
+    assert [name for name in of_names(objects) if not isinstance(name, str)] == []
     for item in objects:
-        labels = item["metadata"].get("labels", {})
-        assert all(isinstance(text, str) for text in (item["metadata"]["name"], *labels.values())), item
+        assert all(isinstance(text, str) for text in item["metadata"].get("labels", {}).values()), item
     (queue,) = of_kind(objects, "ClusterQueue")
     assert queue["spec"]["cohortName"] == "0x1"
     assert queue["spec"]["resourceGroups"][0]["flavors"][0]["name"] == "12"
@@ -219,13 +275,22 @@ def test_queues_take_tenants_alone(rendered):
         assert selector["values"] == ["language-development", "language-production", "speech-development"]
 
 
+def test_queues_without_tenants_take_nothing(helm):
+    (queue,) = of_kind(
+        helm.render("--values", CHART / "ci" / "rdma-values.yaml", "--set-json", "tenants=[]"), "ClusterQueue"
+    )
+    # Of a namespace's own label, which Kubernetes gives to each; Kueue refuses values that no label can have.
+    assert queue["spec"]["namespaceSelector"] == {
+        "matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "DoesNotExist"}]
+    }
+
+
 def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     plain, fast = sorted(of_kind(rendered["rdma"], "PodTemplate"), key=lambda item: item["metadata"]["name"])
     assert (plain["metadata"]["name"], fast["metadata"]["name"]) == ("strata", "strata-rdma")
     assert "resources" not in plain["template"]["spec"]["containers"][0]
     (container,) = fast["template"]["spec"]["containers"]
     assert container["resources"] == {"requests": {"rdma/ib": 8}, "limits": {"rdma/ib": 8}}
-    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     # Without an operator Kubernetes would compare with an empty value.
     assert fast["template"]["spec"]["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     assert fast["template"]["metadata"]["annotations"] == {
@@ -233,11 +298,33 @@ def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     }
 
 
+def test_a_toleration_of_a_value_compares_it(helm, tmp_path):
+    (tmp_path / "values.yaml").write_text(
+        """
+        image: {repository: x}
+        tenants:
+          - project: p
+            domains: [d]
+            podTemplate:
+              tolerations:
+                - {key: dedicated, value: ml, effect: NoSchedule}
+                - {key: spot}
+                - {key: dedicated, operator: Equal, value: "1"}
+        """
+    )
+    (template,) = of_kind(helm.render("--values", tmp_path / "values.yaml"), "PodTemplate")
+    assert template["template"]["spec"]["tolerations"] == [
+        {"key": "dedicated", "operator": "Equal", "value": "ml", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists"},
+        {"key": "dedicated", "operator": "Equal", "value": "1"},
+    ]
+
+
 def test_kernels_are_baked_where_pods_look_for_them(helm, rendered):
     jobs = of_kind(rendered["teams"], "Job")
     assert len(jobs) == 3
     for job in jobs:
-        assert_restricted(job["spec"]["template"]["spec"], may_add=False)
+        assert_restricted(job["spec"]["template"]["spec"])
         (container,) = job["spec"]["template"]["spec"]["containers"]
         env = {item["name"]: item["value"] for item in container["env"]}
         assert (env["MODELS"], env["ARCHS"]) == ("qwen3-4b,/models/ours/config.json", "sm_90,sm_100")
@@ -274,7 +361,7 @@ def test_pods_know_the_store_and_its_key_from_a_secret(rendered):
 def test_nodes_that_train_hold_the_image(rendered):
     (held,) = of_kind(rendered["teams"], "DaemonSet")
     pod = held["spec"]["template"]["spec"]
-    assert_restricted(pod, may_add=False)
+    assert_restricted(pod)
     (job, *_) = of_kind(rendered["teams"], "Job")
     assert pod["containers"][0]["image"] == job["spec"]["template"]["spec"]["containers"][0]["image"]
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
@@ -312,9 +399,23 @@ def test_what_is_tested_is_what_is_installed(rendered):
     assert pod["spec"]["containers"][0]["image"].startswith("registry.example/strata@sha256:")
 
 
+def test_the_projects_that_flyte_has_to_know_are_named(helm):
+    said = helm.notes(CHART, "--values", CHART / "ci" / "teams-values.yaml")
+    assert re.findall(r"flytectl create project --id (\S+) --name (\S+)", said) == [("language",) * 2, ("speech",) * 2]
+
+
 def test_names_of_another_release_do_not_clash(helm):
     other = helm("template", "other", CHART, "--values", PRESETS[-1])
     assert "other-queue-required-jobs" in other.stdout and "name: strata-queue-required" not in other.stdout
+
+
+def relabeled(address, rules):
+    """Where Prometheus reads the metrics of a pod of that address."""
+    found = None
+    for rule in rules:
+        if rule.get("targetLabel") == "__address__" and (match := re.fullmatch(rule["regex"], address)):
+            found = rule["replacement"].replace("$1", match[1])
+    return found
 
 
 def test_metrics_of_training_pods_alone_are_read_and_let_in(rendered):
@@ -322,9 +423,9 @@ def test_metrics_of_training_pods_alone_are_read_and_let_in(rendered):
     assert monitor["metadata"]["labels"]["release"] == "monitoring"
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["language-production"]}
     endpoints = monitor["spec"]["podMetricsEndpoints"]
-    assert [endpoint["relabelings"][-1]["replacement"] for endpoint in endpoints] == [
-        f"$1:{9400 + i}" for i in range(8)
-    ]
+    for address, host in (("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]")):
+        found = [relabeled(address, endpoint["relabelings"]) for endpoint in endpoints]
+        assert found == [f"{host}:{9400 + i}" for i in range(8)]
     # Flyte writes a task's name into labels in lower case, with dashes in place of what a name may not have.
     keep = endpoints[0]["relabelings"][0]
     assert re.fullmatch(keep["regex"], re.sub("[^a-z0-9-]", "-", "tasks.topology.train_16x8"))

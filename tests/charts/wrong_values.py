@@ -140,10 +140,15 @@ REFUSED_BY_THE_SCHEMA = {
     "a negative price": ("prices: {gpus: {h200: -1}}", "/prices/gpus/h200"),
     "a price outside of the table": ("prices: {h200: 3.5}", "/prices", "h200"),
     "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
+    "an IPv6 address without brackets": ("tests: {reachable: ['fd00::1:443']}", "/tests/reachable/0"),
     "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
 }
 
-_CLUSTER_QUEUE = "clusterQueues: [{name: q, quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]"
+_SHARE = "{name: q, quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}"
+_CLUSTER_QUEUE = f"clusterQueues: [{_SHARE}]"
+_QUEUE = "{name: q, clusterQueue: q}"
+_VOLUME = "{name: %s, claim: c, mountPath: %s}"
+_TWO_WAYS = "{key: k, operator: Exists, value: v}"
 _MACHINES = f"queues: {{flavors: [{{name: f}}], {_CLUSTER_QUEUE}}}"
 
 # For the templates: right one by one, wrong together. What the message has to say.
@@ -170,13 +175,32 @@ REFUSED_BY_THE_TEMPLATES = {
         "tenants (a-b-c): the namespace is there twice"),
     "a name that is too long": (f"tenants: [{{project: {'p' * 40}, domains: [{'d' * 30}]}}]",
         "the namespace's name has 71 letters"),
-    "a capability that pod security refuses": (
-        f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: rdma, ipcLock: true}}]}}}}]",
-        'tenants (p-d).podTemplate.variants (rdma).ipcLock: podSecurity "restricted" refuses the capability'),
     "a template that Flyte does not know": (f"tenants: [{{{TENANT}, podTemplate: {{name: ours}}}}]",
         'tenants (p-d).podTemplate.name: Flyte starts the pods of all tenants from one name, "strata"'),
     "two templates of one name": (f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: strata}}]}}}}]",
         "tenants (p-d).podTemplate.variants (strata): the name is taken"),
+    "two queues of one name": (f"tenants: [{{{TENANT}, queues: [{_QUEUE}, {_QUEUE}]}}]\n{_MACHINES}",
+        "tenants (p-d).queues (q): the name is taken"),
+    "a volume named like a cache": (
+        f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('triton-cache', '/x')}]}}}}]",
+        "tenants (p-d).podTemplate.volumes (triton-cache): the name is taken"),
+    "a volume where a cache is": (
+        f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('v', '/var/cache/strata/triton')}]}}}}]",
+        "tenants (p-d).podTemplate.volumes (/var/cache/strata/triton): the mountPath is taken"),
+    "a volume in place of shared memory": (
+        f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('v', '/dev/shm')}]}}}}]",
+        "tenants (p-d).podTemplate.volumes (/dev/shm): the mountPath is taken"),
+    "two volumes of one name": (
+        f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('v', '/a')}, {_VOLUME % ('v', '/b')}]}}}}]",
+        "tenants (p-d).podTemplate.volumes (v): the name is taken"),
+    "two flavors of one name": ("queues: {flavors: [{name: f}, {name: f}]}", "queues.flavors (f): the name is taken"),
+    "two cluster queues of one name": (f"queues: {{flavors: [{{name: f}}], clusterQueues: [{_SHARE}, {_SHARE}]}}",
+        "queues.clusterQueues (q): the name is taken"),
+    "two priorities of one name": ("queues: {priorities: [{name: p, value: 1}, {name: p, value: 2}]}",
+        "queues.priorities (p): the name is taken"),
+    "a flavor twice in a queue": ("queues: {flavors: [{name: f}], clusterQueues: [{name: q, quotas: ["
+        "{flavor: f, resources: {cpu: {nominal: 1}}}, {flavor: f, resources: {cpu: {nominal: 2}}}]}]}",
+        "queues.clusterQueues (q).quotas (f): the flavor is taken"),
     "a destination that is nowhere": (f"tenants: [{{{TENANT}, network: {{others: [{{ports: [{{port: 1}}]}}]}}}}]",
         "tenants (p-d).network.others[0]: give cidr for addresses or namespace"),
     "a destination in two places": (
@@ -185,6 +209,27 @@ REFUSED_BY_THE_TEMPLATES = {
     "labels of addresses": (
         f"tenants: [{{{TENANT}, network: {{objectStore: [{{cidr: 10.0.0.0/8, podLabels: {{a: b}}}}]}}}}]",
         "tenants (p-d).network.objectStore[0].podLabels: addresses have no labels"),
+    "no room for the tasks": (f"tenants: [{{{TENANT}, limits: {{max: {{cpu: 64, memory: 24Gi}}}}}}]",
+        "tenants (p-d).limits.max.memory: 24Gi is less than 32Gi, which Strata's tasks may use; raise it"),
+    "no room for the default": (
+        f"tenants: [{{{TENANT}, limits: {{default: {{cpu: 16}}, max: {{cpu: 15500m, memory: 64Gi}}}}}}]",
+        "tenants (p-d).limits.max.cpu: 15500m is less than 16, which limits.default may use; raise it, or lower that"),
+    "no room for a default of another kind": (
+        f"tenants: [{{{TENANT}, limits: {{defaultRequest: {{example/disk: 2G}}, max: {{example/disk: 1Gi}}}}}}]",
+        "tenants (p-d).limits.max.example/disk: 1Gi is less than 2G, which limits.defaultRequest may use"),
+    "no room to bake": (f"tenants: [{{{TENANT}, limits: {{max: {{cpu: 16}}}}}}]\n"
+        "kernels: {bake: {claim: c, models: [qwen3-4b], resources: {cpu: 32}}}",
+        "tenants (p-d).limits.max.cpu: 16 is less than 32, which kernels.bake.resources may use"),
+    "a toleration of a value and of any": (
+        f"tenants: [{{{TENANT}, podTemplate: {{tolerations: [{_TWO_WAYS}]}}}}]",
+        'tenants (p-d).podTemplate.tolerations (k).operator: "Exists" is for any value, and value is "v"'),
+    "a variant that tolerates it": (
+        f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: fast, tolerations: [{_TWO_WAYS}]}}]}}}}]",
+        "tenants (p-d).podTemplate.variants (fast).tolerations (k).operator"),
+    "a flavor that tolerates it": (f"queues: {{flavors: [{{name: f, tolerations: [{_TWO_WAYS}]}}]}}",
+        "queues.flavors (f).tolerations (k).operator"),
+    "a puller that tolerates it": (f"kernels: {{prepull: {{tolerations: [{_TWO_WAYS}]}}}}",
+        "kernels.prepull.tolerations (k).operator"),
     "kernels that nothing keeps": ("kernels: {bake: {models: [qwen3-4b]}}",
         "kernels.bake.claim: empty, and kernels.bake.models has models to bake"),
     "a store that anybody may fill": ("kernels: {store: {url: 's3://bucket/kernels'}}",

@@ -15,6 +15,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s%s%s" $repository (ternary "@" ":" (hasPrefix "sha256:" $tag)) $tag -}}
 {{- end }}
 
+{{/* A quantity of Kubernetes' as a plain number: 500m is 0.5, 1Ki is 1024. */}}
+{{- define "strata.number" -}}
+{{- if kindIs "string" . -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15
+  "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- $digits := regexFind "^[0-9.]+" . -}}
+{{- mulf (float64 $digits) (get $factors (trimPrefix $digits .)) -}}
+{{- else -}}
+{{- float64 . -}}
+{{- end -}}
+{{- end }}
+
 {{/* What the pod security level "restricted" asks of a container. */}}
 {{- define "strata.containerSecurity" -}}
 allowPrivilegeEscalation: false

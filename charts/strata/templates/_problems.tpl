@@ -5,6 +5,7 @@ What the schema cannot say: values that are right one by one and wrong together.
 {{- include "strata.problems.tenants" . }}
 {{- include "strata.problems.queues" . }}
 {{- include "strata.problems.kueue" . }}
+{{- include "strata.problems.tolerations" (list "kernels.prepull" .Values.kernels.prepull.tolerations) }}
 {{- with .Values.kernels.bake }}
 {{- if and .models (not .claim) }}
 kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a claim of the tenants that keeps them, or leave models out
@@ -40,16 +41,21 @@ kernels.store.url: empty, and there is no store without it; set it, or leave ker
 {{- if ne $tenant.podTemplate.name $.Values.tenantDefaults.podTemplate.name }}
 {{ $where }}.podTemplate.name: Flyte starts the pods of all tenants from one name, {{ quote $.Values.tenantDefaults.podTemplate.name }}; change tenantDefaults.podTemplate.name, or add a template to variants
 {{- end }}
-{{- $templates := dict $tenant.podTemplate.name true }}
+{{- include "strata.problems.taken" (list (printf "%s.queues" $where) "name" $tenant.queues) }}
+{{- $templates := prepend $tenant.podTemplate.variants (dict "name" $tenant.podTemplate.name) }}
+{{- include "strata.problems.taken" (list (printf "%s.podTemplate.variants" $where) "name" $templates) }}
+{{- $volumes := printf "%s.podTemplate.volumes" $where }}
+{{- with (include "strata.podTemplate" (dict "root" $ "tenant" $tenant) | fromYaml).spec }}
+{{- include "strata.problems.taken" (list $volumes "name" .volumes) }}
+{{- /* Flyte mounts shared memory for a run that asks for some, and refuses the run where something is there. */}}
+{{- $mounts := prepend (first .containers).volumeMounts (dict "mountPath" "/dev/shm") }}
+{{- include "strata.problems.taken" (list $volumes "mountPath" $mounts) }}
+{{- end }}
 {{- range $variant := $tenant.podTemplate.variants }}
-{{- if hasKey $templates $variant.name }}
-{{ $where }}.podTemplate.variants ({{ $variant.name }}): the name is taken; choose another
+{{- include "strata.problems.tolerations" (list (printf "%s.podTemplate.variants (%s)" $where $variant.name) $variant.tolerations) }}
 {{- end }}
-{{- $_ := set $templates $variant.name true }}
-{{- if and $variant.ipcLock (ne $tenant.podSecurity "privileged") }}
-{{ $where }}.podTemplate.variants ({{ $variant.name }}).ipcLock: podSecurity {{ quote $tenant.podSecurity }} refuses the capability; set podSecurity to "privileged", or raise the runtime's limit of locked memory and leave ipcLock out
-{{- end }}
-{{- end }}
+{{- include "strata.problems.tolerations" (list (printf "%s.podTemplate" $where) $tenant.podTemplate.tolerations) }}
+{{- include "strata.problems.limits" (dict "root" $ "tenant" $tenant "where" (printf "%s.limits" $where)) }}
 {{- range $list := list "dns" "flyte" "objectStore" "others" }}
 {{- range $index, $destination := index $tenant.network $list }}
 {{- if eq (empty $destination.cidr) (empty $destination.namespace) }}
@@ -63,11 +69,15 @@ kernels.store.url: empty, and there is no store without it; set it, or leave ker
 {{- end }}
 
 {{- define "strata.problems.queues" -}}
+{{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" }}
+{{- include "strata.problems.taken" (list (printf "queues.%s" $list) "name" (index $.Values.queues $list)) }}
+{{- end }}
 {{- $flavors := dict }}
 {{- range .Values.queues.flavors }}{{ $_ := set $flavors .name true }}{{ end }}
 {{- $topologies := dict }}
 {{- range .Values.queues.topologies }}{{ $_ := set $topologies .name true }}{{ end }}
 {{- range .Values.queues.flavors }}
+{{- include "strata.problems.tolerations" (list (printf "queues.flavors (%s)" .name) .tolerations) }}
 {{- if and .topology (not (hasKey $topologies .topology)) }}
 queues.flavors ({{ .name }}).topology: there is no queues.topologies entry {{ quote .topology }}; there are: {{ keys $topologies | sortAlpha | join ", " | default "none" }}
 {{- end }}
@@ -77,6 +87,7 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- end }}
 {{- range $queue := .Values.queues.clusterQueues }}
 {{- $where := printf "queues.clusterQueues (%s)" $queue.name }}
+{{- include "strata.problems.taken" (list (printf "%s.quotas" $where) "flavor" $queue.quotas) }}
 {{- $covered := keys (first $queue.quotas).resources | sortAlpha | join ", " }}
 {{- range $queue.quotas }}
 {{- if not (hasKey $flavors .flavor) }}
@@ -96,6 +107,47 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- with $queue.preemption }}
 {{- if and (eq (.reclaimWithinCohort | default "Any") "Never") (ne (.borrowWithinCohort | default "Never") "Never") }}
 {{ $where }}.preemption.borrowWithinCohort: {{ quote .borrowWithinCohort }} needs preemption.reclaimWithinCohort other than "Never"
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of entries that have the same name, or whatever tells them apart; takes where they are, that key, and the list. */}}
+{{- define "strata.problems.taken" -}}
+{{- $key := index . 1 }}
+{{- $seen := dict }}
+{{- range last . }}
+{{- $name := get . $key }}
+{{- if hasKey $seen $name }}
+{{ first $ }} ({{ $name }}): the {{ $key }} is taken; choose another
+{{- end }}
+{{- $_ := set $seen $name true }}
+{{- end }}
+{{- end }}
+
+{{/* Of tolerations; takes where they are, and the list. */}}
+{{- define "strata.problems.tolerations" -}}
+{{- $where := first . }}
+{{- range last . }}
+{{- if and .value (eq (.operator | default "") "Exists") }}
+{{ $where }}.tolerations ({{ .key }}).operator: "Exists" is for any value, and value is {{ quote .value }}; leave one of the two out
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Kubernetes refuses what asks for more than limits.max; takes the release's context, the tenant, and where it is. */}}
+{{- define "strata.problems.limits" -}}
+{{- $limits := .tenant.limits }}
+{{- $asked := dict "limits.default" $limits.default "limits.defaultRequest" $limits.defaultRequest
+  "Strata's tasks" (.root.Files.Get "tasks.json" | fromJson) }}
+{{- if .root.Values.kernels.bake.models }}{{ $_ := set $asked "kernels.bake.resources" .root.Values.kernels.bake.resources }}{{ end }}
+{{- range $who, $resources := $asked }}
+{{- range $name, $quantity := $resources }}
+{{- if hasKey $limits.max $name }}
+{{- $max := get $limits.max $name }}
+{{- if lt (include "strata.number" $max | float64) (include "strata.number" $quantity | float64) }}
+{{ $.where }}.max.{{ $name }}: {{ $max }} is less than {{ $quantity }}, which {{ $who }} may use; raise it{{ if ne $who "Strata's tasks" }}, or lower that{{ end }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -8,14 +8,14 @@
 {{- define "strata.bake.pod" -}}
 {{- $bake := .root.Values.kernels.bake -}}
 restartPolicy: Never
-serviceAccountName: {{ .tenant.serviceAccount.name }}
+serviceAccountName: {{ .tenant.serviceAccount.name | quote }}
 automountServiceAccountToken: false
 securityContext:
   {{- include "strata.podSecurity" .tenant.podTemplate | nindent 2 }}
 {{- with .tenant.podTemplate.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 containers:
@@ -53,5 +53,5 @@ containers:
 volumes:
   - name: baked-kernels
     persistentVolumeClaim:
-      claimName: {{ $bake.claim }}
+      claimName: {{ $bake.claim | quote }}
 {{- end }}

@@ -15,14 +15,16 @@
 {{- define "strata.tenantNamespaces" -}}
 matchExpressions:
   - key: kubernetes.io/metadata.name
+    {{- with include "strata.tenants" . | fromJsonArray }}
     operator: In
     values:
-      {{- range include "strata.tenants" . | fromJsonArray }}
+      {{- range . }}
       - {{ .namespace }}
-      {{- else }}
-      # There is no such namespace: a list may not be empty.
-      - none.
       {{- end }}
+    {{- else }}
+    # A list may not be empty. Every namespace has this label, so none is selected.
+    operator: DoesNotExist
+    {{- end }}
 {{- end }}
 
 {{/* Labels of a tenant's objects; takes the release's context and the tenant. */}}
@@ -35,12 +37,12 @@ strata/domain: {{ .domain | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Tolerations with their defaults: Kubernetes' own operator is Equal, which a taint with a value does not match. */}}
+{{/* Tolerations with their defaults: Kubernetes' own operator is Equal, also where there is no value to compare with. */}}
 {{- define "strata.tolerations" -}}
 {{- range $i, $toleration := . }}
 {{- if $i }}{{ print "\n" }}{{ end -}}
 - key: {{ .key | quote }}
-  operator: {{ .operator | default "Exists" }}
+  operator: {{ .operator | default (ternary "Equal" "Exists" (not (empty .value))) }}
   {{- with .value }}
   value: {{ . | quote }}
   {{- end }}
@@ -57,11 +59,11 @@ strata/domain: {{ .domain | quote }}
 - to:
     {{- if .cidr }}
     - ipBlock:
-        cidr: {{ .cidr }}
+        cidr: {{ .cidr | quote }}
     {{- else }}
     - namespaceSelector:
         matchLabels:
-          kubernetes.io/metadata.name: {{ .namespace }}
+          kubernetes.io/metadata.name: {{ .namespace | quote }}
       {{- with .podLabels }}
       podSelector:
         matchLabels:
@@ -89,9 +91,9 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   labels:
-    strata/tenant: {{ $tenant.namespace }}
+    {{- merge (dict "strata/tenant" $tenant.namespace) $template.labels | toYaml | nindent 4 }}
 spec:
-  serviceAccountName: {{ $tenant.serviceAccount.name }}
+  serviceAccountName: {{ $tenant.serviceAccount.name | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ int64 $template.terminationGracePeriodSeconds }}
@@ -100,7 +102,7 @@ spec:
   {{- with $template.imagePullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- with merge (dict) ($variant.nodeSelector | default dict) $template.nodeSelector }}
@@ -121,9 +123,6 @@ spec:
       {{- end }}
       securityContext:
         {{- include "strata.containerSecurity" . | nindent 8 }}
-        {{- if $variant.ipcLock }}
-          add: [IPC_LOCK]
-        {{- end }}
       env:
         - name: TRITON_CACHE_DIR
           value: {{ $template.caches.triton.path }}
@@ -140,21 +139,21 @@ spec:
         - name: KERNEL_STORE_KEY
           valueFrom:
             secretKeyRef:
-              name: {{ .secret }}
+              name: {{ .secret | quote }}
               key: KERNEL_STORE_KEY
               # A tenant without it compiles; its pods are not kept from starting.
               optional: true
         {{- end }}
         {{- end }}
         {{- range $name, $value := $template.env }}
-        - name: {{ $name }}
+        - name: {{ $name | quote }}
           value: {{ $value | quote }}
         {{- end }}
       {{- with $template.envSecrets }}
       envFrom:
         {{- range . }}
         - secretRef:
-            name: {{ . }}
+            name: {{ . | quote }}
         {{- end }}
       {{- end }}
       {{- with $variant.resources }}
@@ -190,7 +189,7 @@ spec:
     {{- if .models }}
     - name: baked-kernels
       persistentVolumeClaim:
-        claimName: {{ .claim }}
+        claimName: {{ .claim | quote }}
         readOnly: true
     {{- end }}
     {{- end }}
@@ -202,7 +201,7 @@ spec:
 {{- define "strata.volumeMounts" -}}
 {{- range $i, $volume := . }}
 {{- if $i }}{{ print "\n" }}{{ end -}}
-- name: {{ .name }}
+- name: {{ .name | quote }}
   mountPath: {{ .mountPath }}
   readOnly: {{ .readOnly | default false }}
 {{- end }}
@@ -211,9 +210,9 @@ spec:
 {{- define "strata.volumes" -}}
 {{- range $i, $volume := . }}
 {{- if $i }}{{ print "\n" }}{{ end -}}
-- name: {{ .name }}
+- name: {{ .name | quote }}
   persistentVolumeClaim:
-    claimName: {{ .claim }}
+    claimName: {{ .claim | quote }}
     readOnly: {{ .readOnly | default false }}
 {{- end }}
 {{- end }}
