@@ -5,7 +5,7 @@
 #     docker build --tag strata-platform:0.1.0 --target platform .
 #
 # The first runs every task, on CPU and GPU nodes: torch brings its CUDA libraries, the node brings the driver. The kernels
-# of MODELS are in it, compiled for ARCHS. The second is small: the `strata` command alone, without torch.
+# of MODELS are in it, compiled for ARCHS, and the packages of EXTRAS. The second is small: the `strata` command alone, without torch.
 #
 # The base is pinned to a tag of whole versions. To have the very bytes of a build again, give its digest:
 # --build-arg PYTHON_IMAGE=python@sha256:...
@@ -45,6 +45,11 @@ CMD ["strata", "--help"]
 FROM installer AS packages
 COPY requirements.lock ./
 RUN uv pip install --no-cache --python /opt/strata --require-hashes -r requirements.lock
+# Of pyproject.toml, divided by commas: deepspeed,wandb.
+ARG EXTRAS=
+COPY pyproject.toml images/extras.py images/extras.lock ./
+RUN test -z "${EXTRAS}" || { python extras.py "${EXTRAS}" > extras.txt \
+    && uv pip install --no-cache --python /opt/strata --require-hashes -c extras.lock -r extras.txt; }
 COPY kernels kernels
 COPY platform platform
 RUN uv pip install --no-cache --python /opt/strata --no-deps ./kernels ./platform

@@ -58,6 +58,10 @@ docs: $(READY) ## Regenerate the reference of the run spec and of the chart's va
 lock: $(READY) ## Resolve the dependencies anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		--no-emit-package strata-kernels --no-emit-package strata-platform pyproject.toml -o requirements.lock
+	@# From the image's own versions; an extra may take an earlier one.
+	cp requirements.lock images/extras.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --all-extras \
+		--no-emit-package strata-kernels --no-emit-package strata-platform pyproject.toml -o images/extras.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
 		--group pyproject.toml:dev -c requirements.lock -o requirements-dev.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \

@@ -25,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# Of this name BuildKit reads it for this Dockerfile, and Flyte, which registers the folder, does not.
+IGNORED = "Dockerfile.dockerignore"
 TARGETS = ("training", "platform")
 
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -132,7 +134,7 @@ def apt_leaves_nothing(stages: dict[str, Stage]) -> Iterator[str]:
 
 
 def sources_are_copied(stages: dict[str, Stage]) -> Iterator[str]:
-    """COPY, not ADD; from stages that exist above; of files that exist and that .dockerignore lets pass."""
+    """COPY, not ADD; from stages that exist above; of files that exist and that Dockerfile.dockerignore lets pass."""
     seen: list[str] = []
     for stage in stages.values():
         for line, _ in stage.all("ADD"):
@@ -147,7 +149,7 @@ def sources_are_copied(stages: dict[str, Stage]) -> Iterator[str]:
                 if not (ROOT / source).exists():
                     yield f"line {line}: COPY {source}: it is not there"
                 elif not _passes(source):
-                    yield f"line {line}: COPY {source}: .dockerignore keeps it out"
+                    yield f"line {line}: COPY {source}: {IGNORED} keeps it out"
         seen.append(stage.name)
 
 
@@ -156,9 +158,9 @@ def _sources(text: str) -> list[str]:
 
 
 def _passes(source: str) -> bool:
-    """Whether .dockerignore, whose last fitting line counts, lets through the path or something in it."""
+    """Whether Dockerfile.dockerignore, whose last fitting line counts, lets through the path or something in it."""
     passes = True
-    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split():
+    for line in (ROOT / IGNORED).read_text(encoding="utf-8").splitlines():
         pattern = line.removeprefix("!")
         if fnmatch.fnmatch(source, pattern) or (line.startswith("!") and pattern.startswith(f"{source}/")):
             passes = line.startswith("!")

@@ -3,11 +3,14 @@
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from images import check
+from images.extras import pins
 
+PROJECT = tomllib.loads((check.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DOCKERFILE = (check.ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -30,7 +33,7 @@ def test_the_dockerfile_keeps_the_rules():
         ("COPY requirements.lock", "ADD requirements.lock", "ADD fetches and unpacks; use COPY"),
         ("--from=packages", "--from=package", "COPY --from=package: no such stage above"),
         ("COPY requirements.lock ./", "COPY requirements.txt ./", "COPY requirements.txt: it is not there"),
-        ("COPY requirements.lock ./", "COPY pyproject.toml ./", "COPY pyproject.toml: .dockerignore keeps it out"),
+        ("COPY requirements.lock ./", "COPY README.md ./", "COPY README.md: Dockerfile.dockerignore keeps it out"),
         ("ARG ARCHS=sm_90,sm_100\n", "", "$ARCHS is declared nowhere in stage kernels"),
         ("USER strata\nCMD", "CMD", "image training runs as root"),
         ("USER strata\nCMD", "USER root\nCMD", "image training runs as root"),
@@ -73,9 +76,45 @@ def test_one_version_of_uv_everywhere():
     assert f"UV_VERSION := {here}\n" in (check.ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+def locked(name):
+    """Lines of a lock that name a package and its version."""
+    return set(re.findall(r"^(\S+==\S+)", (check.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+
+
 def test_the_small_image_has_the_versions_of_the_large_one():
-    pins = [
-        set(re.findall(r"^(\S+==\S+)", (check.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
-        for name in ("images/platform.lock", "requirements.lock")
-    ]
-    assert pins[0] and pins[0] <= pins[1]
+    small = locked("images/platform.lock")
+    assert small and small <= locked("requirements.lock")
+
+
+def test_extras_leave_the_image_what_the_project_itself_asks_for():
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in PROJECT["dependencies"]}
+    own = {pin for pin in locked("requirements.lock") if pin.partition("==")[0] in names}
+    assert own and own <= locked("images/extras.lock")
+
+
+@pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]])
+def test_an_extra_is_installed_as_it_is_locked(tmp_path, extra):
+    uv = tmp_path / "opt/strata/bin/uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
+    uv.chmod(0o755)
+    list(check.execute(check.read(DOCKERFILE), "packages", tmp_path, {"EXTRAS": extra}))
+    asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "-r extras.txt" in line]
+    assert len(asked) == (1 if extra else 0) and all("--require-hashes -c extras.lock" in line for line in asked)
+    if extra:
+        pinned = (tmp_path / "src/extras.txt").read_text().splitlines()
+        assert pinned and {pin.split()[0] for pin in pinned} <= locked("images/extras.lock")
+
+
+def test_an_extra_that_is_none_ends_the_build():
+    project = (check.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"EXTRAS has deepspead; there are benchmarks, .*, divided by commas"):
+        pins("wandb,deepspead", project, "wandb==1.0\n")
+    with pytest.raises(ValueError, match=r"wandb>=.* is not in extras\.lock"):
+        pins("wandb", project, "wandb-core==1.0\n")
+
+
+def test_an_extra_may_have_a_version_for_each_python():
+    old, new = "wandb==1.0 ; python_full_version < '3.12'", "wandb==1.1 ; python_full_version >= '3.12'"
+    lock = "".join(f"{pin} \\\n    --hash=sha256:1\n" for pin in (old, new))
+    assert pins("wandb", (check.ROOT / "pyproject.toml").read_text(encoding="utf-8"), lock) == [old, new]
