@@ -93,6 +93,13 @@ class Cell:
         """Whether several processes compute the same rows."""
         return any(path in _SHARED for path in self.fields)
 
+    def is_alone(self) -> bool:
+        """Whether nothing may have trained in its processes before.
+
+        DeepSpeed's engine leaves memory behind, and where rows are shared PyTorch 2.11 ends in a segmentation fault.
+        """
+        return self.strategy == "deepspeed" or self.is_shared()
+
     def spec(self, output: Path, several: int) -> RunSpec:
         """Raises SpecError when the combination is refused."""
         processes = self.processes(several)
@@ -159,7 +166,8 @@ def _cells(several: int) -> Iterator[Cell]:
     yield Cell("hf", "fsdp", {**_LORA, "adapter.use_dora": True})
     for strategy in ("single", "fsdp"):
         yield Cell("torch", strategy, {"training.deterministic": False})
-    # In processes of their own: PyTorch 2.11 ends in a segmentation fault where others were before.
+    if several > 2:
+        yield Cell("torch", "fsdp", {"parallel.replicas": several // 2})
     for path, framework in itertools.product(_SHARED, FRAMEWORKS):
         yield Cell(framework, "fsdp", {path: several})
     yield Cell("torch", "fsdp", {"parallel.tensor_parallel": several, "parallel.cpu_offload": True})
@@ -255,9 +263,7 @@ def row_of(cell: Cell, spec: RunSpec, reference: RunSpec) -> dict[str, Any] | No
         "processes": spec.topology.world_size,
         "loss difference": max(abs(one - other) / other for one, other in losses),
         "resumed": "no" if len(resumed) < len(same) else "exactly" if resumed == same else "with other bits",
-        "tokens/s": None
-        if cell.is_shared()
-        else statistics.median(step["tokens_per_second"] for step in first[UNTIMED:]),
+        "tokens/s": statistics.median(step["tokens_per_second"] for step in first[UNTIMED:]),
         "GiB": max(step["memory_bytes"] for step in first) / 2**30,
     }
 
@@ -267,33 +273,29 @@ def measure(output: Path, several: int, only: str, end: float) -> list[str]:
     cells = cells_of(output, several, only)
     for _, spec in cells.values():
         (output / f"{spec.name}.json").write_text(spec.model_dump_json(), encoding="utf-8")
-    together = [spec for cell, spec in cells.values() if not cell.is_shared()]
-    # A launch for each strategy: DeepSpeed's engine leaves memory behind.
-    by_strategy = {
-        strategy: [spec for spec in together if spec.parallel.type == strategy]
-        for strategy in ("single", "ddp", "fsdp", "deepspeed")
-    }
-    groups = [
-        specs[first : first + TOGETHER] for specs in by_strategy.values() for first in range(0, len(specs), TOGETHER)
+    together = [spec for cell, spec in cells.values() if not cell.is_alone()]
+    by_processes = [
+        [spec for spec in together if spec.topology.world_size == processes]
+        for processes in dict.fromkeys((1, several))
     ]
-    shared = [[spec] for cell, spec in cells.values() if cell.is_shared()]
+    groups = [[specs[first : first + TOGETHER]] for specs in by_processes for first in range(0, len(specs), TOGETHER)]
+    alone = [[spec] for cell, spec in cells.values() if cell.is_alone()]
     failed: list[str] = []
-    # Launches take longer than these runs do: they are side by side, and their speeds are left out.
-    with ThreadPoolExecutor() as pool:
-        for found in pool.map(lambda group: launch_twice(group, end), shared):
-            failed += found
-    for group in groups:
-        failed += launch_twice(group, end)
+    for launches in (*groups, alone):
+        failed += launch_twice(launches, end)
         write_table([row_of(cell, spec, cells[str(cell.alike())][1]) for cell, spec in cells.values()], output)
     return failed
 
 
-def launch_twice(group: Sequence[RunSpec], end: float) -> list[str]:
-    """Train, and again from the first checkpoint; what failed."""
-    failed = launch(group, end)
-    again = [spec for spec in group if _is_done(spec, again=False)]
-    failed += [f"{name}, again" for name in launch(again, end, again=True)]
-    for spec in group:
+def launch_twice(launches: Sequence[Sequence[RunSpec]], end: float) -> list[str]:
+    """Train, one launch after another, and again from the first checkpoints; what failed."""
+    failed = [name for group in launches for name in launch(group, end)]
+    again = [[spec for spec in group if _is_done(spec, again=False)] for group in launches]
+    # Their speeds are not looked at, so they go side by side.
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(lambda group: launch(group, end, again=True), again):
+            failed += [f"{name}, again" for name in found]
+    for spec in itertools.chain(*launches):
         # Gigabytes, of which nothing is read any more.
         shutil.rmtree(RunFolder.of(spec).checkpoints, ignore_errors=True)
     return failed
@@ -311,8 +313,7 @@ def write_table(found: Sequence[dict[str, Any] | None], output: Path) -> None:
     lines = ["| framework | strategy | | loss difference | resumed | tokens/s | GiB |", "| --- " * 7 + "|"]
     for row in rows:
         told = row["fields"].replace(" ", ", ")
-        speed = f"{row['tokens/s']:,.0f}" if row["tokens/s"] else ""
-        numbers = f"{row['loss difference']:.0e} | {row['resumed']} | {speed} | {row['GiB']:.1f}"
+        numbers = f"{row['loss difference']:.0e} | {row['resumed']} | {row['tokens/s']:,.0f} | {row['GiB']:.1f}"
         lines.append(f"| {row['framework']} | {row['strategy']} | {told} | {numbers} |")
     (output / "matrix.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,6 +1,7 @@
 """The others: how each library's operator is called with our inputs, and which libraries are here.
 
-In-place variants are off wherever there is a switch, because ours leave every tensor as it was.
+In-place variants are off wherever there is a switch, because ours leave every tensor as it was. All else is as the
+library has it by default; where it has a more exact mode, that is a peer of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ NAMES = {
     "nn": "PyTorch's fused",
     "compile": "torch.compile",
     "liger": "Liger-Kernel",
+    "liger_fp32": "Liger-Kernel, fp32 sums",
     "quack": "quack",
     "cce": "cut-cross-entropy",
+    "cce_exact": "cut-cross-entropy, exact",
 }
 _DISTRIBUTIONS = ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
@@ -103,8 +106,16 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     },
     "linear_cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs), waits=True),
+        "liger_fp32": Peer(
+            _LIGER,
+            lambda liger, *inputs: liger.liger_fused_linear_cross_entropy(*inputs, accum_dtype=torch.float32),
+            waits=True,
+        ),
         "quack": Peer("quack.linear_cross_entropy", _quack_linear_cross_entropy, waits=True),
         "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
+        "cce_exact": Peer(
+            "cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs, impl="cce_exact"), waits=True
+        ),
     },
 }
 

@@ -47,6 +47,8 @@ _CASES: dict[tuple[str, str], tuple[Operator, Case]] = {
     (operator.name, operator.label(case.shape)): (operator, case) for operator in OPERATORS for case in operator.cases
 }
 _BY = {"ours": "Strata", **NAMES}
+# How `benchmarks.ops` begins to say which errors did not pass.
+_RED = "RED: "
 DOCS = Path(__file__).parents[1] / "docs/performance.md"
 DATA = DOCS.with_suffix(".csv")
 
@@ -199,6 +201,30 @@ def heads_table(rows: Sequence[Row]) -> str:
     return _compared(rows, lambda operator, case: operator.products is not None, cell)
 
 
+def refused_table(rows: Sequence[Row]) -> str:
+    """Which tensors of which fused heads did not pass the gate: how far from fp64, and how far was allowed."""
+    red = [r for r in rows if r["kind"] == "case" and r["gate"].startswith(_RED) and _CASES[_key(r)][0].products]
+    found = {(r["shape"], r["by"]): r for r in red}
+    shapes = [shape for name, shape in _CASES if any((name, shape) == _key(r) for r in red)]
+    by = [b for b in _BY if any(r["by"] == b for r in red)]
+    lines = [[shape, *(_beyond(found[shape, b]) if (shape, b) in found else "-" for b in by)] for shape in shapes]
+    return _markdown(["shape", *(_BY[b] for b in by)], lines)
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["operator"], row["shape"]
+
+
+def _beyond(row: Row) -> str:
+    """The tensors of a fused head's red row whose error is not within what is allowed, in the order of the gate."""
+    told = []
+    for tensor, error in zip(("loss", "dx", "dw"), row["gate"].removeprefix(_RED).split("; "), strict=True):
+        mine, allowed = map(float, error.split(" of "))
+        if not mine <= allowed:  # or NaN
+            told.append(f"{tensor} {error}")
+    return "; ".join(told)
+
+
 def wall_table(rows: Sequence[Row]) -> str:
     return _compared(rows, lambda operator, case: case.wall, lambda row: f"{1e3 * row['wall ms']:.0f} µs")
 
@@ -248,6 +274,7 @@ def lost(rows: Sequence[Row]) -> str:
 _PARTS: dict[str, Callable[[Sequence[Row]], str]] = {
     "operators": operators_table,
     "linear_cross_entropy": heads_table,
+    "refused": refused_table,
     "wall": wall_table,
     "lost": lost,
     "sweep": sweep_table,

@@ -277,7 +277,7 @@ def main() -> None:
         if run.processes != processes or told.only not in label or (_ALONE in label and _ALONE not in told.only):
             continue
         measured = train_and_compare(replace(run, fields={**run.fields, **documents}), told.out)
-        rows.append({**measured, "words": told.words or "built-in"})
+        rows.append({**measured, "words": str(told.words or "built-in")})
         gc.collect()
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(f"{k}: {v:.1f}" if isinstance(v, float) else v for k, v in rows[-1].items()), flush=True)
