@@ -1,6 +1,7 @@
 """Tests on a cluster with everything installed, skipped where there is none; docs/testing.md says how to get one."""
 
 import os
+import warnings
 
 import pytest
 
@@ -14,9 +15,11 @@ MISSING = [name for name in NEEDED if not os.environ.get(name)]
 
 def pytest_configure(config):
     if not MISSING:
-        # Flyte's and Kubernetes' clients leave connections for the garbage collector to close.
-        config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")
-        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+        # Flyte's and Kubernetes' clients leave connections for the garbage collector to close: in tests, and at the end
+        # of pytest, which has read the lines by now.
+        for category in (ResourceWarning, pytest.PytestUnraisableExceptionWarning):
+            config.addinivalue_line("filterwarnings", f"ignore::{category.__module__}.{category.__name__}")
+            warnings.simplefilter("ignore", category)
 
 
 def pytest_collection_modifyitems(items):
