@@ -1,6 +1,6 @@
 """A fine-tune every night. Copy this file into the project's folder, change what is below, and register it:
 
-    pyflyte register --copy all --image REGISTRY/strata:0.1.0 nightly.py
+    pyflyte register --copy all --destination-dir . --image REGISTRY/strata:0.1.0 nightly.py
 
 The version that was registered last is the one that runs. `pyflyte launchplan --deactivate nightly` ends it.
 """

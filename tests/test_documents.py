@@ -49,3 +49,11 @@ def test_make_help_explains_every_target():
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
     helped = subprocess.run(["make", "help"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
     assert all(f"make {target} " in helped for target in phony)
+
+
+def test_code_is_registered_into_the_folder_that_the_image_starts_in():
+    # The default of `pyflyte register` is root's folder, where the image's user may not write.
+    files = (path for name in ("docs", "examples", "platform") for path in ROOT.glob(f"{name}/**/*"))
+    texts = (path.read_text() for path in files if path.suffix in (".md", ".py", ".ipynb"))
+    commands = re.findall(r"pyflyte register .*", "\n".join(texts))
+    assert len(commands) > 3 and all("--destination-dir . " in command for command in commands), commands

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "submit.ipynb"
@@ -21,6 +22,17 @@ def test_it_is_a_notebook_without_results():
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
         assert all(line.endswith("\n") for line in cell["source"][:-1])
+
+
+def test_its_last_cell_goes_to_the_clients_place_through_flytes_own(monkeypatch):
+    for name in ("STRATA_PROJECT", "STRATA_DOMAIN", "FLYTECTL_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("STRATA_BACKEND", "flyte")
+    remote, given = MagicMock(), MagicMock()
+    monkeypatch.setattr("flytekit.remote.FlyteRemote", remote)
+    last = "".join(json.loads(NOTEBOOK.read_text())["cells"][-1]["source"])
+    exec(last, {"os": os, "spec": given, "client": given})
+    assert remote.call_args.args[1:] == ("flytesnacks", "development")
 
 
 def test_it_submits_follows_draws_and_generates(tmp_path):

@@ -25,12 +25,15 @@ from typing import Any
 
 import yaml
 
+from tests.e2e import upstream
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", ROOT.parent / "shared" / "cluster")).absolute()
 STATE = Path(os.environ.get("KC", "/tmp/kc")).absolute()
 STACK = STATE / "strata-stack"
 RUNS = STATE / "runs"
 FLYTE_CONFIG = STATE / "flyte.yaml"
+DATABASE = STATE / "database"
 NAMESPACE = "strata-system"
 TENANTS = ("flytesnacks-development", "rival-development")
 # Addresses of that cluster, which its scripts choose.
@@ -119,6 +122,9 @@ def build() -> None:
     try:
         script("build.sh", LIMITS["build"])
         script("images.sh", LIMITS["images"])
+        (STATE / "images" / f"{upstream.IMAGE}.tar").unlink(missing_ok=True)
+        if upstream.PROGRAM:
+            upstream.pack(SCRIPTS, STATE / "images")
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
 
@@ -133,15 +139,19 @@ def up() -> None:
     # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for
     # the most of a minute the others then know no way to the stores and the API server.
     inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
+    if upstream.PROGRAM:
+        upstream.start_database(partial(inside, limit=60), DATABASE, STORE)
     install()
 
 
 def down() -> None:
     """Take the cluster away, also one that a killed process left. What remains is told, and is no error."""
-    try:
-        script("down.sh", LIMITS["down"])
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"cluster: not all of it is gone: {error}", file=sys.stderr)
+    database = partial(upstream.stop_database, lambda *command: shell([*command], limit=30), DATABASE)
+    for end in (partial(script, "down.sh", LIMITS["down"]), database):
+        try:
+            end()
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"cluster: not all of it is gone: {error}", file=sys.stderr)
     shutil.rmtree(RUNS, ignore_errors=True)
 
 
@@ -265,6 +275,8 @@ def own_values() -> dict[str, Any]:
         "ingress": {"separateGrpcIngress": False},
         "service": {"clusterIP": FLYTE},
     }
+    if upstream.PROGRAM:
+        upstream.configure(flyte, STORE)
     kueue = {
         "manager": {"image": image("kueue"), "resources": SHARE | {"limits": {"cpu": "2", "memory": "1Gi"}}},
         "livenessProbe": PATIENT,
@@ -283,7 +295,7 @@ def own_values() -> dict[str, Any]:
                 "network": network,
                 "podTemplate": {"workingDir": "/tmp", "env": env, "volumes": [*volumes, runs]},
             },
-            "tests": {"env": env, "volumes": volumes, "reachable": [f"{STORE}:9000", f"{FLYTE}:8089"]},
+            "tests": {"env": env, "volumes": volumes, "reachable": [f"{STORE}:9000"]},
         },
     }
 

@@ -4,7 +4,9 @@ import copy
 import importlib
 import runpy
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
@@ -238,14 +240,62 @@ def test_pods_get_what_the_spec_asks_for(nodes, task, gpus):
     assert overrides.extended_resources.shared_memory.size_limit == "64Gi"
 
 
-def test_pods_without_a_common_folder_are_refused_before_they_start():
-    spec = RunSpec.model_validate({"topology": {"nnodes": 2, "nproc_per_node": 8}, "parallel": {"type": "ddp"}})
+@pytest.fixture
+def in_a_pod():
     context = FlyteContextManager.current_context()
     state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with (
-        FlyteContextManager.with_context(context.with_execution_state(state)),
-        pytest.raises(ValueError, match=r"output 'out' is a folder inside each pod, but topology\.nnodes 2 pods"),
-    ):
+    with FlyteContextManager.with_context(context.with_execution_state(state)):
+        yield
+
+
+def test_pods_without_a_common_folder_are_refused_before_they_start(in_a_pod):
+    spec = RunSpec.model_validate({"topology": {"nnodes": 2, "nproc_per_node": 8}, "parallel": {"type": "ddp"}})
+    with pytest.raises(ValueError, match=r"output 'out' is a folder inside each pod, but topology\.nnodes 2 pods"):
+        plan.task_function(spec)
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_several_processes_without_gpus_are_warned_of_in_a_pod(in_a_pod, gpus, capsys):
+    spec = RunSpec.model_validate(
+        {
+            "output": "/runs",
+            "topology": {"nproc_per_node": 8},
+            "parallel": {"type": "ddp"},
+            "resources": {"gpu": gpus},
+        }
+    )
+    plan.task_function(spec)
+    warned = "resources.gpu is 0: the 8 processes of each pod train on its CPU; set resources.gpu to 8"
+    assert (warned in capsys.readouterr().out) == (gpus == 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "problem"),
+    [
+        (
+            {"parallel": {"type": "deepspeed"}, "topology": {"nproc_per_node": 2}},
+            None,
+            r"parallel\.type 'deepspeed' needs the package deepspeed.* install strata\[deepspeed\]",
+        ),
+        ({"tracking": {"report_to": ["wandb"]}}, None, r"'wandb', which is not installed"),
+        (
+            {"tracking": {"report_to": ["wandb"]}, "resources": {"pod_template": "own"}},
+            None,
+            r"'wandb', which is not installed",
+        ),
+        ({"tracking": {"report_to": ["wandb"]}}, "site.py", r"'wandb': set the environment variable WANDB_API_KEY"),
+        ({"tracking": {"report_to": ["wandb"]}, "resources": {"pod_template": "own"}}, "site.py", None),
+    ],
+    ids=["strategy", "tracker", "tracker elsewhere", "nobody to tell", "told by the template"],
+)
+def test_what_the_image_lacks_is_said_before_data_are_prepared(asked, found, problem, monkeypatch):
+    spec = RunSpec.model_validate(asked)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for module in ("parallel", "tracking"):
+        installed = None if found is None else SimpleNamespace(origin=found)
+        monkeypatch.setattr(f"tasks.runtime.{module}.find_spec", lambda name, installed=installed: installed)
+    with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
         plan.task_function(spec)
 
 
