@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,14 +188,50 @@ def test_long_csv_fields_are_read(tmp_path: Path) -> None:
     assert len(_values(_open(str(tmp_path / "a.csv")))[0]["text"]) == 200_000
 
 
+def test_a_parquet_value_that_python_cannot_say_is_a_faulty_row(tmp_path: Path) -> None:
+    days = pyarrow.array([1, 10**7], pyarrow.date32())
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "day": days}), tmp_path / "a.parquet")
+    good, bad = _open(str(tmp_path / "a.parquet")).rows()
+    assert good.problem is None and good.values["text"] == "a"
+    assert (bad.where, bad.problem) == (
+        f"{tmp_path}/a.parquet row 2",
+        "column 'day' cannot be read: date value out of range",
+    )
+
+
+def test_a_key_that_is_there_twice_is_a_faulty_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n{"text": "c", "more": [{"text": "d"}]}\n')
+    bad, good = _open(str(tmp_path / "a.jsonl")).rows()
+    assert good.values == {"text": "c", "more": [{"text": "d"}]}
+    assert bad.problem == "not valid JSON: an object names a key twice: text, text"
+
+
+def test_csv_begins_with_the_first_line_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\n\ntext\n\na\n")
+    assert [(row.where, row.values) for row in _open(str(tmp_path / "a.csv")).rows()] == [
+        (f"{tmp_path}/a.csv line 5", {"text": "a"})
+    ]
+
+
+def _twice() -> bytes:
+    file = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text"] * 2), file)
+    return file.getvalue()
+
+
 BROKEN = {
     "a.parquet": (b"no parquet", "Parquet magic bytes"),
-    "a.jsonl": (b'{"text": "\xe9"}\n', r"line 1 is not UTF-8 \(invalid continuation byte at byte 10\)"),
-    "a.json": (b"[1, 2", "Expecting ',' delimiter"),
+    "a.jsonl": (b'{"text": "\xe9"}\n', r"line 1 is not UTF-8 \(invalid continuation byte at byte 10\); save"),
+    "utf-16.csv": ("text\na\n".encode("utf-16"), "line 1 is not UTF-8 .*; save it as UTF-8"),
+    "a.json": (b"[1, 2", "not valid JSON: Expecting ',' delimiter"),
+    "digits.json": (b"[" + b"1" * 5000 + b"]", "not valid JSON: Exceeds the limit"),
+    "twice.json": (b'[{"text": 1, "text": 2}]', "not valid JSON: an object names a key twice: text, text"),
     "deep.json": (b"[" * 100_000 + b"]" * 100_000, "its objects or lists are nested too deeply"),
     "a.jsonl.gz": (b"no gzip", "Not a gzipped file"),
-    "a.csv": (b'text\n"open', "unexpected end of data"),
+    "a.csv": (b'text\na\n"open\nb\n', "the row that begins in line 3: unexpected end of data; a quote within quotes"),
+    "quote.csv": (b'text\n"a\nb"\n"c"d\n', "the row that begins in line 4: ',' expected after '\"'; a quote within"),
     "twice.csv": (b"text,text\n", "names a column twice: text, text"),
+    "twice.parquet": (_twice(), "names a column twice: text, text"),
 }
 
 

@@ -55,7 +55,9 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
         try:
             yield number, line.decode()
         except UnicodeDecodeError as error:
-            raise OSError(f"line {number} is not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise OSError(
+                f"line {number} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+            ) from error
 
 
 def _read_text(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -71,12 +73,23 @@ def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
 
 def _parsed(line: str, where: str) -> Row:
     try:
-        return Row(where, json.loads(line))
+        return Row(where, _JSON.decode(line))
     except RecursionError:
         return Row(where, None, "its objects or lists are nested too deeply")
     # Also of a number with thousands of digits.
     except ValueError as error:
         return Row(where, None, f"not valid JSON: {error}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice Python would keep the last value alone."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"an object names a key twice: {', '.join(key for key, _ in pairs)}")
+    return values
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -86,10 +99,13 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     if start != b"[":
         yield from _read_json_lines(file, name)
         return
+    text = file.read().decode("utf-8-sig")
     try:
-        values = json.loads(file.read().decode("utf-8-sig"))
+        values = _JSON.decode(text)
     except RecursionError as error:
         raise OSError("its objects or lists are nested too deeply") from error
+    except ValueError as error:
+        raise OSError(f"not valid JSON: {error}") from error
     for number, value in enumerate(values, start=1):
         yield Row(f"{name} row {number}", value)
 
@@ -97,17 +113,34 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
 def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_FIELD)
     reader = csv.reader((line for _, line in _lines(file)), strict=True)
-    header = next(reader, [])
-    if len(set(header)) < len(header):
-        raise OSError(f"the header names a column twice: {', '.join(header)}")
-    for values in reader:
-        if not values:
-            continue
+    header = next(_csv_rows(reader), [])
+    _require_once(header)
+    for values in _csv_rows(reader):
         where = f"{name} line {reader.line_num}"
         if len(values) == len(header):
             yield Row(where, dict(zip(header, values, strict=True)))
         else:
             yield Row(where, None, f"{len(values)} fields, but the header has {len(header)}")
+
+
+def _csv_rows(reader: Any) -> Iterator[list[str]]:
+    """Those that are not empty. `reader` is of the csv module, and tells of lines that it has read."""
+    begin = reader.line_num + 1
+    try:
+        for values in reader:
+            if values:
+                yield values
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise OSError(
+            f"the row that begins in line {begin}: {error}; a quote within quotes is written twice, and lines end "
+            "with a line feed"
+        ) from error
+
+
+def _require_once(columns: list[str]) -> None:
+    if len(set(columns)) < len(columns):
+        raise OSError(f"the header names a column twice: {', '.join(columns)}")
 
 
 def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -116,12 +149,32 @@ def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
 
     try:
         number = 0
-        for batch in ParquetFile(file).iter_batches(batch_size=1024):
-            for values in batch.to_pylist():
+        parquet = ParquetFile(file)
+        _require_once(parquet.schema_arrow.names)
+        for batch in parquet.iter_batches(batch_size=1024):
+            for values, problem in _arrow_rows(batch):
                 number += 1
-                yield Row(f"{name} row {number}", values)
+                yield Row(f"{name} row {number}", values, problem)
     except ArrowException as error:
         raise OSError(str(error)) from error
+
+
+def _arrow_rows(batch: Any) -> list[tuple[Any, str | None]]:
+    """Values of each row, or why it has none: dates may be beyond Python's, texts not UTF-8."""
+    try:
+        return [(values, None) for values in batch.to_pylist()]
+    except (ValueError, OverflowError):
+        return [_arrow_row(batch, index) for index in range(batch.num_rows)]
+
+
+def _arrow_row(batch: Any, index: int) -> tuple[Any, str | None]:
+    values = {}
+    for column in batch.schema.names:
+        try:
+            values[column] = batch[column][index].as_py()
+        except (ValueError, OverflowError) as error:
+            return None, f"column {column!r} cannot be read: {error}"
+    return values, None
 
 
 READERS: dict[str, Reader] = {
