@@ -20,7 +20,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, recipe_of
-from tasks.runtime.data.sources import Source, open_source
+from tasks.runtime.data.sources import Files, Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
 
@@ -287,6 +287,12 @@ def test_a_web_address_with_a_query(tmp_path: Path) -> None:
         before = source.digest()
         _jsonl(tmp_path / "a.jsonl", PAIRS[:2])
         assert _open(f"{base}/a.jsonl?download=true").digest() != before
+        WRITERS["a.jsonl.gz"](tmp_path / "a.jsonl.gz")
+        assert _values(_open(f"{base}/a.jsonl.gz?from=a/b")) == PAIRS
+        # As long as it was, and later: such a server tells no tag.
+        before = _open(f"{base}/a.jsonl").digest()
+        os.utime(tmp_path / "a.jsonl", (0, 0))
+        assert _open(f"{base}/a.jsonl").digest() != before
         with pytest.raises(ValueError, match="was not found; looked for that URL"):
             _open(f"{base}/none.jsonl")
         server.shutdown()
@@ -295,6 +301,16 @@ def test_a_web_address_with_a_query(tmp_path: Path) -> None:
 class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None:
         pass
+
+
+@pytest.mark.parametrize("field", ["blob_id", "sha", "modified", "Content-MD5"])
+def test_what_a_store_tells_of_a_version_is_known(field: str) -> None:
+    """As `hf://`, `github://`, `webdav://` and web servers have it; the file is as long as before."""
+    digests = [
+        Files("a", ((SimpleNamespace(info=lambda path, at=at: {"size": 5, field: at}), "a.jsonl"),)).digest()
+        for at in ("first", "second")
+    ]
+    assert digests[0] != digests[1]
 
 
 def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:

@@ -27,16 +27,23 @@ _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.
 
 def read(filesystem: Any, path: str) -> Iterator[Row]:
     """The rows of one file, by its extension. Raises ValueError, naming the file, when it cannot be read."""
-    with readable(path), filesystem.open(path, "rb", compression="infer") as file:
+    from fsspec.utils import infer_compression
+
+    with readable(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
         yield from READERS[extension(path)](file, path)
 
 
 def extension(path: str) -> str:
     """`.jsonl` of `data/train.jsonl.gz`; empty when there is none."""
-    name = path.rsplit("/", 1)[-1].split("?", 1)[0].lower()
+    name = _file_name(path).lower()
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
     return name[name.rfind(".") :] if "." in name else ""
+
+
+def _file_name(path: str) -> str:
+    # In a URL a question mark begins the query, which may name paths of its own; downloaded files may keep it.
+    return (path.split("?", 1)[0] if "://" in path else path).rsplit("/", 1)[-1].split("?", 1)[0]
 
 
 @contextmanager

@@ -30,7 +30,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 # What file systems call the fields that change when a file does.
 _VERSION_FIELDS = (
-    "size", "ETag", "etag", "mtime", "LastModified", "last_modified", "created", "md5Hash", "VersionId", "version_id",
+    "size", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created", "md5Hash",
+    "Content-MD5", "Digest", "VersionId", "version_id", "blob_id", "sha",
 )  # fmt: skip
 
 
