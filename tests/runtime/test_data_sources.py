@@ -372,6 +372,16 @@ def test_hub_data_sets() -> None:
         _values(_open("someone/none"))
 
 
+def test_a_data_set_that_code_makes_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*names: str, **options: Any) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found greetings.py")
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(ValueError, match=r"data.source 'someone/greetings': .*scripts are no longer supported.*; set "
+                       "data.revision to 'refs/convert/parquet'"):  # fmt: skip
+        _values(_open("someone/greetings"))
+
+
 def test_a_data_set_of_the_hub_is_read_at_the_commit_that_was_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     from huggingface_hub import HfApi

@@ -172,6 +172,13 @@ class HubDataset:
             )
         except (FileNotFoundError, ConnectionError) as error:
             raise _not_found(self.name, reason=str(error).splitlines()[0]) from error
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            raise ValueError(
+                f"data.source {self.name!r}: {error}; set data.revision to 'refs/convert/parquet', where the Hub keeps "
+                "the rows of many of these, or take its files"
+            ) from error
         except (ValueError, datasets.exceptions.DatasetsError) as error:
             # The library's own words name the configurations or splits that there are.
             raise ValueError(
