@@ -107,6 +107,30 @@ def test_what_the_tokenizer_puts_behind_a_text_is_not_doubled() -> None:
     assert tokenizer.decode(encoded.ids) == f"{BOS}Return{EOS}"
 
 
+@pytest.mark.parametrize(("prompt", "completion"), [("", "the thing."), ("Return\n", "the thing.")])
+@pytest.mark.parametrize("begin", ["", BOS])
+@pytest.mark.parametrize("end", ["", EOS])
+def test_special_tokens_that_a_text_has_are_not_doubled(
+    prompt: str, completion: str, begin: str, end: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """As of chats that were rendered before they were stored."""
+    segments = (Segment(begin + prompt, False), Segment(completion + end, True))
+    document = Document(tuple(segment for segment in segments if segment.text), bare=False)
+    plain = _pair(prompt, completion) if prompt else Document((Segment(completion, True),), bare=False)
+    for learn_all in (False, True):
+        encoder = Encoder(tokenizer, learn_all=learn_all)
+        found, expected = encoder.encode([document, plain])
+        assert tokenizer.decode(found.ids) == f"{BOS}{prompt}{completion}{EOS}"
+        assert found.ids.tolist() == expected.ids.tolist() and found.targets.tolist() == expected.targets.tolist()
+
+
+@pytest.mark.parametrize("prepend", ["normalizer", "pre-tokenizer"])
+def test_special_tokens_before_which_a_tokenizer_puts_a_space_are_not_doubled(prepend: str) -> None:
+    tokenizer = _sentencepiece_like(prepend)
+    (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("<s>hello:", "world</s>")])
+    assert tokenizer.decode(encoded.ids).replace(" ", "") == "<s>hello:world</s>"
+
+
 @pytest.mark.parametrize("length", [2, 3, 5, 10, 11])
 def test_long_documents_lose_no_target_when_split(length: int) -> None:
     targets = np.array([False] + [True] * 9)

@@ -65,7 +65,9 @@ class Encoder:
         ]
 
     def _join(self, document: Document, pieces: list[list[int]]) -> Encoded:
-        ids: list[int] = [] if document.bare else list(self.leading)
+        # Texts that were rendered before they were stored have these tokens already; twice no model knows them.
+        begun = pieces[0][: len(self.leading)] == self.leading
+        ids: list[int] = [] if document.bare or begun else list(self.leading)
         targets = [False] * len(ids)
         written = (0, 0)
         for segment, piece in zip(document.segments, pieces, strict=True):
@@ -75,7 +77,7 @@ class Encoder:
                     self.turn_ends.add(piece[-1])
             ids += piece
             targets += [segment.written] * len(piece)
-        if not document.bare:
+        if not document.bare and ids[-1:] != [self._tokenizer.eos_token_id]:
             ids.append(self._tokenizer.eos_token_id)
             targets.append(True)
         learned = np.ones(len(ids), dtype=np.bool_) if self._learn_all else np.array(targets, dtype=np.bool_)
