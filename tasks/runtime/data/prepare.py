@@ -261,7 +261,9 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _
             return []
         room = max(length // 2, length - min(map(len, documents)))
         documents = [head(document, room) for document in documents]
-    if not documents or not all(document.targets.any() for document in documents):
+    # Answers of other words may have the same tokens, or have them as far as a row goes: no gradient comes of these.
+    alike = len({document.ids.tobytes() for document in documents}) < len(documents)
+    if not documents or alike or not all(document.targets.any() for document in documents):
         tally.skipped["no_target"] += 1
         return []
     tally.truncated += longest > length
