@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,38 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_per_turn(
     second = "<think>y</think>Fine.<|im_end|>"
     later = f"{header}Hi.<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n{second}\n"
     assert _learned(tokenizer, file(FORGETFUL), talk) == [(f"{header}{first}\n", [first]), (later, [second])]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("source", [None, MARKED], ids=["not-marked", "marked"])
+def test_reasoning_that_the_template_leaves_out_is_told(
+    source: str | None, key: str, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    template = source and file(source)
+    talk = [*TALK[:4], {**TALK[4], key: "\nI was asked.\n"}]
+    with pytest.raises(RowError, match=rf"row 1: the chat template leaves out {key} of message 5; set data.chat_temp"):
+        _learned(tokenizer, template, talk)
+    unlearned = [*TALK[:4], {**TALK[4], key: "I was asked.", "weight": 0}]
+    for messages in (unlearned, [*TALK[:4], {**TALK[4], key: " "}]):
+        assert _learned(tokenizer, template, messages)[0][1][0] == TURNS[0]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_reasoning_that_a_template_keeps_in_the_last_turn_alone_is_learned(
+    marked: bool, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    thought = "{% if loop.last %}<think>{{ m.thinking }}</think>{% endif %}"
+    source = MARKED.replace("{% generation %}", "{% generation %}" + thought)
+    if not marked:
+        source = re.sub(r"{% (end)?generation %}", "", source)
+        source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    talk = [{**m, "thinking": f"Hm {n}."} if m["role"] == "assistant" else m for n, m in enumerate(TALK[:5])]
+    found = _learned(tokenizer, file(source), talk)
+    last = "<think>Hm 4.</think>" + TURNS[1]
+    if marked:
+        assert [runs for _, runs in found] == [[TURNS[0], last]]
+    else:
+        assert [runs for _, runs in found] == [["<think>Hm 2.</think>" + TURNS[0]], [last]]
 
 
 def test_a_turn_that_does_not_begin_with_its_prompt_is_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:

@@ -5,8 +5,8 @@ assistant's turn is what rendering up to and including the turn adds to renderin
 and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
 (dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
 model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
-generation prompt is refused, and so is a row whose tools, or calls of them, it leaves out. A message of the assistant's
-with `weight: 0` is read and not learned.
+generation prompt is refused, and so is a row whose tools, or calls of them, or reasoning it leaves out. A message of
+the assistant's with `weight: 0` is read and not learned.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
+# Keys of what the assistant thinks before it says its content. Each template that knows any knows its own.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -152,6 +154,9 @@ class ChatTemplate:
             written = "\n".join(text[begin:end] for begin, end in spans)
             for index in turns:
                 _require_calls(messages, index, written, where)
+            # Of earlier turns a template may mean to forget it.
+            for index in learned[-1:]:
+                _require_reasoning(messages, index, written, where)
             if learned != turns:
                 if len(spans) != len(turns):
                     raise RowError(
@@ -189,6 +194,7 @@ class ChatTemplate:
                 "data.chat_template to a template with {% generation %} marks"
             )
         _require_calls(messages, index, text[len(prompt) :], where)
+        _require_reasoning(messages, index, text[len(prompt) :], where)
         return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
@@ -236,6 +242,17 @@ def _require_calls(messages: Messages, index: int, written: str, where: str) -> 
             raise RowError(
                 f"{where}: the chat template leaves out the call of {name!r} in message {index + 1}; set "
                 "data.chat_template to a template that knows calls of tools"
+            )
+
+
+def _require_reasoning(messages: Messages, index: int, written: str, where: str) -> None:
+    """Raise RowError when what the template has the assistant write lacks what the message has it think."""
+    for key in _REASONING:
+        thought = messages[index].get(key)
+        if isinstance(thought, str) and thought.strip() not in written:
+            raise RowError(
+                f"{where}: the chat template leaves out {key} of message {index + 1}; set data.chat_template to a "
+                "template that knows it, or leave it out of the messages"
             )
 
 

@@ -9,8 +9,8 @@
 |                     | rejected             | chosen, then rejected          |
 
 Texts end with the end-of-sequence token, which is learned too; it and what the tokenizer puts before a text are not
-added where the text has them. The turns of a chat end as the template has it. What a column `tools` holds beside a chat,
-or a pair of answers in chats, goes to the template.
+added where the text has them. The turns of a chat end as the template has it. What a column `tools` holds beside a
+chat, or a pair of answers in chats, goes to the template.
 """
 
 from __future__ import annotations
