@@ -1,11 +1,12 @@
 """Distillation: loss and gradients against plain PyTorch in fp64, whatever the chunks, the head and the packing."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill as Settings
@@ -168,6 +169,28 @@ def test_a_teacher_of_other_tokens_is_refused(folder, data, tmp_path):
     with pytest.raises(ValueError, match=r"objective\.teacher 'no/such': cannot load its tokenizer"):
         require_same_tokens(make_spec(folder, {"teacher": "no/such"}), data)
     require_same_tokens(make_spec(folder), data)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=576, n_embd=32, n_layer=1, n_head=4, n_positions=48)),
+         r"objective\.teacher: data\.sequence_length 64 is more than the 48 positions that model\.name '.*short' has"),
+        (lambda: small(1, vocabulary=64),
+         r"objective\.teacher: model\.tokenizer has \d+ tokens but model\.name '.*short' embeds 64"),
+    ],
+    ids=["positions", "embeddings"],
+)  # fmt: skip
+def test_a_teacher_that_is_too_small_for_the_rows_is_refused_before_it_is_loaded(folder, data, made, said, monkeypatch):
+    shutil.rmtree(folder / "short", ignore_errors=True)
+    made().save_pretrained(folder / "short")
+    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", None)
+    spec = make_spec(folder, {"teacher": str(folder / "short")}, kernels={"enabled": False})
+    processes = Processes()
+    with pytest.raises(ValueError, match=said):
+        objective_of(spec, fused=False).begin(
+            Start(spec, processes, data, Single(processes), small(0), "-", continues=False)
+        )
 
 
 def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):

@@ -25,10 +25,11 @@ from tasks.runtime.model import (
     load_config,
     patch,
     place,
+    require_embeddings,
 )
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens, without_bounds
-from tasks.runtime.positions import require_apart
+from tasks.runtime.positions import require_apart, require_positions
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
 
@@ -51,10 +52,13 @@ class Distill:
     def begin(self, start: Start) -> PreparedData:
         """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere.
 
-        Raises ValueError when its weights are not those that a run which continues has learned from.
+        Raises ValueError when it has too few positions or embeddings for the rows, or its weights are not those that a
+        run which continues has learned from.
         """
         spec, processes = self._teacher_spec(), start.processes
         try:
+            processes.on_main(lambda: require_embeddings(spec, start.data))
+            processes.on_main(lambda: require_positions(spec))
             teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
             processes.on_main(lambda: require_apart(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
