@@ -327,9 +327,10 @@ def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     spec = RunSpec.model_validate({"data": {"source": str(path)}, "model": {"tokenizer": str(folder)}})
-    before = fingerprint(spec)
-    (folder / "tokenizer.json").write_text("{}")
-    assert fingerprint(spec) != before
+    for name in ("tokenizer.json", "tekken.json"):
+        before = fingerprint(spec)
+        (folder / name).write_text("{}")
+        assert fingerprint(spec) != before
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
 MAX_TRAINING_CHARACTERS = 50_000_000
 
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
-                   "merges.txt", "special_tokens_map.json", "tokenizer*.json", "vocab.*")  # fmt: skip
+                   "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
 """Names of the files of a tokenizer in a folder, as patterns."""
 
 
