@@ -103,13 +103,23 @@ def messages_of(row: Row, column: str) -> Messages:
             message["tool_calls"] = without_nulls(message["tool_calls"])
             called(message["tool_calls"], where)
         if not isinstance(message.get("role"), str):
-            raise RowError(f"{where}: role is {kind(message.get('role'))}, not text")
+            raise RowError(f"{where}: role is {kind(message.get('role'))}, not text{_other_keys(message)}")
         if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
             raise RowError(f"{where}: content is {kind(message.get('content'))}, not text")
         require_characters(message.get("content", ""), f"{where}: content")
         _require_weight(message, where)
         messages.append(message)
     return messages
+
+
+def _other_keys(message: dict[str, Any]) -> str:
+    """What a message without a role has in place of one."""
+    if "role" in message:
+        return ""
+    has = f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
+    if "from" in message and "value" in message:
+        has += ": say role for from, user for human, assistant for gpt, and content for value"
+    return has
 
 
 def _require_weight(message: dict[str, Any], where: str) -> None:
