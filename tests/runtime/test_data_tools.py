@@ -115,6 +115,23 @@ def test_a_call_that_the_template_leaves_out_is_told(tokenizer, file, source):
         read(tokenizer, {"messages": TALK, "tools": TOOLS}, file(source))
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Zürich"}', "{}"])
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_arguments_in_json_that_the_template_quotes_are_told(tokenizer, file, marked, arguments):
+    source = TEMPLATE
+    if marked:
+        source = source.replace("{{ m.content or '' }}", "{% generation %}").replace(
+            "<|im_end|>", "{% endgeneration %}"
+        )
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    talk = {"messages": [TALK[0], {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(RowError, match=r"row 1: the chat template writes the arguments of 'weather' in message 2 "
+                       r"as a text in quotes; give them as an object"):  # fmt: skip
+        read(tokenizer, talk, file(source))
+    plain = source.replace("call | tojson", "call.function.name }} {{ call.function.arguments")
+    assert arguments in "".join(read(tokenizer, talk, file(plain))[0][1])
+
+
 @pytest.mark.parametrize("question", ["Paris?", "What is the weather?"], ids=["without its name", "with its name"])
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 def test_a_tool_that_the_template_leaves_out_is_told(tokenizer, file, marked, question):

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tasks.runtime.data.rows import Row, RowError, closest, kind, require_characters
-from tasks.runtime.data.tools import COLUMN, Tools, called, offered, without_nulls
+from tasks.runtime.data.tools import COLUMN, Tools, called, is_quoted, offered, without_nulls
 
 # Templates by name, with the tokens that a tokenizer must have for each to make sense.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -246,8 +246,16 @@ class ChatTemplate:
 
 
 def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:
-    """Raise RowError when what the template has the assistant write lacks a function that the message calls."""
-    for name in called(messages[index].get("tool_calls", []), where):
+    """Raise RowError when what the template has the assistant write lacks a function that the message calls, or has its
+    arguments in quotes.
+    """
+    calls = messages[index].get("tool_calls", [])
+    for call, name in zip(calls, called(calls, where), strict=True):
+        if is_quoted(call, written):
+            raise RowError(
+                f"{where}: the chat template writes the arguments of {name!r} in message {index + 1} as a text in "
+                "quotes; give them as an object, and not as its JSON"
+            )
         if name not in written:
             raise RowError(
                 f"{where}: the chat template leaves out the call of {name!r} in message {index + 1}; set "

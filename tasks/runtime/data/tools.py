@@ -1,7 +1,8 @@
 """Tools in chats: those that a row offers, and the calls in its messages.
 
 Columnar files give every object the keys of all: what one call has no argument for is null there. Such nulls are taken
-away, or a model would learn to write them. Arguments and tools that are JSON texts stay as they are.
+away, or a model would learn to write them. Arguments and tools that are JSON texts stay as they are; where the template
+would write such arguments in quotes, as many do whose models call with objects, the row is refused.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ def called(calls: Any, where: str) -> list[str]:
         if not isinstance(name, str) or not name:
             raise RowError(f"{where}: tool_calls has {kind(call)}, which names no function")
     return names
+
+
+def is_quoted(call: Any, written: str) -> bool:
+    """Whether `written` has the call's arguments, the JSON text of an object, as JSON once more: no model calls so."""
+    arguments = call.get("function", call).get("arguments")
+    if not isinstance(arguments, str) or not arguments.lstrip().startswith("{"):
+        return False
+    # As templates write it.
+    return json.dumps(arguments, ensure_ascii=False) in written
 
 
 def offered(tools: Tools) -> list[str]:
