@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -257,6 +258,21 @@ def test_what_is_not_found_says_what_was_looked_for(tmp_path: Path) -> None:
         list(_open("python-doc").rows())
     with pytest.raises(ValueError, match=rf"'python-docs' was not found; {looked} \(not in a list\)"):
         _open(["python-docs", str(tmp_path / "train.jsonl")])
+
+
+@pytest.mark.parametrize("source", ["memory://bucket/a.jsonl", "memory://bucket/*.jsonl", "memory://bucket"])
+def test_a_store_that_does_not_let_in_is_told(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentials(Exception):
+        """As of a store's client, whose errors are no OSErrors."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise NoCredentials("Unable to locate credentials")
+
+    for ask in ("exists", "glob", "isdir"):
+        monkeypatch.setattr(f"fsspec.implementations.memory.MemoryFileSystem.{ask}", refuse)
+    with pytest.raises(ValueError, match=rf"data.source '{re.escape(source)}' cannot be read: NoCredentials: Unable to "
+                       r"locate credentials; the client takes credentials and"):  # fmt: skip
+        _open(source)
 
 
 def test_kinds_are_not_mixed_and_must_be_known(tmp_path: Path) -> None:

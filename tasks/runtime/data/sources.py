@@ -260,6 +260,12 @@ def _matches(name: str, split: str) -> _Match:
             paths = [path] if filesystem.exists(path) else []
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"data.source {name!r}: {error}") from error
+    # A store's client raises errors of its own, of no common class.
+    except Exception as error:
+        raise ValueError(
+            f"data.source {name!r} cannot be read: {type(error).__name__}: {error}; the client takes credentials and "
+            "addresses from the environment"
+        ) from error
     if not paths:
         raise _not_found(name)
     return _Match(filesystem, paths)
