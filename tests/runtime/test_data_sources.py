@@ -123,6 +123,11 @@ def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp
     assert source.notes[0].startswith(f"reads {files[0]}")
 
 
+def test_files_of_a_folder_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.zst", "c.tsv", ".d.tsv")))
+    assert source.notes == ("reads a.jsonl; of no known kind: b.jsonl.zst, c.tsv",)
+
+
 def test_any_split_of_a_folder_can_be_read(tmp_path: Path) -> None:
     shards = [f"data/{split}-00000-of-00001.jsonl" for split in ("test", "test_sft", "train_gen", "train_sft")]
     folder = _fill(tmp_path, (*shards, "data/dev-00000-of-00001.jsonl"))

@@ -274,12 +274,15 @@ def _matches(name: str, split: str) -> _Match:
 def _in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
     """Raises ValueError when nothing in the folder can be read, or names tell of splits and not of this one."""
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
-    known = [path for path in files if extension(path) in READERS and is_shown(path)]
+    shown = [path for path in files if is_shown(path)]
+    known = [path for path in shown if extension(path) in READERS]
     if not known:
         raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
     chosen = of_split(known, split, redacted(name))
     others = sorted(set(known) - set(chosen))
     left_out = f", of split {split!r}; left out: {some(others)}" if others else ""
+    if unknown := [path for path in shown if extension(path) not in READERS]:
+        left_out += f"; of no known kind: {some(unknown)}"
     return _Match(
         filesystem,
         [files[path] for path in chosen],
