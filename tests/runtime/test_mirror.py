@@ -8,6 +8,7 @@ import signal
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -215,6 +216,24 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(caplog):
     assert pauses == [0.01, 0.02]
     assert caplog.text.count("cannot be reached (OSError: away); trying again") == 1
     assert "can be reached again" in caplog.text
+
+
+def test_how_long_a_store_is_away_is_counted_from_when_it_fails(monkeypatch):
+    """And not from the beginning of a copy, which may take longer than that by itself."""
+    now, failures = [0.0], []
+    monkeypatch.setattr(remotes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def copy():
+        now[0] += 1000
+        if failures:
+            raise failures.pop()
+        return "there"
+
+    failures[:] = [OSError("torn off")]
+    assert persist(copy, "s3://x", 900, lambda seconds: None) == "there"
+    failures[:] = [OSError("torn off")] * 2
+    with pytest.raises(ValueError, match="torn off"):
+        persist(copy, "s3://x", 900, lambda seconds: None)
 
 
 @pytest.mark.parametrize(("error", "patience"), [(OSError("away"), 0), (PermissionError("no"), 60)])

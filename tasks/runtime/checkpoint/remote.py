@@ -7,6 +7,7 @@ comes last and goes first, so that a folder without one is what an upload left.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -140,17 +141,20 @@ def take_back(url: str, name: str, path: Path) -> None:
 
 
 def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[float], object] = time.sleep) -> T:
-    """The result of `call`, which is tried again for `patience` seconds, at intervals that double.
+    """The result of `call`, which is tried again for `patience` seconds after it failed, at intervals that double.
 
     `pause` waits for so many seconds; it gives up by raising. Raises ValueError when the last attempt failed.
     """
-    deadline, wait = time.monotonic() + patience, FIRST_PAUSE
+    deadline, wait = math.inf, FIRST_PAUSE
     failed = False
     while True:
         try:
             result = call()
         # A store's client raises errors of its own, of no common class.
         except Exception as error:
+            if not failed:
+                # Not from the beginning: a large checkpoint travels for longer than that, and may be torn off once.
+                deadline = time.monotonic() + patience
             if isinstance(error, _FINAL) or time.monotonic() + wait > deadline:
                 raise ValueError(
                     f"checkpoint.url: {url} cannot be used: {type(error).__name__}: {error}. Mend that, and start the "
