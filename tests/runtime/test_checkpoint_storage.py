@@ -1,5 +1,6 @@
 """Tensors come back as they were, from files that any safetensors reader reads and no pickle among them."""
 
+import errno
 import hashlib
 import json
 import os
@@ -136,6 +137,17 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, mod
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1
+
+
+def test_a_disk_that_is_full_before_the_first_checkpoint_is_told_as_well(tmp_path, model, optimizer, monkeypatch):
+    def refuse(folder, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    saver = make_writer(tmp_path / "checkpoints", model, optimizer)
+    monkeypatch.setattr(writer.Path, "mkdir", refuse)
+    saver.save(1)
+    with pytest.raises(ValueError, match=r"checkpoint-1 could not be written: .*No space left.*GB are free there"):
+        saver.wait()
 
 
 def test_a_save_in_flight_ends_with_the_process_and_failing_is_told(tmp_path, model, optimizer, monkeypatch, caplog):

@@ -190,7 +190,8 @@ def _shortage(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    free = shutil.disk_usage(folder.parent).free
+    # The first checkpoint's folder, or that of all of them, may not have come to be.
+    free = shutil.disk_usage(next(path for path in folder.parents if path.exists())).free
     return f" (it writes {size / 1e9:.2f} GB a checkpoint; {free / 1e9:.2f} GB are free there)"
 
 
