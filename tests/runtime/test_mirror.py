@@ -372,6 +372,28 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
     assert Remote("flaky://bucket/runs", "x").steps() == [50]
 
 
+def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(mirror, store, monkeypatch):
+    copying, folder = mirror()
+    folder.metrics.write_text("up to step 100\n")
+    copying.add(save(folder.checkpoints, 100))
+    copying.finish()
+    # A machine that had the run before, up to step 50.
+    shutil.rmtree(folder.checkpoints)
+    folder.metrics.write_text("up to step 50\n")
+    fetch = Remote.fetch
+
+    def killed(*arguments):
+        fetch(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Remote, "fetch", killed)
+        copying.fetch_newest()
+    copying.fetch_newest()
+    assert whole.step_of(whole.latest(folder.checkpoints)) == 100
+    assert folder.metrics.read_text() == "up to step 100\n"
+
+
 @pytest.mark.parametrize("manifest", [b"", b'{"format": 2, "files": {"a.saf', b"\xff"])
 def test_a_machine_that_has_nothing_passes_over_a_torn_manifest(mirror, caplog, manifest):
     copying, folder = mirror()

@@ -83,9 +83,12 @@ class Mirror:
         """
         here = whole.latest(self._folder.checkpoints)
         done = whole.step_of(here) if here else 0
-        for step in reversed(self._at_start(self._remote.steps)):
-            if step > done and self._fetch(step):
-                self._at_start(partial(self._remote.fetch_file, self._folder.metrics))
+        newer = [step for step in self._at_start(self._remote.steps) if step > done]
+        if newer:
+            # Metrics first: a start after one that was killed in here finds the checkpoint, and looks no further.
+            self._at_start(partial(self._remote.fetch_file, self._folder.metrics))
+        for step in reversed(newer):
+            if self._fetch(step):
                 return
 
     def discard_after(self, step: int) -> None:
