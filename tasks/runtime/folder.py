@@ -138,6 +138,11 @@ class RunFolder:
             return True
         return any(not point.skipped for point in read_points(self.metrics))
 
+    def require_no_strangers(self) -> None:
+        """Raises ValueError when the folder has no spec, but what a run would replace or remove."""
+        if not self.spec.exists():
+            require_no_runs_entries([path.name for path in self._own if path.exists()], str(self.root), "output")
+
     def claim(self, spec: RunSpec, *, alone: bool = False) -> None:
         """Make the folder this spec's own; `alone` says that nobody else can be at work in it.
 
@@ -145,9 +150,8 @@ class RunFolder:
         something nobody described. And when it holds what is no run's, though a run would replace or remove it.
         """
         self.make()
-        if not self.spec.exists():
-            require_no_runs_entries([path.name for path in self._own if path.exists()], str(self.root), "output")
-        elif self.differs_from(spec):
+        self.require_no_strangers()
+        if self.spec.exists() and self.differs_from(spec):
             if self.begun or not alone:
                 require_same_run(self, spec, str(self.root))
             log.info("%s is of another spec so far, which took no step; it is begun anew", self.root)

@@ -275,6 +275,16 @@ def test_what_is_no_runs_in_the_store_is_not_taken_over(mirror, store, theirs):
     assert names() == [f"x/{theirs}"] and not folder.metrics.exists()
 
 
+def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(mirror, store):
+    copying, folder = mirror()
+    copying.put_spec()
+    shutil.rmtree(folder.root)
+    (folder.checkpoints / "checkpoint-500").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"output: {folder.root} is not a run's.* its checkpoints for its own"):
+        copying.fetch_run()
+    assert [path.name for path in folder.root.iterdir()] == ["checkpoints"]
+
+
 def test_the_commit_that_a_run_reads_comes_along(tmp_path):
     commit = "a" * 40
 

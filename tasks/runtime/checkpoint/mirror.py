@@ -53,7 +53,8 @@ class Mirror:
     def fetch_run(self) -> None:
         """Bring what a machine lacks that has no folder of this run.
 
-        Raises ValueError when the store cannot be read, or has a run of another spec by this name, or what is no run's.
+        Raises ValueError when the store cannot be read, or has a run of another spec by this name, or when what is
+        there or here is no run's.
         """
         theirs = RunFolder(self._folder.root / ".theirs")
         if not self._at_start(partial(self._remote.fetch_file, theirs.spec)):
@@ -67,6 +68,8 @@ class Mirror:
             require_same_run(theirs, self._spec, self._remote.url)
         finally:
             shutil.rmtree(theirs.root)
+        # While it has no spec: with one that is fetched it would pass for the run's.
+        self._folder.require_no_strangers()
         # Its spec first: a folder without one is nobody's.
         for path in self._small_files():
             if not path.exists():
