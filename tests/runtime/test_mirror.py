@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -364,6 +366,35 @@ def test_a_process_that_is_told_to_end_does_not_wait_for_a_store_that_is_away(mi
     assert store.asked.wait(10)
     copying.close()
     assert not copying._thread.is_alive()
+
+
+ENDS = """
+import threading
+from pathlib import Path
+from fsspec.implementations.local import LocalFileSystem
+from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint.remote import Remote
+
+folder = Path("checkpoint-50")
+folder.mkdir()
+(folder / "weights").touch()
+whole.commit(folder, {}, {})
+begun = threading.Event()
+LocalFileSystem.put_file = lambda *arguments: begun.set() or threading.Event().wait()
+remote = Remote(f"file://{folder.absolute().parent}/store", "x")
+threading.Thread(target=remote.put, args=(folder,), daemon=True).start()
+assert begun.wait(10)
+"""
+
+
+def test_a_process_ends_while_a_file_is_on_its_way(tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", ENDS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+        timeout=60,
+    )
 
 
 def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,8 +60,7 @@ class Remote:
         if self._files_at(target) != files:
             self._remove(target)
             self._fs.makedirs(target, exist_ok=True)
-            with ThreadPoolExecutor(_TRANSFERS) as pool:
-                list(pool.map(lambda name: self._fs.put_file(str(folder / name), f"{target}/{name}"), files))
+            _side_by_side(lambda name: self._fs.put_file(str(folder / name), f"{target}/{name}"), files)
         self._fs.pipe_file(f"{target}/{whole.MANIFEST}", (folder / whole.MANIFEST).read_bytes())
 
     def fetch(self, step: int, root: Path) -> Path:
@@ -72,8 +72,7 @@ class Remote:
         names = list(whole.files_in(manifest) or ())
         if any(Path(name).name != name for name in names):
             raise ValueError(f"the manifest of {self.url}/{whole.PREFIX}{step} names files outside of it")
-        with ThreadPoolExecutor(_TRANSFERS) as pool:
-            list(pool.map(lambda name: self._fs.get_file(f"{source}/{name}", str(folder / name)), names))
+        _side_by_side(lambda name: self._fs.get_file(f"{source}/{name}", str(folder / name)), names)
         (folder / whole.MANIFEST).write_bytes(manifest)
         return folder
 
@@ -125,11 +124,42 @@ class Remote:
         if whole.MANIFEST in names:
             self._fs.rm_file(f"{target}/{whole.MANIFEST}")
         # One by one: clients that remove a folder take its name for a pattern, too.
-        with ThreadPoolExecutor(_TRANSFERS) as pool:
-            list(pool.map(lambda name: self._fs.rm_file(f"{target}/{name}"), {*names} - {whole.MANIFEST}))
+        _side_by_side(lambda name: self._fs.rm_file(f"{target}/{name}"), {*names} - {whole.MANIFEST})
         if self._fs.exists(target):
             with suppress(OSError):
                 self._fs.rmdir(target)
+
+
+def _side_by_side(call: Callable[[str], object], names: Iterable[str]) -> None:
+    """`call` of each of the names, several at a time; raises the first error.
+
+    No executor: the interpreter waits at its end for the threads of one, and so would a process that is told to end.
+    """
+    waiting, errors = deque(names), list[Exception]()
+
+    def work() -> None:
+        while True:
+            try:
+                name = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                call(name)
+            except Exception as error:
+                errors.append(error)
+                waiting.clear()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(_TRANSFERS)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        # Of what interrupts this: nothing more is begun.
+        waiting.clear()
+    if errors:
+        raise errors[0]
 
 
 def take_back(url: str, name: str, path: Path) -> None:
