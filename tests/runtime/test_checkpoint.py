@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.whole import MANIFEST, commit, prune
+from tasks.runtime.checkpoint.whole import MANIFEST, commit, damage, prune
 
 
 @pytest.fixture
@@ -80,6 +80,19 @@ def test_harmed_checkpoint_is_passed_over_with_its_reason(root, caplog, harm, re
         assert checkpoint.latest(root) == good
     assert str(bad) in caplog.text
     assert reason in caplog.text
+
+
+def test_what_a_manifest_notes_is_as_safe_as_the_tensors(root):
+    folder = write(root, 20)
+    checkpoint.amend(folder, {"world_size": 2, "guard": {"losses": [0.1], "passed_over": [[10, 3]]}})
+    written = (folder / MANIFEST).read_bytes()
+    facts = {name: fact for name, fact in checkpoint.facts_of(folder).items() if name != "seal"}
+    assert damage(folder) is None
+    for place in range(len(written)):
+        flipped = bytes([written[place] ^ 1 << place % 8])
+        (folder / MANIFEST).write_bytes(written[:place] + flipped + written[place + 1 :])
+        # Nothing depends on white space, or on the seal's own name.
+        assert damage(folder) or checkpoint.facts_of(folder).items() >= facts.items()
 
 
 def test_discard_after_removes_what_a_killed_save_left(root):

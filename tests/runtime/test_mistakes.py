@@ -170,7 +170,7 @@ def edit(path, change):
 
 
 def newer_format(run):
-    edit(run.checkpoints / "checkpoint-1" / "manifest.json", lambda manifest: {**manifest, "format": 99})
+    checkpoint.amend(run.checkpoints / "checkpoint-1", {"format": 99})
 
 
 def pickled(run):

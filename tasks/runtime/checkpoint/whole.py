@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
 
+# What a manifest has of itself.
+_SEAL = "seal"
+
 
 def step_of(folder: Path) -> int:
     """The step after which a checkpoint was taken, from its name."""
@@ -46,9 +49,8 @@ def commit(folder: Path, written: dict[str, Any], facts: dict[str, Any]) -> None
     with ThreadPoolExecutor() as pool:
         read = pool.map(_sync_and_digest, (path for name, path in found.items() if name not in written))
         files = written | dict(zip((name for name in found if name not in written), read, strict=True))
-    write_json(
-        folder / MANIFEST,
-        {"format": version.CHECKPOINT, "step": step_of(folder), **facts, "files": dict(sorted(files.items()))},
+    _write_manifest(
+        folder, {"format": version.CHECKPOINT, "step": step_of(folder), **facts, "files": dict(sorted(files.items()))}
     )
     # The rename itself must survive a power cut, too, and so must the folder: older ones are removed next.
     for changed in (folder, folder.parent):
@@ -65,7 +67,7 @@ def damage(folder: Path) -> str | None:
         return "its save did not finish"
     files = files_in((folder / MANIFEST).read_bytes())
     if files is None:
-        return f"{MANIFEST} is unreadable"
+        return f"{MANIFEST} is unreadable, or has changed since it was written"
     for name, expected in files.items():
         file = folder / name
         if not file.exists():
@@ -94,7 +96,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def amend(folder: Path, facts: Mapping[str, Any]) -> None:
     """Change what the manifest of a whole checkpoint notes of its run."""
-    write_json(folder / MANIFEST, {**_manifest(folder), **facts})
+    _write_manifest(folder, {**_manifest(folder), **facts})
 
 
 def latest(root: Path) -> Path | None:
@@ -115,11 +117,14 @@ def discard_after(root: Path, step: int) -> None:
 
 
 def files_in(manifest: bytes) -> dict[str, Any] | None:
-    """The files that the text of a manifest names; None when it is torn."""
+    """The files that the text of a manifest names; None when it is torn, or is not what was written."""
     try:
-        return dict(json.loads(manifest)["files"])
+        value = dict(json.loads(manifest))
+        files = dict(value["files"])
     except (ValueError, KeyError, TypeError):
         return None
+    # Earlier versions wrote none.
+    return files if value.get(_SEAL) in (None, _seal(value)) else None
 
 
 def files_of(folder: Path) -> dict[str, Any]:
@@ -153,6 +158,16 @@ def prune(root: Path, keep_last: int, keep_every: int | None = None, *, spare: P
             shutil.rmtree(folder)
         except OSError as error:
             log.warning("the old checkpoint %s could not be removed: %s", folder, error)
+
+
+def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
+    write_json(folder / MANIFEST, {**value, _SEAL: _seal(value)})
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """A digest of what a manifest says, however it is laid out: training continues by that as much as by tensors."""
+    said = json.dumps({name: value for name, value in manifest.items() if name != _SEAL})
+    return hashlib.sha256(json.dumps(json.loads(said), sort_keys=True).encode()).hexdigest()
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
