@@ -348,6 +348,17 @@ def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, s
     assert not caplog.text
 
 
+def test_what_a_kill_left_of_a_copy_or_a_removal_goes_with_the_next_ones(mirror, store):
+    copying, folder = mirror(keep_last=2, keep_every=100)
+    for step in (40, 50, 73, 200):
+        store.store[f"/bucket/runs/x/checkpoint-{step}/a.safetensors"] = MemoryFile(Flaky(), "-", b"weights")
+    for step in (50, 100, 150):
+        copying.add(save(folder.checkpoints, step))
+    copying.finish()
+    # One that is newer may be whole, and the store slow to say so.
+    assert Remote("flaky://bucket/runs", "x").begun() == [100, 150, 200]
+
+
 @pytest.mark.parametrize(("error", "timeout"), [(OSError("away"), 1), (PermissionError("no"), 900)])
 def test_a_store_that_stays_away_ends_the_run(mirror, store, error, timeout):
     copying, folder = mirror(url_timeout=timeout)

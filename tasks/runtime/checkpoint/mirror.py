@@ -191,7 +191,13 @@ class Mirror:
             log.warning("checkpoint-%d left the disk before it was copied to %s", step, self._remote.url)
             self._remote.remove(step)
             return
-        for step in whole.expendable(self._remote.steps(), self._settings.keep_last, self._settings.keep_every):
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what the spec does not keep, and what is left of older ones whose copy or removal was cut short."""
+        kept = self._remote.steps()[-self._settings.keep_last :]
+        older = [step for step in self._remote.begun() if step < min(kept, default=0)]
+        for step in whole.expendable([*older, *kept], self._settings.keep_last, self._settings.keep_every):
             self._remote.remove(step)
 
     def _small_files(self) -> list[Path]:

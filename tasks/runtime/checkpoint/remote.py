@@ -43,11 +43,14 @@ class Remote:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are whole there, the newest last."""
+        return [step for step in self.begun() if whole.MANIFEST in self._names(self._folder(step))]
+
+    def begun(self) -> list[int]:
+        """Steps of all checkpoints of which there is something, whole or not, the newest last."""
         self._fs.invalidate_cache()
         # Listed: as a pattern, what the URL says may mean something else, and errors of the store would find nothing.
         named = (name for name in self._names(self._root) if name.startswith(whole.PREFIX))
-        steps = [int(step) for step in (name.removeprefix(whole.PREFIX) for name in named) if step.isdigit()]
-        return sorted(step for step in steps if whole.MANIFEST in self._names(self._folder(step)))
+        return sorted(int(step) for step in (name.removeprefix(whole.PREFIX) for name in named) if step.isdigit())
 
     def entries(self) -> list[str]:
         """Names of what the run's folder there has; none, where there is no folder."""
