@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -165,6 +166,27 @@ def test_a_changed_manifest_travels_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(Flaky, "put_file", None)
     remote.put(folder)
     assert whole.facts_of(remote.fetch(2, tmp_path / "there"))["guard"] == 1
+
+
+def test_a_store_that_is_full_keeps_what_it_has(tmp_path):
+    """One that is a folder, where a file could be cut short; objects are replaced whole by the store."""
+    remote, folder, notes = Remote(f"file://{tmp_path}/store", "x"), save(tmp_path, 2), tmp_path / "metrics.jsonl"
+    notes.write_text("up to step 2\n")
+    remote.put(folder)
+    remote.put_file(notes)
+    notes.write_text("up to step 4\n" * 9)
+    whole.amend(folder, {"guard": 1})
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))
+    try:
+        for put in (partial(remote.put, folder), partial(remote.put_file, notes)):
+            with pytest.raises(OSError, match="File too large"):
+                put()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert whole.damage(remote.fetch(2, tmp_path / "there")) is None
+    assert remote.fetch_file(tmp_path / "there" / "metrics.jsonl")
+    assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to step 2\n"
 
 
 def test_what_an_upload_left_is_no_checkpoint_and_is_replaced(tmp_path, store, monkeypatch):

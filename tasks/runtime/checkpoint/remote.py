@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsspec.implementations.local import LocalFileSystem
+
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.urls import open_url
 
@@ -64,7 +66,7 @@ class Remote:
             self._remove(target)
             self._fs.makedirs(target, exist_ok=True)
             _side_by_side(lambda name: self._fs.put_file(str(folder / name), f"{target}/{name}"), files)
-        self._fs.pipe_file(f"{target}/{whole.MANIFEST}", (folder / whole.MANIFEST).read_bytes())
+        self._write(f"{target}/{whole.MANIFEST}", (folder / whole.MANIFEST).read_bytes())
 
     def fetch(self, step: int, root: Path) -> Path:
         """Copy a checkpoint from there into the folder `root`; of one whose manifest is unreadable nothing else."""
@@ -86,7 +88,7 @@ class Remote:
     def put_file(self, path: Path) -> None:
         """Copy a small file of the run's folder there, as it is now."""
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(f"{self._root}/{path.name}", path.read_bytes())
+        self._write(f"{self._root}/{path.name}", path.read_bytes())
 
     def fetch_file(self, path: Path) -> bool:
         """Copy the file of this name from the run's folder there; says whether there is one."""
@@ -107,6 +109,15 @@ class Remote:
 
     def _folder(self, step: int) -> str:
         return f"{self._root}/{whole.PREFIX}{step}"
+
+    def _write(self, path: str, content: bytes) -> None:
+        """Replace a file there, which others see as it was or as it is to be."""
+        if not isinstance(self._fs, LocalFileSystem):
+            self._fs.pipe_file(path, content)
+            return
+        # What is no store of objects would have a part of it after a kill, or none where the disk is full.
+        self._fs.pipe_file(f"{path}.part", content)
+        self._fs.mv(f"{path}.part", path)
 
     def _files_at(self, target: str) -> dict[str, Any] | None:
         try:
