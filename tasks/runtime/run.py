@@ -289,11 +289,18 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
             f"prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
-    if done == steps and run.folder.record.exists():
+    if done in (0, steps) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
-        if record.status == "complete":
+        if record.status == "complete" and latest:
             # The folder may have another place since.
             return latest, record.model_copy(update={"checkpoint": str(latest)})
+        if record.status == "complete":
+            raise ValueError(
+                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has no "
+                f"whole checkpoint; restore that, choose another name, or remove {run.folder.root} to train anew"
+            )
+    if not latest and run.folder.begun:
+        log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.mirror is not None:
         run.mirror.discard_after(done)

@@ -189,6 +189,22 @@ class TestFinishedRun:
         with session(moved) as run:
             assert train(run, data).checkpoint == str(checkpoint.latest(RunFolder.of(moved).checkpoints))
 
+    def test_whose_checkpoints_are_gone_is_not_begun_anew_behind_ones_back(
+        self, undisturbed, finished, tmp_path, caplog
+    ):
+        spec, data = finished
+        shutil.copytree(RunFolder.of(spec).root, tmp_path / spec.name)
+        moved = RunSpec.model_validate({**spec.model_dump(), "output": str(tmp_path)})
+        folder = RunFolder.of(moved)
+        shutil.rmtree(folder.checkpoints)
+        with pytest.raises(ValueError, match=rf"record\.json says .* {STEPS} steps.*restore"), session(moved) as run:
+            train(run, data)
+        folder.record.unlink()
+        with caplog.at_level(logging.WARNING, "tasks"), session(moved) as run:
+            assert train(run, data).status == "complete"
+        assert f"{folder.root} has steps on record and no whole checkpoint: it begins anew" in caplog.text
+        assert losses(moved) == undisturbed[1]
+
     def test_whose_record_is_lost_gets_it_back_without_training(self, undisturbed, finished):
         spec, data = finished
         before = CompletionRecord.load(RunFolder.of(spec).record)
