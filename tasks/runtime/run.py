@@ -305,7 +305,7 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     if run.mirror is not None:
         run.mirror.discard_after(done)
         if latest:
-            run.mirror.add(latest)
+            run.mirror.add_what_waited(latest)
     run.folder.record.unlink(missing_ok=True)
     return latest, None
 

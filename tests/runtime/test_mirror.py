@@ -370,6 +370,17 @@ def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, s
     assert not caplog.text
 
 
+def test_what_waited_when_a_process_ended_is_copied_by_the_next(mirror):
+    _, folder = mirror()
+    for step in (40, 80, 90, 100, 110):
+        save(folder.checkpoints, step)
+    (folder.checkpoints / "checkpoint-80" / "config.json").write_text("torn")
+    copying, _ = mirror(every=10, keep_last=2, keep_every=40)
+    copying.add_what_waited(folder.checkpoints / "checkpoint-110")
+    copying.finish()
+    assert Remote("flaky://bucket/runs", "x").begun() == [40, 100, 110]
+
+
 def test_what_a_kill_left_of_a_copy_or_a_removal_goes_with_the_next_ones(mirror, store):
     copying, folder = mirror(keep_last=2, keep_every=100)
     for step in (40, 50, 73, 200):
@@ -594,11 +605,11 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
     assert Remote("flaky://bucket/runs", spec.name).steps() == [2]
 
 
-def test_a_run_is_complete_when_its_last_checkpoint_is_in_the_store(output, store):
+def test_a_run_is_complete_when_its_last_checkpoints_are_in_the_store(output, store):
     spec = make_spec(output, "copied", "torch", "single", 1, steps=2)
-    checkpoint = {"every": 2, "keep_last": 1, "url": "flaky://bucket/runs"}
+    checkpoint = {"every": 1, "keep_last": 2, "url": "flaky://bucket/runs"}
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
-    store.denied = "checkpoint-2/"
+    store.denied = "checkpoint-"
     # The second one finds nothing left to train.
     for _ in range(2):
         with pytest.raises(ValueError, match=r"checkpoint\.url: .* cannot be used"):
@@ -606,4 +617,4 @@ def test_a_run_is_complete_when_its_last_checkpoint_is_in_the_store(output, stor
         assert not RunFolder.of(spec).record.exists()
     store.denied = None
     assert train_spec(spec).status == "complete"
-    assert Remote("flaky://bucket/runs", "copied").steps() == [2]
+    assert Remote("flaky://bucket/runs", "copied").steps() == [1, 2]

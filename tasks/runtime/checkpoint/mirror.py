@@ -111,6 +111,20 @@ class Mirror:
         self._waiting.put(folder)
         self._refuse()
 
+    def add_what_waited(self, latest: Path) -> None:
+        """At a start: have `latest`, which is whole, copied, and what is kept here and an earlier start left waiting.
+
+        Raises ValueError when the store cannot be read.
+        """
+        self.add(latest)
+        here = {whole.step_of(folder): folder for folder in whole.folders(self._folder.checkpoints) if folder != latest}
+        there = self._at_start(self._remote.steps)
+        steps = sorted({*here, *there, whole.step_of(latest)})
+        dropped = whole.expendable(steps, self._settings.keep_last, self._settings.keep_every)
+        for step in here.keys() - {*dropped, *there}:
+            if whole.damage(here[step]) is None:
+                self.add(here[step])
+
     def finish(self) -> None:
         """Return when all is copied. Raises ValueError when it cannot be."""
         if self._thread is not None:
