@@ -130,16 +130,23 @@ def _readable(source: str) -> Iterator[None]:
 
 
 def _drop_idle_settings(config: GenerationConfig) -> None:
-    """Leave out how to sample where nothing is sampled, and beams where there is one.
+    """Leave out settings without effect, such as how to sample where nothing is sampled, and padding by no token.
 
-    transformers loads such settings, and may not save them.
+    transformers loads such settings, and does not save them beside one that was changed.
     """
+    idle: tuple[str, ...] = ()
     if not config.do_sample:
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
-            setattr(config, name, None)
+        idle += ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
     if config.num_beams in (None, 1):
-        for name in ("early_stopping", "length_penalty"):
-            setattr(config, name, None)
+        idle += ("early_stopping", "length_penalty")
+    if config.use_cache is False:
+        idle += ("cache_implementation", "cache_config")
+    if not config.return_dict_in_generate:
+        idle += ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+    if config.pad_token_id is not None and config.pad_token_id < 0:
+        idle += ("pad_token_id",)
+    for name in idle:
+        setattr(config, name, None)
 
 
 def build_empty_model(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
@@ -92,12 +92,22 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     assert dtypes_of(empty) == dtypes_of(build_saved_model(save(built, tmp_path))) == dtypes_of(built)
 
 
-def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path):
-    built = build_model(RunSpec())
-    built.save_pretrained(tmp_path / "hub")
-    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "length_penalty": 2.0, "max_new_tokens": 7}
-    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps(settings))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "top_h": 0.4, "length_penalty": 2.0},
+        {"pad_token_id": -1},
+        {"output_scores": True, "output_attentions": True},
+        {"use_cache": False, "cache_implementation": "static"},
+    ],
+)
+def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path, settings):
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, **settings}))
     again = build_model(RunSpec(model={"name": str(tmp_path / "hub")}))
+    # As an export says where answers end: settings that nobody changed may be saved as they are.
+    again.generation_config.eos_token_id = [2, 3]
     assert build_saved_model(save(again, tmp_path)).generation_config.max_new_tokens == 7
 
 
