@@ -17,10 +17,14 @@ NATS = "nats per token"
 """The unit of losses whose exponential is a perplexity."""
 
 
+# A metric may be NaN, which JSON has no number for: by default it would be null, which no reader takes for a number.
+_CONFIG = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
 class Sample(BaseModel):
     """What the model writes for one prompt of the validation split."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CONFIG
 
     prompt: str
     reference: str
@@ -31,7 +35,7 @@ class Sample(BaseModel):
 class TaskScore(BaseModel):
     """How well the model does a task of lm-evaluation-harness, by one of its metrics."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CONFIG
 
     task: str
     metric: str
@@ -45,7 +49,7 @@ class TaskScore(BaseModel):
 class CompletionRecord(BaseModel):
     """What a run did. `status` is `complete` only when every step asked for was done and its checkpoint is whole."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CONFIG
 
     status: Literal["complete", "incomplete"]
     name: str
@@ -107,7 +111,7 @@ class CompletionRecord(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write as JSON; a reader sees the old file or the new one, never a part."""
-        write_json(path, self.model_dump(mode="json"))
+        write_json(path, json.loads(self.model_dump_json()))
 
     @classmethod
     def load(cls, path: Path) -> CompletionRecord:
