@@ -1,9 +1,11 @@
 """Trackers are told what the metrics file holds, under its names, and never hold up or end a run."""
 
 import logging
+import sys
 import threading
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,6 +16,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.tracking import Trackers, require_trackers
 from tasks.runtime.tracking import channel as channel_module
 from tasks.runtime.tracking.channel import Channel
+from tasks.runtime.tracking.mlflow import Mlflow, flat
 from tasks.runtime.tracking.tracker import settings_of, values_of
 from tests.runtime.free_port import free_port
 
@@ -179,6 +182,50 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch, caplog):
     assert set(run.data.metrics) == set(values_of(POINT).values)
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(point.step, point.loss) for point in POINTS]
+
+
+class Server:
+    """As much of MLflow's client, and of the server behind it, as begins a run; it fails as often as it is told to."""
+
+    runs, failures = {}, 0
+
+    def get_experiment_by_name(self, name):
+        return SimpleNamespace(experiment_id="1")
+
+    def create_run(self, experiment, run_name):
+        self.runs[f"run-{len(self.runs)}"] = {}
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"run-{len(self.runs) - 1}"))
+
+    def get_run(self, run):
+        return SimpleNamespace(data=SimpleNamespace(params=dict(self.runs[run])))
+
+    def update_run(self, run, status):
+        assert run in self.runs
+
+    def log_batch(self, run, params):
+        if Server.failures:
+            Server.failures -= 1
+            raise ConnectionError("server down")
+        for name, value in params:
+            assert self.runs[run].setdefault(name, value) == value
+
+
+def test_an_mlflow_server_that_fails_has_one_run_in_the_end(tmp_path, monkeypatch):
+    """With all fields; they stay what they were where a later start has others."""
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Server))
+    pair = lambda name, value: (name, value)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=None, Param=pair))
+    monkeypatch.setattr(Server, "runs", {})
+    monkeypatch.setattr(Server, "failures", 2)
+    spec = make_spec(tmp_path, "mlflow")
+    folder = RunFolder.of(spec)
+    folder.make()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            Mlflow(spec, folder, 0)
+    Mlflow(spec, folder, 0)
+    Mlflow(spec.model_copy(update={"output": "elsewhere"}), folder, 2)
+    assert Server.runs == {"run-0": {name: str(value) for name, value in flat(settings_of(spec))}}
 
 
 def test_an_mlflow_server_that_is_down_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -30,15 +30,16 @@ class Mlflow:
 
         self._client, self._metric = MlflowClient(), Metric
         known = identity(folder, "mlflow")
-        if known.exists():
-            self._run_id = known.read_text()
-            self._client.update_run(self._run_id, status="RUNNING")
-        else:
-            self._run_id = self._begin(spec)
-            fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(settings_of(spec))]
-            for params in chunks(fields, PARAMS):
-                self._client.log_batch(self._run_id, params=params)
-            known.write_text(self._run_id)
+        if not known.exists():
+            # At once: whatever fails from here on is tried again, and would begin one run after the other.
+            known.write_text(self._begin(spec))
+        self._run_id = known.read_text()
+        self._client.update_run(self._run_id, status="RUNNING")
+        # What the run has stays: another value is refused there.
+        there = self._client.get_run(self._run_id).data.params
+        fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(settings_of(spec)) if name not in there]
+        for params in chunks(fields, PARAMS):
+            self._client.log_batch(self._run_id, params=params)
         log.info("tracking: mlflow run %s of experiment %s", self._run_id, spec.tracking.project)
 
     def _begin(self, spec: RunSpec) -> str:
