@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from transformers import GenerationConfig
 
 from strata_platform.redact import redacted
@@ -42,7 +44,8 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     shutil.rmtree(temporary, ignore_errors=True)
     _write(spec, data, weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
-    record.save(temporary / RECORD)
+    # Others get it with the model: where the run's folder was is nothing to them.
+    record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
     _replace(temporary, folder.model)
 
     record.save(folder.record)
@@ -80,17 +83,27 @@ def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:
 
 
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:
-    """A model card: what it was trained from, on what, how far, and how to load it."""
-    base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{spec.model.name}`"
+    """A model card: what it was trained from, on what, how far, and how to load it.
+
+    It is for others: of a local file or folder it has the name, and not where that was.
+    """
+    base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{_without_folder(spec)}`"
+    if spec.model.revision is not None:
+        base += f" at `{spec.model.revision}`"
     if isinstance(spec.adapter, Lora):
         kind = "DoRA" if spec.adapter.use_dora else "LoRA"
         base += f" by {kind} of rank {spec.adapter.r}, merged,"
-    source = redacted(spec.data.source if isinstance(spec.data.source, str) else ", ".join(spec.data.source))
+    sources = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
+    source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["strata", spec.objective.type],
+        **_origin(spec),
+    )
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [strata, {spec.objective.type}]
+{about.to_yaml()}
 ---
 
 # {spec.name}
@@ -107,6 +120,34 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` holds the completion record.
 """
+
+
+def _without_folder(spec: RunSpec) -> str:
+    """The model's name, of a folder the last part alone."""
+    folder = Path(spec.model.name)
+    return folder.absolute().name if folder.is_dir() else spec.model.name
+
+
+def _origin(spec: RunSpec) -> dict[str, Any]:
+    """What the Hub knows origin and licence of a model by: its licence is that of the model it was made from."""
+    name, folder = spec.model.name, Path(spec.model.name)
+    if name in PRESETS:
+        return {}
+    is_local = folder.is_dir()
+    origin = {} if is_local else {"base_model": name}
+    try:
+        card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=spec.model.revision)
+        known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    # There is no card, or no network, or what its author took for YAML.
+    except Exception as error:
+        log.info("model card: without a licence, as no card of %s could be read (%s)", name, type(error).__name__)
+        return origin
+    licence = {
+        key: known[key] for key in ("license", "license_name", "license_link") if isinstance(known.get(key), str)
+    }
+    if not is_local and "://" not in licence.get("license_link", "://"):
+        licence["license_link"] = f"https://huggingface.co/{name}/blob/main/{licence['license_link']}"
+    return origin | licence
 
 
 def _losses(record: CompletionRecord) -> str:

@@ -114,6 +114,8 @@ def test_the_exported_model_has_the_adapter_merged(run):
     torch.testing.assert_close(exported(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     assert not any("lora" in name for name, _ in exported.named_parameters())
     assert f"by {spec.name[0].upper()}oRA of rank 4, merged" in (folder.model / "README.md").read_text()
+    # Others get the model: where its run was is nothing to them.
+    assert [file.name for file in folder.model.iterdir() if bytes(folder.root.parent.parent) in file.read_bytes()] == []
 
 
 def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):

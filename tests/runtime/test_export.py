@@ -1,9 +1,11 @@
 """The exported folder appears whole, and a killed export leaves nothing that stays."""
 
 import pytest
+from huggingface_hub import ModelCard
 from transformers import GenerationConfig
 
 from strata_platform.spec import RunSpec
+from tasks.runtime import export
 from tasks.runtime.export import _replace, _stop_at, model_card
 from tests.runtime.test_report import RECORD
 
@@ -31,3 +33,40 @@ def test_what_the_model_writes_ends_where_it_learned_to(makers, learned, ends):
 def test_the_card_does_not_say_what_opens_the_data():
     spec = RunSpec.model_validate({"data": {"source": "https://host/rows.jsonl?X-Signature=hidden"}})
     assert "on `https://host/rows.jsonl?...`" in model_card(spec, RECORD)
+
+
+def test_the_card_names_no_folder_of_the_machine(tmp_path):
+    spec = RunSpec.model_validate(
+        {"model": {"name": str(tmp_path)}, "data": {"source": [f"{tmp_path}/a.jsonl", "b/c"]}}
+    )
+    card = model_card(spec, RECORD)
+    assert f"fine-tuned from `{tmp_path.name}` on `a.jsonl, b/c`" in card
+    assert str(tmp_path) not in card and "base_model" not in card and "license" not in card
+
+
+def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: theirs\nlicense_link: LICENSE\ntags: [x]\n---\n# A model\n"
+    )
+    asked = []
+    monkeypatch.setattr(export, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path / "README.md"))
+    spec = RunSpec.model_validate({"model": {"name": "org/base", "revision": "abc"}, "adapter": {"type": "lora"}})
+    card = model_card(spec, RECORD)
+    assert asked == [(("org/base", "README.md"), {"revision": "abc"})]
+    assert "fine-tuned from `org/base` at `abc` by LoRA of rank" in card
+    assert ModelCard(card).data.to_dict() == {
+        "base_model": "org/base",
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "theirs",
+        "license_link": "https://huggingface.co/org/base/blob/main/LICENSE",
+        "pipeline_tag": "text-generation",
+        "tags": ["strata", "sft"],
+    }
+    monkeypatch.setattr(export, "hf_hub_download", lambda *a, **k: (tmp_path / "none").read_text())
+    assert ModelCard(model_card(spec, RECORD)).data.to_dict().keys() == {
+        "base_model",
+        "library_name",
+        "pipeline_tag",
+        "tags",
+    }
