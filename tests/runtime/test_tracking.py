@@ -132,6 +132,21 @@ def test_tensorboard_has_every_value_of_every_step(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(p.step, p.loss) for p in POINTS]
 
 
+def test_tensorboard_hides_the_steps_from_which_a_run_went_back(tmp_path):
+    """To the checkpoint of step 2, and once more to that of step 3, from the one after it."""
+    spec = make_spec(tmp_path, "tensorboard")
+    trackers = Trackers(spec, RunFolder.of(spec), done=0)
+    again = [replace(POINT, step=step, loss=9.0 + step) for step in (3, 4, 4)]
+    trackers.log([*POINTS, *again[:2]])
+    trackers.log(again[2:])
+    trackers.note({"warmup/planned": 3}, step=4)
+    trackers.close(complete=True)
+    events = EventAccumulator(str(RunFolder.of(spec).tensorboard)).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, POINTS[0].loss), (2, POINTS[1].loss), (3, 12.0), (4, 13.0)]
+    assert [event.value for event in events.Scalars("warmup/planned")] == [3]
+
+
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_package_that_is_not_there_is_named_before_training(name, tmp_path, monkeypatch):
     if find_spec(name):

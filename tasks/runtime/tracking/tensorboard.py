@@ -15,13 +15,21 @@ class TensorBoard:
     """A file of events; those of steps that are done once more are hidden."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
-        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=done + 1)
+        self._folder = str(folder.tensorboard)
+        self._writer = SummaryWriter(self._folder, purge_step=done + 1)
+        self._newest: dict[str, int] = {}
 
     def log(self, values: Sequence[Values]) -> None:
         """Write them."""
         for step, time, told in values:
+            if any(step <= self._newest.get(name, 0) for name in told):
+                # The run went back to a checkpoint. Only the beginning of a file hides what others have.
+                self._writer.close()
+                self._writer = SummaryWriter(self._folder, purge_step=step)
+                self._newest.clear()
             for name, value in told.items():
                 self._writer.add_scalar(name, value, step, walltime=time)
+                self._newest[name] = step
         self._writer.flush()
 
     def close(self, *, complete: bool) -> None:
