@@ -78,7 +78,8 @@ def _tell(record: CompletionRecord) -> None:
     if before is None or after is None:
         log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
     else:
-        log.info("validation loss %.4f before, %.4f after (%+.1f %%)", before, after, 100 * (after / before - 1))
+        change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+        log.info("validation loss %.4f before, %.4f after%s", before, after, change)
     for name, value in record.eval_metrics.items():
         log.info("validation %s %.4f after", name, value)
     for score in record.task_scores:

@@ -3,6 +3,8 @@
 import logging
 from types import SimpleNamespace
 
+import pytest
+
 from strata_platform import told
 from strata_platform.spec import RunSpec
 from tasks.runtime import evaluate
@@ -23,3 +25,16 @@ def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, cap
     lines = caplog.messages[-1].splitlines()
     assert lines[0].startswith("prompt: @strata ")
     assert len(lines) == 6 and all(line.startswith("  ") for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [(2.0, "2.0000 before, 0.5000 after (-75.0 %)"), (0.0, "0.0000 before, 0.5000 after")]
+)
+def test_a_loss_that_was_0_is_told_without_its_change(tmp_path, monkeypatch, caplog, before, told):
+    losses = iter((before, 0.5))
+    measure = lambda spec, data, prompts, weights: (evaluate.Measured({"loss": next(losses)}, [], {}), data)  # noqa: E731
+    monkeypatch.setattr(evaluate, "_measure", measure)
+    data = SimpleNamespace(samples=lambda number: [])
+    with caplog.at_level(logging.INFO):
+        evaluate.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+    assert caplog.messages == [f"validation loss {told}"]
