@@ -100,12 +100,20 @@ def _measure(
     tokenizer = data.tokenizer()
     model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
     adopt_tokenizer(model, tokenizer)
+    _leave_out_routers(model)
     objective = validation_objective_of(spec, fused=has_fused_loss(patch(model, spec)))
     if weights is None:
         data = objective.begin_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)
     written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
     return Measured(means, written, task_scores(model, tokenizer, spec)), data
+
+
+def _leave_out_routers(model: PreTrainedModel) -> None:
+    """Have a mixture of experts tell the loss of tokens alone: its exponential is a perplexity."""
+    config = model.config.get_text_config()
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
-from tasks.runtime.evaluate import validation_means
+from tasks.runtime.evaluate import _measure, validation_means
 from tasks.runtime.model import build_model
 from tasks.runtime.objectives import objective_of, validation_objective_of
 
@@ -71,3 +71,13 @@ def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
     whole = collate(rows)
     expected = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")}).loss
     assert means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}
+
+
+def test_what_is_measured_of_a_trained_model_is_its_loss_of_tokens(model, spec, rows):
+    special = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    data = SimpleNamespace(validation=rows, tokenizer=lambda: special)
+    measured, _ = _measure(spec, data, [], weights=None)
+    whole = collate(rows)
+    logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"][:, 1:].flatten())
+    assert measured.means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}
