@@ -13,8 +13,8 @@ from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
 
-# What an earlier model in a repository may have that a library would load in place of the new weights, or on top.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json")
+# What an earlier model in a repository may have that a library would load in place of the new one's files, or on top.
+_EARLIER = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
 RECORD = "strata_record.json"
 """What every exported model has, and nothing else: the record of its run."""
 # Names of all that an export writes, as patterns.
@@ -83,7 +83,7 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
     # Also where it is there already, whose visibility then stays.
     address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
     told = f"Add the model of run {spec.name}"
-    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_WEIGHTS))
+    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_EARLIER))
     return str(address)
 
 

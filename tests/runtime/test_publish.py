@@ -96,7 +96,9 @@ def hub(monkeypatch):
 
 def test_a_model_is_pushed_to_the_hub(hub, model):
     spec = spec_of(push_to_hub="org/model")
-    hub.there = ["LICENSE", "adapter_config.json", "adapter_model.safetensors", "model.safetensors"]
+    tokenizer = ["additional_chat_templates/tools.jinja", "chat_template.jinja", "special_tokens_map.json",
+                 "tokenizer.model", "vocab.json"]  # fmt: skip
+    hub.there = ["LICENSE", "adapter_config.json", "adapter_model.safetensors", "model.safetensors", *tokenizer]
     require_targets(spec)
     publish(spec, model)
     assert all(token == "Bearer hf_secret" for _, token, _ in hub.asked)
@@ -109,9 +111,9 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
     assert lines[0]["summary"] == "Add the model of run x"
     sent = {line["path"]: base64.b64decode(line["content"]).decode() for line in lines[1:] if "content" in line}
     assert sent == {name: f"new {name}" for name in FILES}
-    # An adapter that was there would be put on top of the new weights.
+    # An adapter that was there would be put on top of the new weights, and a tokenizer's files taken for the new one's.
     gone = {line["path"] for line in lines[1:] if "content" not in line}
-    assert gone == {"adapter_config.json", "adapter_model.safetensors"}
+    assert gone == {"adapter_config.json", "adapter_model.safetensors", *tokenizer}
 
 
 def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
