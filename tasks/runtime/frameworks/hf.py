@@ -7,6 +7,9 @@ them.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,23 @@ from tasks.runtime.job import Job
 
 def train(job: Job) -> None:
     """Train `job.model` in place until `job.steps`."""
-    trainer = _Trainer(job)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with _own_environment():
+        trainer = _Trainer(job)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Without the variables by which `accelerate launch` tells the Trainer how to split and convert a model.
+
+    They may be on the machine for other work, and the strategy, in which the model is already, is the spec's.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 class _Arguments(TrainingArguments):
@@ -62,6 +79,8 @@ def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
     # One process drives one GPU. Left to itself, the Trainer of a single process wraps the model in DataParallel on a
     # machine that has more.
     values._n_gpu = min(values.n_gpu, 1)
+    # Of a pod of Kubeflow's it reports to that whatever it is told.
+    values.report_to = []
     return values
 
 
@@ -80,6 +99,9 @@ class _Trainer(Trainer):
             callbacks=[_Begin(job)],
         )
         self._job = job
+        # Else the Trainer divides a share of the step's mean by the micro-batches of a step, where a model's class
+        # says that its own loss is a mean over one.
+        self.model_accepts_loss_kwargs = True
         # Wrapped already; the marker keeps accelerate from doing it again where the wrapper is the model itself.
         self.model_wrapped = job.model
         job.model._is_accelerate_prepared = True  # type: ignore[assignment]
