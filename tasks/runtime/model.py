@@ -242,10 +242,27 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
 
 def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own."""
-    for config in (model.config, model.generation_config):
+    # Of a model that sees as well, those of its text; the whole one's configuration need not have any.
+    for config in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:
                 setattr(config, name, getattr(tokenizer, name))
+
+
+def freeze_beyond_texts(model: PreTrainedModel) -> None:
+    """Let learn of a model that sees or hears as well only what texts come to.
+
+    Others never have a gradient: `ddp` would wait for it, and where gradients lie in flat memory they would decay.
+    """
+    if model.config.get_text_config() is model.config:
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    beyond = [parameter for parameter in model.parameters() if id(parameter) not in reached]
+    for parameter in beyond:
+        parameter.requires_grad_(False)
+    total = sum(parameter.numel() for parameter in beyond)
+    log.info("model: %.1f M of its parameters are for other input than texts, and do not learn", total / 1e6)
 
 
 def build_meta_model(spec: RunSpec) -> PreTrainedModel:

@@ -34,6 +34,7 @@ from tasks.runtime.model import (
     build_empty_model,
     build_model,
     build_saved_model,
+    freeze_beyond_texts,
     has_fused_loss,
     prepare_for_training,
     require_embeddings,
@@ -83,6 +84,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
+    freeze_beyond_texts(model)
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
     tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
@@ -18,10 +18,12 @@ from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.model import (
     PRESETS,
+    adopt_tokenizer,
     build_empty_model,
     build_meta_model,
     build_model,
     build_saved_model,
+    freeze_beyond_texts,
     materialize,
     prepare_for_training,
     require_embeddings,
@@ -162,3 +164,29 @@ def test_kernels_can_be_turned_off():
     assert prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"enabled": False})) is None
     report = prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"exclude": ["rope"]}))
     assert set(report.counts) == {"rms_norm", "swiglu", "linear_cross_entropy"}
+
+
+@pytest.fixture
+def seeing():
+    """A model that sees as well; its own configuration has no special tokens, that of its text has."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**size, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": None}
+    config = Gemma3Config(text_config=text, vision_config={**size, "image_size": 28, "patch_size": 14})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_of_a_model_that_sees_as_well_learns_what_texts_come_to(seeing):
+    freeze_beyond_texts(seeing)
+    tokens = torch.arange(8)[None]
+    seeing(input_ids=tokens, labels=tokens).loss.backward()
+    reached = {name for name, parameter in seeing.named_parameters() if parameter.grad is not None}
+    assert reached == {name for name, parameter in seeing.named_parameters() if parameter.requires_grad}
+    assert not any("vision" in name for name in reached)
+
+
+def test_a_model_that_sees_as_well_gets_special_tokens_where_its_text_has_none(seeing):
+    tokenizer = train_tokenizer(["2 + 2 = 4"])
+    assert not hasattr(seeing.config, "bos_token_id")
+    adopt_tokenizer(seeing, tokenizer)
+    assert seeing.config.text_config.eos_token_id == tokenizer.eos_token_id
+    assert not hasattr(seeing.config, "eos_token_id")
