@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
-    """What `optimizer.type` names, over the parameters that learn; biases and norms, of one dimension, do not decay."""
+    """What `optimizer.type` names, over the parameters that learn; biases and norms do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _BUILDERS[spec.optimizer.type](model, trained, spec)
     if spec.optimizer.in_backward:
@@ -30,9 +30,15 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
 
 
 def _adamw(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
+    # Of one dimension, but for the biases of experts, which are in one parameter.
+    biases = _biases(model)
+    matrices = {id(p) for p in trained if p.ndim > 1 and id(p) not in biases}
     # Fused operators take tensors of one mesh.
     groups = [
-        {"params": [p for p in alike if (p.ndim > 1) == decays], "weight_decay": spec.optimizer.weight_decay * decays}
+        {
+            "params": [p for p in alike if (id(p) in matrices) == decays],
+            "weight_decay": spec.optimizer.weight_decay * decays,
+        }
         for decays in (True, False)
         for alike in by_mesh(trained)
     ]
@@ -49,11 +55,13 @@ def _adamw(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torc
 def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
     """Muon over the matrices between embeddings and head, AdamW over the rest.
 
-    Steps of both are of one size, so they share the learning rate and the weight decay.
+    Steps of both are of one size, so they share the learning rate and the weight decay. The rest has also the matrices
+    of experts that are in one parameter, of three dimensions.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     outer = _embeddings(model) | ({id(head.weight)} if head is not None else set())
-    hidden = {id(p) for p in trained if p.ndim == 2 and id(p) not in outer}
+    hidden = {id(p): p.numel() for p in trained if p.ndim == 2 and id(p) not in outer | _biases(model)}
+    _tell_share("matrices whose steps are orthogonalized have", hidden, trained)
     muon = torch.optim.Muon(
         [p for p in trained if id(p) in hidden],
         lr=spec.peak_lr,
@@ -73,8 +81,7 @@ def _adamw_8bit(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) ->
             f"optimizer.type 'adamw_8bit': no matrix that learns has rows whose length is a multiple of {BLOCK}, which "
             "moments of eight bits need; set optimizer.type to 'adamw'"
         )
-    total = sum(p.numel() for p in trained)
-    log.info("optimizer: eight bits for each moment of %.1f %% of the weights", 100 * sum(small.values()) / total)
+    _tell_share("eight bits for each moment of", small, trained)
     eight_bits = AdamW8bit(
         [{"params": [p for p in trained if id(p) in small]}],
         lr=spec.peak_lr,
@@ -89,6 +96,15 @@ def _adamw_8bit(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) ->
 
 def _embeddings(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _biases(model: nn.Module) -> set[int]:
+    return {id(parameter) for name, parameter in model.named_parameters() if name.endswith("bias")}
+
+
+def _tell_share(what: str, sizes: dict[int, int], trained: list[nn.Parameter]) -> None:
+    total = sum(parameter.numel() for parameter in trained)
+    log.info("optimizer: %s %.1f %% of the weights", what, 100 * sum(sizes.values()) / total)
 
 
 _BUILDERS: dict[str, Callable[[nn.Module, list[nn.Parameter], RunSpec], torch.optim.Optimizer]] = {
