@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,22 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
                 f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
                 "merge_and_unload, save that, and give its folder"
             )
+        _freeze_as_made(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _drop_idle_settings(model.generation_config)
     return model
+
+
+def _freeze_as_made(model: PreTrainedModel) -> None:
+    """What its family does not have learn, such as biases that balance experts, transformers lets learn as it loads it.
+
+    Processes without weights, and a run that continues, have it as it was made.
+    """
+    with init_empty_weights(include_buffers=False):
+        made = type(model)(deepcopy(model.config))
+    for name, parameter in made.named_parameters():
+        if not parameter.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
 
 
 @contextmanager

@@ -94,6 +94,21 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     assert dtypes_of(empty) == dtypes_of(build_saved_model(save(built, tmp_path))) == dtypes_of(built)
 
 
+def test_what_a_family_does_not_have_learn_learns_on_no_process_and_not_after_a_restart(tmp_path):
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
+    spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "float32"})
+    built = build_model(spec)
+    frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"model.layers.0.mlp.gate.moe_statics.e_score_correction_bias"}
+    for model in (build_empty_model(spec), build_saved_model(save(built, tmp_path))):
+        assert frozen == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
