@@ -8,6 +8,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
+from tasks.attempts import awaiting_hub
 from tasks.resources import RETRIES
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
@@ -24,4 +25,5 @@ def evaluate(
 
     record.require_complete()
     prepared = PreparedData.load(Path(data.download()))
-    return evaluate(spec, record, prepared, Path(weights.download()))
+    with awaiting_hub():
+        return evaluate(spec, record, prepared, Path(weights.download()))

@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
+from tasks.attempts import awaiting_hub
 from tasks.paths import directory, file
 from tasks.resources import RETRIES
 from tasks.runtime.log import configure_logging
@@ -36,6 +37,7 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
 
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())
-    folder = export(spec, record, prepared, trained)
+    with awaiting_hub():
+        folder = export(spec, record, prepared, trained)
     Deck("Training", render_body(record, read_points(trained / folder.metrics.name), redacted(dump_spec(spec))))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

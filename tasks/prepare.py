@@ -10,6 +10,7 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
+from tasks.attempts import awaiting_hub
 from tasks.paths import directory, is_local
 from tasks.resources import PREPARE, SMALL
 from tasks.runtime import version
@@ -79,5 +80,6 @@ def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     from tasks.runtime.data import prepare
 
     folder = data_folder(output, recipe)
-    prepare(recipe, folder, report=log.info)
+    with awaiting_hub():
+        prepare(recipe, folder, report=log.info)
     return directory(folder)

@@ -10,7 +10,7 @@ from strata_platform.errors import SpecError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
-from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY
+from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY, EXIT_UNREACHABLE
 from tasks.runtime.log import configure_logging
 from tasks.runtime.signals import end_with_agent
 
@@ -21,7 +21,7 @@ def main() -> int:
     """Prepare, train, evaluate, export.
 
     Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again; 69, a
-    GPU or a connection is not fit: start it on another machine.
+    GPU or a connection is not fit: start it on another machine; 68, the Hub cannot be reached: start it again later.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
@@ -44,6 +44,7 @@ def main() -> int:
     from tasks.runtime.folder import RunFolder, data_folder
     from tasks.runtime.harness import require_tasks
     from tasks.runtime.health import Unhealthy
+    from tasks.runtime.hub import Unreachable
     from tasks.runtime.publish import require_targets
     from tasks.runtime.run import train
     from tasks.runtime.session import session
@@ -77,6 +78,9 @@ def main() -> int:
     except Unhealthy as error:
         print(f"error: {redacted(str(error))}", file=sys.stderr)
         return EXIT_UNHEALTHY
+    except Unreachable as error:
+        print(f"error: {redacted(str(error))}", file=sys.stderr)
+        return EXIT_UNREACHABLE
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
         return EXIT_PREEMPTED

@@ -28,6 +28,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
+from tasks.runtime.hub import asking_hub
 from tasks.runtime.layers import recompute
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ def _freeze_as_made(model: PreTrainedModel) -> None:
 def _readable(source: str) -> Iterator[None]:
     """Name the model where it cannot be read; what the libraries say of it are their own words."""
     try:
-        yield
+        with asking_hub(f"model.name {source!r}"):
+            yield
     # ImportError: of a package that the weights need, such as those that are quantized.
     except (OSError, ImportError, ValueError, SafetensorError) as error:
         said = " ".join(str(error).split())

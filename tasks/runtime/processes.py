@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.hub import Unreachable
 
 TIMEOUT = timedelta(minutes=30)
 """How long collectives of training wait for a process, and processes for each other at the start."""
@@ -125,23 +126,25 @@ class Processes:
             dist.barrier()
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on the main process; every process gets its result, or raises its ValueError.
+        """Call `function` on the main process; every process gets its result, or raises its ValueError or Unreachable.
 
         A collective: what one process reads or refuses, all do, and none waits for one that has given up.
         """
         if self.world_size == 1:
             return function()
         outcome: list[Any] = [None, None]
-        refusal: ValueError | None = None
+        refusal: ValueError | Unreachable | None = None
         if self.is_main:
             try:
                 outcome[0] = function()
-            except ValueError as error:
-                refusal, outcome[1] = error, str(error)
+            except (ValueError, Unreachable) as error:
+                kind = Unreachable if isinstance(error, Unreachable) else ValueError
+                refusal, outcome[1] = error, (kind, str(error))
         # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
         dist.broadcast_object_list(outcome, src=0, group=self.group or _patient, device=torch.device("cpu"))
         if outcome[1] is not None:
-            raise refusal or ValueError(outcome[1])
+            kind, said = outcome[1]
+            raise refusal or kind(said)
         result: T = outcome[0]
         return result
 

@@ -13,6 +13,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import processes
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks.hf import arguments
+from tasks.runtime.hub import Unreachable
 from tasks.runtime.processes import Processes
 from tasks.runtime.session import session
 
@@ -35,6 +36,10 @@ def refusal(spec):
     return str(error.value)
 
 
+def ask_in_vain():
+    raise Unreachable("the Hub is away")
+
+
 def work(local_rank, folder, port):
     """What a training process meets, in each of two processes."""
     with pytest.MonkeyPatch.context() as patch:
@@ -49,6 +54,9 @@ def work(local_rank, folder, port):
         with session(make_spec(folder / "shared")) as run:
             assert run.processes.on_main(lambda: f"from {run.processes.rank}") == "from 0"
             assert run.processes.all_true(True)
+            # What may go better in another attempt is no refusal.
+            with pytest.raises(Unreachable, match="the Hub is away"):
+                run.processes.on_main(ask_in_vain)
             others = run.processes.in_new_group()
             # Nobody gives up on the main process while it prepares data or copies a checkpoint.
             for group in (others.group, processes._patient):

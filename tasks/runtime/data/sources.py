@@ -25,6 +25,7 @@ from tasks.runtime.data import python_docs
 from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
 from tasks.runtime.data.rows import Row, closest
 from tasks.runtime.data.splits import is_shown, of_split, some, split_of
+from tasks.runtime.hub import asking_hub
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
@@ -155,13 +156,19 @@ class HubDataset:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[Row]:
-        """Rows of the split. Raises ValueError when the Hub has no such data set, subset or split."""
-        for number, values in enumerate(self._load(), start=1):
-            yield Row(f"{self.name} row {number}", dict(values))
+        """Rows of the split.
+
+        Raises ValueError when the Hub has no such data set, subset or split, and Unreachable when it does not answer.
+        """
+        # Also while rows are read: those of a stream come one by one.
+        with asking_hub(f"data.source {self.name!r}"):
+            for number, values in enumerate(self._load(), start=1):
+                yield Row(f"{self.name} row {number}", dict(values))
 
     def _load(self) -> Any:
         try:
             import datasets
+            from huggingface_hub.errors import HfHubHTTPError
         except ImportError as error:
             raise ValueError(
                 f"data.source {self.name!r} is on the Hub, which takes the package `datasets`: pip install datasets"
@@ -170,7 +177,8 @@ class HubDataset:
             return datasets.load_dataset(
                 self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
             )
-        except (FileNotFoundError, ConnectionError) as error:
+        # HfHubHTTPError: of a token that the Hub does not know, say.
+        except (FileNotFoundError, ConnectionError, HfHubHTTPError) as error:
             raise _not_found(self.name, reason=str(error).splitlines()[0]) from error
         except RuntimeError as error:
             if "script" not in str(error):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.model import PRESETS
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
+from tasks.runtime.hub import Unreachable, asking_hub
 
 VOCABULARY_SIZE = 4096
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -55,10 +56,13 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
 def read_tokenizer(name: str, revision: str | None, *, field: str) -> PreTrainedTokenizerBase:
     """A tokenizer as it is on the Hub or in a folder.
 
-    Raises ValueError, naming the spec's field, when it cannot be loaded.
+    Raises ValueError, naming the spec's field, when it cannot be loaded, and Unreachable when the Hub does not answer.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        with asking_hub(f"{field} {name!r}"):
+            return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Unreachable:
+        raise
     # Files that are not whole end in errors of any kind.
     except Exception as error:
         reason = " ".join(str(error).split())

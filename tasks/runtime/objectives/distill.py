@@ -17,6 +17,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.documents import attend_by_document, go_by_document
+from tasks.runtime.hub import Unreachable
 from tasks.runtime.model import (
     build_empty_model,
     build_meta_model,
@@ -67,8 +68,9 @@ class Distill:
                 go_by_document(each, config, processes.device)
                 for each, config in ((start.spec, load_config(start.spec)), (spec, teacher.config))
             )
-        except ValueError as error:
-            raise ValueError(f"objective.teacher: {error}") from error
+        except (ValueError, Unreachable) as error:
+            kind = Unreachable if isinstance(error, Unreachable) else ValueError
+            raise kind(f"objective.teacher: {error}") from error
         # Checkpoints of runs that did not look at it note none.
         expected = start.facts.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))

@@ -1,0 +1,163 @@
+"""A Hub that does not answer ends an attempt; one that has not got what is asked for ends the run."""
+
+import json
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import datasets
+import huggingface_hub
+import pytest
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.directory import FlyteDirectory
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks import evaluate, export, prepare, topology
+from tasks.runtime import __main__ as entry
+from tasks.runtime.data.sources import HubDataset
+from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.exits import EXIT_UNREACHABLE, describe_exit, explain
+from tasks.runtime.hub import Unreachable, asking_hub
+from tasks.runtime.model import build_model, load_config
+from tasks.runtime.objectives import Start, objective_of
+from tasks.runtime.processes import Processes
+
+SPEC = RunSpec.model_validate({"model": {"name": "acme/model"}})
+ASKED = {
+    "config": (lambda: load_config(SPEC), "model.name 'acme/model'"),
+    "weights": (lambda: build_model(SPEC), "model.name 'acme/model'"),
+    "tokenizer": (lambda: read_tokenizer("acme/model", None, field="model.tokenizer"), "model.tokenizer 'acme/model'"),
+    "data": (lambda: next(HubDataset("acme/texts", None, "train", None, False).rows()), "data.source 'acme/texts'"),
+    "stream": (lambda: next(HubDataset("acme/texts", None, "train", None, True).rows()), "data.source 'acme/texts'"),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Sets what the Hub answers: a status, or no answer for None."""
+    servers = []
+
+    def serve(status):
+        class Hub(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.send_header("X-Error-Code", {404: "RepoNotFound", 403: "GatedRepo"}.get(status, ""))
+                self.end_headers()
+
+            do_HEAD = do_POST = do_GET
+
+            def log_message(self, *arguments):
+                pass
+
+        if status is None:
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                port = closed.getsockname()[1]
+        else:
+            server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            servers.append((server, thread))
+            port = server.server_port
+        endpoint = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        # Made of it when the module was loaded.
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+        # The client's own pauses before it asks again.
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        return endpoint
+
+    yield serve
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [None, 503, 429], ids=["refused", "503", "429"])
+@pytest.mark.parametrize("what", ASKED)
+def test_no_answer_is_no_mistake_of_the_user(hub, what, status):
+    ask, named = ASKED[what]
+    endpoint = hub(status)
+    with pytest.raises(Unreachable, match=rf"^{named}: the Hugging Face Hub at {endpoint} cannot be reached \("):
+        ask()
+
+
+@pytest.mark.parametrize("status", [404, 403, 401], ids=["no such name", "gated", "wrong token"])
+@pytest.mark.parametrize("what", ASKED)
+def test_an_answer_that_there_is_no_such_thing_is_one(hub, what, status):
+    ask, named = ASKED[what]
+    hub(status)
+    with pytest.raises(ValueError, match=named):
+        ask()
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_offline_what_is_not_in_the_cache_is_one(what):
+    ask, named = ASKED[what]
+    with pytest.raises(ValueError, match=named):
+        ask()
+
+
+def test_where_only_data_sets_are_offline(hub, monkeypatch):
+    hub(503)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"data\.source 'acme/texts' was not found"):
+        ASKED["data"][0]()
+
+
+def test_a_download_that_breaks_off(hub):
+    hub(503)
+    with pytest.raises(Unreachable, match=r"cannot be reached \(read timed out\)"), asking_hub("model.name 'x'"):
+        # What is raised where a file is read, and not looked up.
+        raise huggingface_hub.errors.HTTPError("read timed out")
+    with pytest.raises(KeyError), asking_hub("model.name 'x'"):
+        raise KeyError("something else")
+
+
+def unreachable(*arguments, **others):
+    raise Unreachable("model.name 'x': the Hugging Face Hub at http://hub cannot be reached (no route)")
+
+
+def test_of_a_teacher_its_own_field_is_named(monkeypatch):
+    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", unreachable)
+    spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "acme/teacher"}})
+    start = Start(spec, Processes(), None, None, None, "-", continues=False)
+    with pytest.raises(Unreachable, match=r"^objective\.teacher: .* cannot be reached"):
+        objective_of(spec, fused=False).begin(start)
+
+
+def test_the_attempt_may_be_repeated(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my.yaml").write_text(json.dumps({"output": str(tmp_path)}))
+    monkeypatch.setattr("tasks.runtime.session.check_health", unreachable)
+    monkeypatch.setattr(sys, "argv", ["strata", str(tmp_path / "my.yaml")])
+    assert entry.main() == EXIT_UNREACHABLE
+    assert "cannot be reached (no route)" in capsys.readouterr().err
+    assert "could not be reached" in describe_exit(EXIT_UNREACHABLE)
+    with pytest.raises(Unreachable) as error:
+        unreachable()
+    assert explain(error.value).retry
+
+
+def test_so_do_tasks_end(tmp_path, monkeypatch):
+    spec = RunSpec(output=str(tmp_path))
+    data = FlyteDirectory(str(tmp_path))
+    for module in (prepare, evaluate, export, topology):
+        monkeypatch.setattr(module, "configure_logging", lambda: None)
+    for name in ("data.prepare", "evaluate.evaluate", "export.export", "session.session", "data.PreparedData.load"):
+        monkeypatch.setattr(f"tasks.runtime.{name}", unreachable)
+    with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
+        prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output)
+    with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
+        topology._train(spec, data)
+    monkeypatch.setattr("tasks.runtime.data.PreparedData.load", lambda folder: None)
+    record = type("Record", (), {"require_complete": lambda self: self})()
+    for task in (evaluate.evaluate, export.export):
+        with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
+            task.task_function(spec, record, data, data)
