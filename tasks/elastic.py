@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import Elastic
+from flytekitplugins.kfpytorch.error_handling import is_recoverable_worker_error
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
 from strata_platform.runs import Stage
@@ -74,6 +76,13 @@ class TrainingTask(PytorchElasticFunctionTask):
             raise
         except (RendezvousError, dist.DistError) as error:
             _recoverable(f"this pod lost the others, or never found them: {error}", error)
+        except FlyteRecoverableException as error:
+            # Where one process ends the others lose it, and the agent tells of any one of them.
+            if mistake := _mistake(error.__context__):
+                raise FlyteUserRuntimeException(mistake) from error
+            if how := kills.sentence(spec.resources.memory):
+                _recoverable(f"a process was killed: {how}", error)
+            raise
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, ChildFailedError):
                 rank, failure = error.value.get_first_failure()
@@ -86,6 +95,28 @@ class TrainingTask(PytorchElasticFunctionTask):
                     _recoverable(f"rank {rank} was killed: {how}", error)
             raise
         return trained._replace(weights=directory(trained.weights.path))
+
+
+def _mistake(told: BaseException | None) -> Exception | None:
+    """The first error in this pod that another attempt cannot mend, beside the one that the agent has `told` of.
+
+    It looks at its processes every few seconds, and tells of the first by rank of those that have ended by then.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    if not isinstance(told, ChildFailedError):
+        return None
+    # A folder for each process, by its rank in the pod.
+    files = Path(told.get_first_failure()[1].error_file).parents[1].glob("*/error.json")
+    failures = [ProcessFailure(int(file.parent.name), pid=0, exitcode=1, error_file=str(file)) for file in files]
+    final = [failure for failure in failures if not is_recoverable_worker_error(failure)]
+    if not final:
+        return None
+    first = min(final, key=lambda failure: failure.timestamp)
+    said = first.error_file_data["message"]
+    return RuntimeError(
+        f"process {first.local_rank} of this pod: {said['message']}\n{said['extraInfo']['py_callstack']}"
+    )
 
 
 def outlive_main_pod() -> None:

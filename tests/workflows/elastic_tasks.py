@@ -65,11 +65,28 @@ def is_misused(spec: RunSpec, data: FlyteDirectory) -> Result:
     return Result("not reached", data)
 
 
+@task(task_config=LAUNCH)
+def loses_a_peer(spec: RunSpec, data: FlyteDirectory) -> Result:
+    """One process ends by itself, as `spec.name` says, and the other one for that reason."""
+    processes = Processes.from_environment()
+    processes.connect()
+    processes.barrier()
+    if not processes.is_main:
+        if spec.name == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("training.micro_batch_size is too large")
+    try:
+        processes.barrier()
+    except RuntimeError as error:
+        raise FlyteRecoverableException("a process lost its peers") from error
+    return Result("not reached", data)
+
+
 TASKS = {
     function.task_function.__name__: function
-    for function in (finishes, is_killed, is_preempted, whose_pod_is_stopped, is_misused)
+    for function in (finishes, is_killed, is_preempted, whose_pod_is_stopped, is_misused, loses_a_peer)
 }
 
 
-def run(name: str, folder: Path) -> Result:
-    return TASKS[name](spec=RunSpec(output=str(folder)), data=FlyteDirectory(str(folder)))
+def run(name: str, folder: Path, how: str = "run") -> Result:
+    return TASKS[name](spec=RunSpec(name=how, output=str(folder)), data=FlyteDirectory(str(folder)))

@@ -21,13 +21,16 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from flytekit.exceptions.user import FlyteRecoverableException
 from tasks import elastic
 from tests.workflows.elastic_tasks import run
-where = sys.argv[3]
+where, how = sys.argv[3:]
 elastic.is_local = lambda: where == "local"
+if how == "killed":
+    elastic.MemoryKills = lambda: SimpleNamespace(sentence=lambda asked: f"the container's memory was used up, {asked}")
 try:
-    print("RESULT", run(sys.argv[1], Path(sys.argv[2])))
+    print("RESULT", run(sys.argv[1], Path(sys.argv[2]), how or "run"))
 except FlyteRecoverableException as error:
     print("RECOVERABLE", error)
 except BaseException as error:
@@ -53,13 +56,21 @@ except BaseException as error:
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
         ("whose_pod_is_stopped", "cluster", ("the pod was told to stop: SIGTERM", "FATAL SystemExit 143")),
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
+        # The agent tells of the other process, which lost this one.
+        ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),
+        ("loses_a_peer killed", "local", ("RECOVERABLE", "a process was killed: the container's memory was used up")),
     ],
 )
 def test_end_of_an_attempt(name, where, says, tmp_path):
     (tmp_path / "shard").touch()
+    name, _, how = name.partition(" ")
     # In a process of its own: the agent takes signals, and one of the tasks sends it one.
     ended = subprocess.run(
-        [sys.executable, "-c", CODE, name, str(tmp_path), where], cwd=ROOT, text=True, capture_output=True, timeout=120
+        [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-")],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
     for words in says:
