@@ -237,10 +237,21 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
         ([], "column 'messages' holds no message"),
         (["hello"], "message 1 is str 'hello', not an object with role and content"),
         ([{"content": "hello"}], "message 1: role is null, not text; a message has role and content, this one 'co"),
-        ([{"from": "human", "value": "hello"}], "this one 'from', 'value': say role for from, user for human, assist"),
+        ([{"from": "observation", "value": "4"}], "message 1: from is 'observation'; it may be 'human', 'user', 'gpt'"),
+        ([{"from": ["gpt"], "value": "4"}], "message 1: from is ['gpt']; it may be 'human'"),
+        ([{"from": "human", "value": 4}], "message 1: content is int 4, not text"),
         ([{"role": None, "content": "hello"}], "message 1: role is null, not text"),
         ([TALK[0], {"role": "user", "content": None}], "message 2: content is null, not text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 1: content is list"),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}],
+                }
+            ],
+            "message 1: content is list",
+        ),
         ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; 1 learns the message"),
         (
             [{"role": "user", "content": "", "weight": 1}],
@@ -252,6 +263,25 @@ def test_messages_of_the_wrong_type(messages: Any, problem: str) -> None:
     with pytest.raises(RowError) as caught:
         messages_of(Row("row 1", {"messages": messages}), "messages")
     assert problem in str(caught.value) and "row 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello, you", "weight": 0}],
+        [
+            # As a columnar file gives them.
+            {"role": "user", "content": [{"type": "text", "text": "hello", "image_url": None}], "weight": None},
+            {"role": "assistant", "content": [{"type": "text", "text": t} for t in ("hello", ", you")], "weight": 0},
+        ],
+    ],
+    ids=["from and value", "parts"],
+)
+def test_messages_of_other_makers(messages: Any) -> None:
+    assert messages_of(Row("row 1", {"messages": messages}), "messages") == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hello, you", "weight": 0},
+    ]
 
 
 def test_a_message_that_calls_tools_needs_no_content() -> None:

@@ -32,8 +32,9 @@ class Data(Section):
     completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
     messages_column: Text = Field(
         "messages",
-        description="Column of format `chat`: a list of {role, content}; the assistant's with `weight: 0` are read and "
-        "not learned. The chat template is given a column `tools`, too, where there is one.",
+        description="Column of format `chat`: a list of {role, content}, or of {from, value} as ShareGPT has them; the "
+        "assistant's with `weight: 0` are read and not learned. The chat template is given a column `tools`, too, "
+        "where there is one.",
     )
     chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
     rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")

@@ -26,6 +26,9 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
+# Whom ShareGPT's messages are from, by the role of each.
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+          "tool": "tool"}  # fmt: skip
 # Keys of what the assistant thinks before it says its content. Each template that knows any knows its own.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _FOLDER = Path(__file__).parent / "templates"
@@ -87,7 +90,11 @@ def _choices() -> str:
 
 
 def messages_of(row: Row, column: str) -> Messages:
-    """The checked messages of a row, without keys that hold null and without empty lists of calls. Raises RowError."""
+    """The checked messages of a row, without keys that hold null and without empty lists of calls. Raises RowError.
+
+    Messages of `from` and `value`, as ShareGPT has them, and contents that are lists of texts, become those of `role`
+    and a text as `content`.
+    """
     value = row.value(column)
     if not isinstance(value, list):
         raise RowError(f"{row.where}: column {column!r} holds {kind(value)}, not a list of messages")
@@ -99,6 +106,7 @@ def messages_of(row: Row, column: str) -> Messages:
         if not isinstance(message, dict):
             raise RowError(f"{where} is {kind(message)}, not an object with role and content")
         message = {key: item for key, item in message.items() if item is not None and (key, item) != ("tool_calls", [])}
+        message = _with_text(_with_role(message, where))
         if "tool_calls" in message:
             message["tool_calls"] = without_nulls(message["tool_calls"])
             called(message["tool_calls"], where)
@@ -112,14 +120,36 @@ def messages_of(row: Row, column: str) -> Messages:
     return messages
 
 
+def _with_role(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Of `{"from": "human", "value": ...}` the message of the role that this is. Raises RowError of an unknown one."""
+    if "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    author = message["from"]
+    if not isinstance(author, str) or author not in _ROLES:
+        raise RowError(f"{where}: from is {author!r}; it may be {', '.join(map(repr, _ROLES))}")
+    others = {key: item for key, item in message.items() if key not in ("from", "value")}
+    return {"role": _ROLES[author], "content": message["value"], **others}
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Of a content that is a list of parts, all of them texts, the message with these as one."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+        return message
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _is_text(part: Any) -> bool:
+    # Columnar files give every part the keys of all.
+    held = {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else {}
+    return held.keys() == {"type", "text"} and held["type"] == "text" and isinstance(held["text"], str)
+
+
 def _other_keys(message: dict[str, Any]) -> str:
     """What a message without a role has in place of one."""
     if "role" in message:
         return ""
-    has = f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
-    if "from" in message and "value" in message:
-        has += ": say role for from, user for human, assistant for gpt, and content for value"
-    return has
+    return f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
 
 
 def _require_weight(message: dict[str, Any], where: str) -> None:
