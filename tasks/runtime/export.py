@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from transformers import GenerationConfig
+from transformers.utils import cached_file
 
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
@@ -19,7 +20,7 @@ from tasks.runtime.folder import RunFolder
 from tasks.runtime.metrics import read_points
 from tasks.runtime.model import PRESETS, adopt_tokenizer
 from tasks.runtime.processes import Processes
-from tasks.runtime.publish import RECORD, publish, require_targets
+from tasks.runtime.publish import PROCESSOR_FILES, RECORD, publish, require_targets
 from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import render_report
 from tasks.runtime.verify import expected_of, verify
@@ -67,12 +68,34 @@ def _write(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> No
     _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if model.config.get_text_config() is not model.config:
+        _copy_processor(spec, folder)
     expected = expected_of(model.to(device), tokenizer)
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
     verify(folder, expected, device, spec.model.attention)
     log.info("verified: a fresh process reads the same model from its folder")
+
+
+def _copy_processor(spec: RunSpec, folder: Path) -> None:
+    """What a model that also sees or hears makes its input with: who serves it wants that for texts, too."""
+    name, kept = spec.model.name, []
+    for file in PROCESSOR_FILES:
+        found = cached_file(
+            name,
+            file,
+            revision=spec.model.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            kept.append(shutil.copyfile(found, folder / file))
+    if not kept:
+        log.warning(
+            "model.name %r takes more than texts, and none of %s could be read; who serves the exported model may want "
+            "them: put them into its folder", name, ", ".join(PROCESSOR_FILES),
+        )  # fmt: skip
 
 
 def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:

@@ -17,9 +17,11 @@ log = logging.getLogger(__name__)
 _EARLIER = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
 RECORD = "strata_record.json"
 """What every exported model has, and nothing else: the record of its run."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a model that takes more than texts has beside a tokenizer."""
 # Names of all that an export writes, as patterns.
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
-             "model.safetensors.index.json", *TOKENIZER_FILES)  # fmt: skip
+             "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
 
 
 def require_targets(spec: RunSpec) -> None:

@@ -1,12 +1,17 @@
 """The exported folder appears whole, and a killed export leaves nothing that stays."""
 
+from types import SimpleNamespace
+
 import pytest
 from huggingface_hub import ModelCard
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, GenerationConfig, LlamaConfig
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import export
+from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.export import _replace, _stop_at, model_card
+from tasks.runtime.publish import RECORD as RECORD_FILE
+from tasks.runtime.publish import _require_exported
 from tests.runtime.test_report import RECORD
 
 
@@ -70,3 +75,31 @@ def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, mo
         "pipeline_tag",
         "tags",
     }
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+TEXT = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "has", "kept", "warnings"),
+    [
+        (LlamaConfig(**TEXT), True, False, 0),
+        (Gemma3Config(text_config=TEXT, vision_config={**SMALL, "image_size": 28}), True, True, 0),
+        (Gemma3Config(text_config=TEXT, vision_config={**SMALL, "image_size": 28}), False, False, 1),
+    ],
+    ids=["reads", "sees", "sees by nobody knows what"],
+)
+def test_a_model_that_sees_comes_with_what_it_sees_by(tmp_path, monkeypatch, caplog, config, has, kept, warnings):
+    (tmp_path / "base").mkdir()
+    if has:
+        (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
+    monkeypatch.setattr(export, "build_trained_model", lambda *_: AutoModelForCausalLM.from_config(config))
+    monkeypatch.setattr(export, "verify", lambda *_: None)
+    data = SimpleNamespace(tokenizer=lambda: train_tokenizer(["text"]), manifest=SimpleNamespace(stop_token_ids=(2,)))
+    export._write(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
+    names = [path.name for path in (tmp_path / "model").iterdir()]
+    assert ("preprocessor_config.json" in names) == kept
+    assert [record.levelname for record in caplog.records if record.name == export.log.name] == ["WARNING"] * warnings
+    # Else the next export would be refused.
+    _require_exported("address", [*names, RECORD_FILE])
