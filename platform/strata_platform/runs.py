@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from math import inf, isfinite, isnan, nan
 from typing import Any, Literal
 
 
@@ -130,8 +131,29 @@ class MetricPoint:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MetricPoint:
-        """From a line's values; what later versions add is left out. Raises TypeError when a field is missing."""
-        return cls(**{name: value for name, value in values.items() if name in _POINT})
+        """From a line's values; what later versions add is left out. Raises TypeError where it is of no point."""
+        point = cls(**{name: _number(value) for name, value in values.items() if name in _POINT})
+        if not isinstance(point.metrics, Mapping):
+            raise TypeError(f"metrics are {point.metrics!r}, not values by name")
+        return replace(point, metrics={name: _number(value) for name, value in point.metrics.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of a line. NaN and infinities, which JSON has no numbers for, are words that `of` reads."""
+        values = {name: _written(value) for name, value in asdict(self).items()}
+        return values | {"metrics": {name: _written(value) for name, value in self.metrics.items()}}
+
+
+_WORDS = {"NaN": nan, "Infinity": inf, "-Infinity": -inf}
+
+
+def _written(value: Any) -> Any:
+    if not isinstance(value, float) or isfinite(value):
+        return value
+    return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _number(value: Any) -> Any:
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 _POINT = frozenset(item.name for item in fields(MetricPoint))

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from strata_platform.runs import MetricPoint
@@ -31,7 +30,7 @@ class MetricsFile:
 
     def write(self, points: list[MetricPoint]) -> None:
         """Append the points, one line each."""
-        self._file.write("".join(json.dumps(asdict(point)) + "\n" for point in points))
+        self._file.write("".join(json.dumps(point.to_dict(), allow_nan=False) + "\n" for point in points))
         self._file.flush()
 
     def sync(self) -> None:

@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +143,7 @@ class Recorder:
             self._file.write(points)
             self._trackers.log(points)
             for point in points:
-                tell(point=asdict(point))
+                tell(point=point.to_dict())
             self._show(points[-1])
         if self._prometheus is not None:
             self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from math import inf, nan
 
 from strata_platform.runs import MetricPoint
 from tasks.runtime.metrics import MetricsFile, read_points
@@ -34,6 +35,16 @@ def test_points_round_trip_exactly(tmp_path):
     assert read_points(tmp_path / "m.jsonl") == points
 
 
+def test_every_line_is_json_and_numbers_that_are_not_finite_round_trip(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    point = replace(POINT, loss=nan, grad_norm=inf, metrics={"reward_margin": -inf, "accuracy": 0.5}, skipped=1)
+    write(tmp_path / "m.jsonl", point)
+    json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert repr(read_points(tmp_path / "m.jsonl")) == repr([point])
+
+
 def test_newest_attempt_of_a_step_counts(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, POINT, replace(POINT, step=2, loss=9.0))
@@ -57,6 +68,13 @@ def test_unknown_fields_of_a_later_version_are_passed_over(tmp_path):
     write(path, POINT)
     line = json.loads(path.read_text())
     path.write_text(json.dumps({**line, "new": 1}) + "\n")
+    assert read_points(path) == [POINT]
+
+
+def test_a_line_that_is_of_no_point_is_passed_over(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({**POINT.to_dict(), "metrics": None}) + "\n")
+    write(path, POINT)
     assert read_points(path) == [POINT]
 
 
