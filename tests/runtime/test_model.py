@@ -1,7 +1,6 @@
 """Building models: presets, dtypes, tokenizers."""
 
 import json
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -127,15 +126,6 @@ def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path,
     # As an export says where answers end: settings that nobody changed may be saved as they are.
     again.generation_config.eos_token_id = [2, 3]
     assert build_saved_model(save(again, tmp_path)).generation_config.max_new_tokens == 7
-
-
-def test_a_model_that_sees_adopts_a_tokenizer_for_its_text():
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    text = {**shape, "num_key_value_heads": 1, "vocab_size": 16, "pad_token_id": None}
-    model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config={**shape, "image_size": 28}))
-    adopt_tokenizer(model, SimpleNamespace(bos_token_id=7, eos_token_id=8, pad_token_id=9))
-    adopted = model.config.get_text_config()
-    assert (adopted.bos_token_id, adopted.eos_token_id, adopted.pad_token_id) == (2, 1, 9)
 
 
 def test_buffers_under_two_names_keep_their_values():
