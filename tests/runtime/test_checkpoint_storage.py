@@ -136,6 +136,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, mod
             saver.save(3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    # What was written of the other would keep the disk full.
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-1"]
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1
 
 

@@ -177,6 +177,9 @@ class CheckpointWriter:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
         if failures:
+            if not (folder / whole.MANIFEST).exists():
+                # Of no use, and while it fills the disk not even the next start could write that it is at work.
+                shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(
                 f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
                 "the run again: it continues from the checkpoint before"
