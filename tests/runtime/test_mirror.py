@@ -457,6 +457,24 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
     assert Remote("flaky://bucket/runs", "x").steps() == [50]
 
 
+def test_a_file_that_comes_after_its_manifest_is_waited_for(mirror, monkeypatch):
+    copying, folder = mirror()
+    copying.add(save(folder.checkpoints, 50))
+    copying.finish()
+    shutil.rmtree(folder.checkpoints)
+    get_file, late = Flaky.get_file, ["config.json", "a.safetensors", "config.json"]
+
+    def not_yet(self, there, here):
+        if Path(there).name in late:
+            late.remove(Path(there).name)
+            raise FileNotFoundError(there)
+        get_file(self, there, here)
+
+    monkeypatch.setattr(Flaky, "get_file", not_yet)
+    copying.fetch_newest()
+    assert not late and whole.step_of(whole.latest(folder.checkpoints)) == 50
+
+
 def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(mirror, store, monkeypatch):
     copying, folder = mirror()
     folder.metrics.write_text("up to step 100\n")

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Files that travel at the same time.
 _TRANSFERS = 4
+# How often a file is asked for once more that its manifest names and the store has not: for a minute.
+_LATE = 6
 # Seconds between two attempts: first, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # What no later attempt mends.
@@ -77,7 +79,7 @@ class Remote:
         names = list(whole.files_in(manifest) or ())
         if any(Path(name).name != name for name in names):
             raise ValueError(f"the manifest of {self.url}/{whole.PREFIX}{step} names files outside of it")
-        _side_by_side(lambda name: self._fs.get_file(f"{source}/{name}", str(folder / name)), names)
+        _side_by_side(lambda name: self._get(f"{source}/{name}", folder / name), names)
         (folder / whole.MANIFEST).write_bytes(manifest)
         return folder
 
@@ -109,6 +111,18 @@ class Remote:
 
     def _folder(self, step: int) -> str:
         return f"{self._root}/{whole.PREFIX}{step}"
+
+    def _get(self, source: str, path: Path) -> None:
+        """Copy a file that a manifest names from there."""
+        for attempt in range(_LATE):
+            with suppress(FileNotFoundError):
+                self._fs.get_file(source, str(path))
+                return
+            # Where sites copy from each other, large files may come after their manifest. Without them the checkpoint
+            # would pass for damaged, and be removed.
+            time.sleep(FIRST_PAUSE * 2**attempt)
+            self._fs.invalidate_cache()
+        self._fs.get_file(source, str(path))
 
     def _write(self, path: str, content: bytes) -> None:
         """Replace a file there, which others see as it was or as it is to be."""
