@@ -299,6 +299,14 @@ def test_what_is_no_runs_in_the_store_is_not_taken_over(mirror, store, theirs):
     assert names() == [f"x/{theirs}"] and not folder.metrics.exists()
 
 
+def test_a_spec_in_the_store_that_cannot_be_read_is_told_by_its_place_there(mirror, store):
+    copying, folder = mirror()
+    store.store["/bucket/runs/x/spec.yaml"] = MemoryFile(Flaky(), "-", b"name: x\nseeds: 0\n")
+    with pytest.raises(SpecError, match=r"^flaky://bucket/runs/x/spec\.yaml has 1 problem:\n  seeds \(line 2\)"):
+        copying.fetch_run()
+    assert not (folder.root / ".theirs").exists()
+
+
 def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(mirror, store):
     copying, folder = mirror()
     copying.put_spec()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.remote import Remote, persist
@@ -66,6 +67,9 @@ class Mirror:
         try:
             self._at_start(partial(self._remote.fetch_file, theirs.data_commit))
             require_same_run(theirs, self._spec, self._remote.url)
+        except SpecError as error:
+            # A person finds it there: what was fetched is removed.
+            raise SpecError(error.problems, f"{self._remote.url}/{theirs.spec.name}") from error
         finally:
             shutil.rmtree(theirs.root)
         # While it has no spec: with one that is fetched it would pass for the run's.
