@@ -354,6 +354,10 @@ def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:
         assert fingerprint(spec) != before
 
 
+# What sounds and pictures are: nobody listens to them.
+RAW = {"bytes": b"-", "path": None}
+
+
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set of the Hub as an earlier download left it."""
@@ -362,10 +366,11 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     folder = tmp_path / "someone___greetings" / "default" / "0.0.0" / "0123abcd"
     folder.mkdir(parents=True)
-    features = datasets.Features({name: datasets.Value("string") for name in PAIRS[0]})
+    texts = {name: datasets.Value("string") for name in PAIRS[0]}
+    features = datasets.Features({**texts, "spoken": datasets.Audio(), "drawn": datasets.Image()})
     with ArrowWriter(path=str(folder / "greetings-train.arrow"), features=features) as writer:
         for row in PAIRS:
-            writer.write(row)
+            writer.write({**row, "spoken": RAW, "drawn": RAW})
         count, size = writer.finalize()
     split = {"name": "train", "num_bytes": size, "num_examples": count, "dataset_name": "greetings"}
     info = datasets.DatasetInfo(
@@ -382,8 +387,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hub_cache")
 def test_hub_data_sets() -> None:
-    assert _values(_open("someone/greetings")) == PAIRS
-    assert _values(_open("someone/greetings", max_samples=2)) == PAIRS  # streamed; `prepare` takes the first two
+    rows = [{**row, "spoken": RAW, "drawn": RAW} for row in PAIRS]
+    assert _values(_open("someone/greetings")) == rows
+    assert _values(_open("someone/greetings", max_samples=2)) == rows  # streamed; `prepare` takes the first two
     with pytest.raises(
         ValueError, match=r"'someone/greetings' with data.subset None, data.split 'tset': Unknown split"
     ):
@@ -392,6 +398,15 @@ def test_hub_data_sets() -> None:
         _values(_open("someone/greetings", subset="x"))
     with pytest.raises(ValueError, match=r"'someone/none' was not found; .* the Hub \(Couldn't reach"):
         _values(_open("someone/none"))
+
+
+def test_a_data_set_that_is_streamed_may_not_know_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    found = datasets.IterableDataset.from_generator(lambda: iter(PAIRS))
+    assert found.features is None
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: found)
+    assert _values(_open("someone/greetings", max_samples=2)) == PAIRS
 
 
 def test_a_data_set_that_code_makes_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +432,8 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_was_found_once(monkeyp
         return SimpleNamespace(sha=newest)
 
     monkeypatch.setattr(HfApi, "dataset_info", info)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **rest: loaded.append(revision) or PAIRS)
+    found = datasets.Dataset.from_list(PAIRS)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **rest: loaded.append(revision) or found)
     unpinned, branch = _spec("someone/greetings"), _spec("someone/greetings", revision="main")
     recipes = [recipe_of(unpinned), recipe_of(branch)]
     assert asked == [None, "main"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 
 from strata_platform.spec import RunSpec, dump_spec
@@ -60,7 +61,10 @@ def test_a_second_start_waits_for_the_end_of_the_export(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeypatch):
-    rows = {sha: [{"text": f"{sha} says {n} times {n}"} for n in range(40)] for sha in ("a" * 40, "b" * 40)}
+    rows = {
+        sha: datasets.Dataset.from_list([{"text": f"{sha} says {n} times {n}"} for n in range(40)])
+        for sha in ("a" * 40, "b" * 40)
+    }
     newest, asked = [], []
 
     def info(hub, name, revision):

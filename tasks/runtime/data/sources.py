@@ -174,7 +174,7 @@ class HubDataset:
                 f"data.source {self.name!r} is on the Hub, which takes the package `datasets`: pip install datasets"
             ) from error
         try:
-            return datasets.load_dataset(
+            found = datasets.load_dataset(
                 self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
             )
         # HfHubHTTPError: of a token that the Hub does not know, say.
@@ -192,6 +192,7 @@ class HubDataset:
             raise ValueError(
                 f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"
             ) from error
+        return _undecoded(found)
 
     def commit(self) -> str | None:
         """The commit that `revision` stands for now; None, with a warning, when the Hub does not say."""
@@ -213,6 +214,17 @@ class HubDataset:
     def digest(self) -> str:
         """That of the commit."""
         return hashlib.sha256(f"{self.name}@{self.commit()}".encode()).hexdigest()
+
+
+def _undecoded(rows: Any) -> Any:
+    """Rows of a data set whose pictures and sounds stay as they are stored: to decode them takes time, and packages."""
+    from datasets import IterableDataset
+    from datasets.features.features import require_decoding
+
+    # What is streamed may not know its columns before it is read; then they are of JSON or text.
+    if not rows.features or not require_decoding(rows.features):
+        return rows
+    return (rows if isinstance(rows, IterableDataset) else rows.to_iterable_dataset()).decode(False)
 
 
 def is_commit(revision: str) -> bool:
