@@ -218,6 +218,15 @@ def test_llama3_by_name() -> None:
     assert runs == ["Hi.<|eot_id|>"]
 
 
+def test_a_template_is_read_as_text_in_utf_8(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_bytes("\ufeff[é]\r\n".encode())
+    assert resolve_template(str(path), tokenizer) == "[é]\n"
+    path.write_bytes("[é]".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.chat_template '.*t.jinja' cannot be read: .*utf-8.*; save it as UTF-8"):
+        resolve_template(str(path), tokenizer)
+
+
 def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"data.chat_template 'chatlm': neither 'chatml' or 'llama3' nor a .jinja "
                        "file; did you mean 'chatml'"):  # fmt: skip

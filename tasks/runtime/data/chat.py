@@ -44,7 +44,8 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
     tools: for chats that offer tools, for which a tokenizer may have a template of their own.
 
     Raises:
-        ValueError: no such name or file, the tokenizer has no template, or it lacks the named template's tokens.
+        ValueError: no such name or file, or none in UTF-8, the tokenizer has no template, or it lacks the named
+            template's tokens.
     """
     if name is None:
         own = tokenizer.chat_template
@@ -69,7 +70,11 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
             else f"neither {_choices()} nor a .jinja file"
         )
         raise ValueError(f"data.chat_template {name!r}: {missing}{closest(name, NAMED_TEMPLATES)}")
-    return path.read_text(encoding="utf-8")
+    try:
+        # Without the byte order mark that some editors write: it would begin every text.
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template {name!r} cannot be read: {error}; save it as UTF-8") from error
 
 
 def kept_templates(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:
