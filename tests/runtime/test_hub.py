@@ -126,7 +126,7 @@ def unreachable(*arguments, **others):
 
 
 def test_of_a_teacher_its_own_field_is_named(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", unreachable)
+    monkeypatch.setattr("tasks.runtime.objectives.distill.require_positions", unreachable)
     spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "acme/teacher"}})
     start = Start(spec, Processes(), None, None, None, "-", continues=False)
     with pytest.raises(Unreachable, match=r"^objective\.teacher: .* cannot be reached"):

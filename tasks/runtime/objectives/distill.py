@@ -58,8 +58,8 @@ class Distill:
         """
         spec, processes = self._teacher_spec(), start.processes
         try:
-            processes.on_main(lambda: require_embeddings(spec, start.data))
             processes.on_main(lambda: require_positions(spec))
+            processes.on_main(lambda: require_embeddings(spec, start.data))
             teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
             processes.on_main(lambda: require_apart(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
