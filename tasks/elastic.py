@@ -79,7 +79,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         except FlyteRecoverableException as error:
             # Where one process ends the others lose it, and the agent tells of any one of them.
             if mistake := _mistake(error.__context__):
-                raise FlyteUserRuntimeException(mistake) from error
+                raise mistake from error
             if how := kills.sentence(spec.resources.memory):
                 _recoverable(f"a process was killed: {how}", error)
             raise
@@ -97,7 +97,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         return trained._replace(weights=directory(trained.weights.path))
 
 
-def _mistake(told: BaseException | None) -> Exception | None:
+def _mistake(told: BaseException | None) -> FlyteUserRuntimeException | None:
     """The first error in this pod that another attempt cannot mend, beside the one that the agent has `told` of.
 
     It looks at its processes every few seconds, and tells of the first by rank of those that have ended by then.
@@ -114,9 +114,9 @@ def _mistake(told: BaseException | None) -> Exception | None:
         return None
     first = min(final, key=lambda failure: failure.timestamp)
     said = first.error_file_data["message"]
-    return RuntimeError(
-        f"process {first.local_rank} of this pod: {said['message']}\n{said['extraInfo']['py_callstack']}"
-    )
+    text = f"process {first.local_rank} of this pod: {said['message']}\n{said['extraInfo']['py_callstack']}"
+    # Of several pods Flyte takes the first one's word.
+    return FlyteUserRuntimeException(RuntimeError(text), timestamp=first.timestamp)
 
 
 def outlive_main_pod() -> None:

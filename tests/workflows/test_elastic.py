@@ -56,9 +56,9 @@ except BaseException as error:
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
         ("whose_pod_is_stopped", "cluster", ("the pod was told to stop: SIGTERM", "FATAL SystemExit 143")),
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
-        # The agent tells of the other process, which lost this one.
+        # The agent may tell of the other process, which lost this one.
         ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),
-        ("loses_a_peer killed", "local", ("RECOVERABLE", "a process was killed: the container's memory was used up")),
+        ("loses_a_peer killed", "local", ("RECOVERABLE", "was killed: the container's memory was used up")),
     ],
 )
 def test_end_of_an_attempt(name, where, says, tmp_path):
