@@ -121,6 +121,17 @@ def explain(error: BaseException) -> Explanation | None:
     return next((found for pattern, found in _ERRORS if re.search(pattern, text)), None)
 
 
+# Libraries take memory of their own, past PyTorch's allocator.
+_OUT_OF_MEMORY = re.compile(
+    r"CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of any type is for want of the GPU's memory, by its text."""
+    return _OUT_OF_MEMORY.search(str(error)) is not None
+
+
 class MemoryKills:
     """How often the kernel has ended a process of this container for want of memory, since this object was made."""
 

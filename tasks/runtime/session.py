@@ -16,7 +16,7 @@ from tasks.runtime.advice import advice_for
 from tasks.runtime.checkpoint.mirror import Mirror, mirror_of
 from tasks.runtime.checkpoint.remote import take_back
 from tasks.runtime.deterministic import deterministic
-from tasks.runtime.exits import explain
+from tasks.runtime.exits import explain, is_out_of_memory
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.health import check_health
 from tasks.runtime.parallel import require_installed
@@ -97,14 +97,14 @@ def _claimed(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: 
 
 @contextmanager
 def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
-    """Say of errors of the GPU and its libraries what they mean and what to do; their type stays."""
+    """Say of errors of the GPU and its libraries what they mean and what to do; want of memory has one type."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        share = torch.cuda.get_per_process_memory_fraction(processes.device)
-        capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
-        raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
     except (RuntimeError, OSError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
+            share = torch.cuda.get_per_process_memory_fraction(processes.device)
+            capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
+            raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
         known = explain(error)
         if known:
             error.add_note(f"{type(error).__name__} means: {known.sentence}")

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from strata_platform.estimate import shape_of
 from strata_platform.spec import RunSpec
 from tasks.runtime.advice import GIB, advice_for, advise
 from tasks.runtime.folder import RunFolder
+from tasks.runtime.processes import Processes
+from tasks.runtime.session import _explained
 from tests.runtime.train_only import train_spec
 
 LLAMA_8B = shape_of("meta-llama/Llama-3.1-8B")
@@ -156,6 +159,24 @@ def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(t
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     spec = spec_of(model={"name": str(tmp_path)})
     assert "no advice for this model: model_type 'gpt2' is not one" in advice_for(spec, GIB)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: unhandled cuda error, NCCL 2.27\nLast error:\nCuda failure 2 'out of memory'"),
+    ],
+    ids=["PyTorch", "CUDA", "cuBLAS", "NCCL"],
+)
+def test_whoever_finds_no_memory_there_is_advice(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB))
+    with pytest.raises(torch.OutOfMemoryError) as told, _explained(RunSpec(), Processes()):
+        raise error
+    assert str(told.value).startswith(f"{error}\nThe GPU has 4.0 GiB, and by the model's shapes a process needs about ")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
