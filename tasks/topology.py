@@ -26,7 +26,7 @@ from tasks.resources import RETRIES
 from tasks.runtime.exits import explain
 from tasks.runtime.log import configure_logging
 from tasks.runtime.record import CompletionRecord
-from tasks.runtime.signals import Preempted
+from tasks.runtime.signals import Preempted, end_with_agent
 
 # Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
 MAX_RESTARTS = 2
@@ -54,6 +54,8 @@ class Trained(NamedTuple):
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
+    # Now: an agent that is killed while torch is imported would leave its processes behind.
+    end_with_agent()
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import PreparedData

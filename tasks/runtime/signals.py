@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -80,3 +81,7 @@ def end_with_agent() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The kernel does not tell of an agent that was gone before.
+        agent = multiprocessing.parent_process()
+        if agent is not None and not agent.is_alive():
+            os.kill(os.getpid(), signal.SIGKILL)

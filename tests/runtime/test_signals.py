@@ -77,3 +77,30 @@ def test_the_end_of_an_agent_is_the_end_of_its_workers():
     agent.communicate()
     assert select.select([worker], [], [], 30)[0]
     os.close(worker)
+
+
+# As Flyte starts workers; this one takes its time before it asks the kernel.
+LATE = """
+import multiprocessing, signal
+from tasks.runtime.signals import end_with_agent
+
+def work():
+    print("started", flush=True)
+    multiprocessing.parent_process().join()
+    end_with_agent()
+    print("left behind", flush=True)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+signal.pause()
+"""
+
+
+def test_nor_are_they_left_behind_that_had_not_begun():
+    agent = subprocess.Popen(
+        [sys.executable, "-c", LATE],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
+    )  # fmt: skip
+    assert agent.stdout.readline() == "started\n"
+    agent.kill()
+    # Until the worker has ended, too.
+    assert agent.communicate()[0] == ""
