@@ -150,7 +150,7 @@ def _require_one_dtype(model: PreTrainedModel) -> None:
     if others:
         raise ValueError(
             f"parallel.type 'deepspeed' trains a model in one type, and {others[0]!r} is not {str(model.dtype)[6:]} "
-            "like the rest; set model.dtype to 'float32', or parallel.type to 'fsdp'"
+            "like the rest; set model.dtype to 'float32', beside which parallel.type 'fsdp' has parallel.compute_dtype"
         )
 
 

@@ -55,6 +55,7 @@ class Fsdp(InPlace):
     def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
         """The model itself, its parameters now parts of the whole ones."""
         layers = layers_of(model, "parallel.type", "'ddp'")
+        require_one_dtype(model)
         # Before they are split: the main process hands out what only it has.
         whole = take_weights(model)
         packed = lay_out(model) if self._quantized else {}
@@ -102,3 +103,14 @@ class Fsdp(InPlace):
                     tensor.to_local().copy_(sent[tuple(slice(begin, begin + size) for begin, size in begins)])
             else:
                 tensor.copy_(sent)
+
+
+def require_one_dtype(model: PreTrainedModel) -> None:
+    """Raises ValueError where weights that learn, of which a layer's gradients are summed together, are not alike."""
+    learned = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    others = [name for name, dtype in learned.items() if dtype != model.dtype]
+    if others:
+        raise ValueError(
+            f"parallel.type 'fsdp' trains weights of one type, and {others[0]!r} is not {str(model.dtype)[6:]} like "
+            "the rest; set model.dtype to 'float32', and parallel.compute_dtype to 'bfloat16' to compute in that"
+        )

@@ -1,0 +1,21 @@
+"""What FSDP cannot split is refused before it is."""
+
+import pytest
+import torch
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.model import build_model
+from tasks.runtime.parallel.fsdp import require_one_dtype
+
+
+@pytest.mark.usefixtures("narrowed")
+def test_weights_that_learn_in_another_type_are_refused():
+    """Such as the routers of ERNIE 4.5, which are kept in fp32."""
+    model = build_model(RunSpec(model={"dtype": "bfloat16"}))
+    require_one_dtype(model)
+    norm = model.model.layers[1].input_layernorm.float()
+    with pytest.raises(ValueError, match=r"'model.layers.1.input_layernorm.weight' is not bfloat16 .*compute_dtype"):
+        require_one_dtype(model)
+    norm.requires_grad_(False)
+    require_one_dtype(model)
+    assert norm.weight.dtype == torch.float32
