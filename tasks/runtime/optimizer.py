@@ -60,7 +60,9 @@ def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     outer = _embeddings(model) | ({id(head.weight)} if head is not None else set())
-    hidden = {id(p): p.numel() for p in trained if p.ndim == 2 and id(p) not in outer | _biases(model)}
+    # What else has two dimensions, such as biases of experts or the decay of a state, multiplies nothing.
+    weights = {id(p) for name, p in model.named_parameters() if name.endswith("weight")} - outer
+    hidden = {id(p): p.numel() for p in trained if p.ndim == 2 and id(p) in weights}
     _tell_share("matrices whose steps are orthogonalized have", hidden, trained)
     muon = torch.optim.Muon(
         [p for p in trained if id(p) in hidden],

@@ -48,13 +48,14 @@ def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out():
 
 
 class Experts(nn.Module):
-    """Two experts in one parameter each of weights and biases, as those of GPT-OSS, between a router and nothing."""
+    """Two experts in one parameter each of weights and biases, as those of GPT-OSS; and a state's decay, as Jamba's."""
 
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(4, 2)
         self.up_proj = nn.Parameter(torch.zeros(2, 4, 3))
         self.up_proj_bias = nn.Parameter(torch.zeros(2, 3))
+        self.A_log = nn.Parameter(torch.zeros(2, 5))
 
     def get_output_embeddings(self):
         return None
@@ -67,11 +68,11 @@ def test_biases_of_experts_are_biases(type, caplog):
         optimizer = build_optimizer(model, RunSpec(optimizer={"type": type, "weight_decay": 0.1}))
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     decays = {name: groups[id(p)]["weight_decay"] for name, p in model.named_parameters()}
-    assert decays == {"router.weight": 0.1, "router.bias": 0.0, "up_proj": 0.1, "up_proj_bias": 0.0}
+    assert decays == {"router.weight": 0.1, "router.bias": 0.0, "up_proj": 0.1, "up_proj_bias": 0.0, "A_log": 0.1}
     by_muon = {name for name, p in model.named_parameters() if groups[id(p)].get("part") == 0}
     assert by_muon == ({"router.weight"} if type == "muon" else set())
-    # 8 of 40 weights; of what is left to AdamW a run is told.
-    assert ("matrices whose steps are orthogonalized have 20.0 % of the weights" in caplog.text) == (type == "muon")
+    # 8 of 50 weights; of what is left to AdamW a run is told.
+    assert ("matrices whose steps are orthogonalized have 16.0 % of the weights" in caplog.text) == (type == "muon")
 
 
 def test_clipping_returns_the_norm_before_and_can_be_off():
