@@ -225,6 +225,19 @@ def test_a_long_value_is_shortened():
             "adapter.type",
         ),
         (
+            {
+                "model": {"name": "org/model"},
+                "adapter": {"type": "lora"},
+                "objective": {"type": "dpo"},
+                "data": {"source": "a.jsonl"},
+                "parallel": {"type": "deepspeed", "stage": 3},
+                "topology": {"nproc_per_node": 2},
+                "training": {"gradient_checkpointing": "per_op"},
+            },
+            "training.gradient_checkpointing",
+            "frozen weights still gathered that objective.type 'dpo' read",
+        ),
+        (
             {"objective": {"type": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "data": {"source": "a.jsonl"}},
             "objective.label_smoothing",
             "objective.loss",

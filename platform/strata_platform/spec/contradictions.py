@@ -250,6 +250,16 @@ def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
         "objective.reference to 'precomputed'",
     )
     yield Contradiction(
+        spec.parallel.type == "deepspeed"
+        and spec.parallel.stage == 3
+        and spec.adapter.type != "none"
+        and spec.training.gradient_checkpointing == "per_op",
+        ("training.gradient_checkpointing", "parallel.stage", "adapter.type", "objective.type"),
+        "'per_op' has the backward pass repeat what the forward pass did, which under parallel.stage 3 finds frozen "
+        "weights still gathered that objective.type 'dpo' read for its reference; set training.gradient_checkpointing "
+        "to 'full' or 'selective', or parallel.type to 'fsdp'",
+    )
+    yield Contradiction(
         objective.loss == "ipo" and objective.label_smoothing > 0,
         ("objective.label_smoothing", "objective.loss"),
         "set, but objective.loss 'ipo' has none; leave objective.label_smoothing out, or set objective.loss to "
