@@ -97,6 +97,14 @@ def test_sigterm_is_answered_as_the_spec_says(output, reference, at_micro_batch,
     assert curve(spec) == reference
 
 
+def test_an_interrupt_stays_one_and_so_does_the_next(output, at_micro_batch):
+    before = signal.getsignal(signal.SIGINT)
+    at_micro_batch(5, lambda share: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train_spec(make_spec(output, "interrupted"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(output, at_micro_batch):
     spec = make_spec(output, "lost", faults={"nonfinite": "stop"})
     at_micro_batch(8, lambda share: type(share)(share.loss * torch.nan, share.metrics))

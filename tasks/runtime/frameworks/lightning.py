@@ -8,6 +8,7 @@ processes are those of every framework, handed in as a LightningModule and a Str
 from __future__ import annotations
 
 import logging
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -110,6 +111,7 @@ class _Strategy(ParallelStrategy):
     def __init__(self, job: Job) -> None:
         super().__init__(parallel_devices=[job.processes.device])
         self._job = job
+        self._on_interrupt = signal.getsignal(signal.SIGINT)
 
     @property
     def root_device(self) -> torch.device:
@@ -171,6 +173,12 @@ class _Strategy(ParallelStrategy):
         objects = [obj]
         dist.broadcast_object_list(objects, src=src, device=torch.device("cpu"))
         return objects[0]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning would make an exit of Ctrl-C, and leave the process, such as a notebook's, deaf to the next."""
+        if isinstance(exception, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, self._on_interrupt)
+            raise exception
 
     def teardown(self) -> None:
         """Nothing to do: Lightning's own would move the model to the host."""
