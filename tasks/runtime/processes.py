@@ -47,9 +47,15 @@ class Processes:
 
     @classmethod
     def from_environment(cls, *, copies: int = 1, slices: int = 1) -> Processes:
-        """This process as torch elastic started it."""
+        """This process as torch elastic started it. Raises ValueError where something else told it a part of that."""
         if "RANK" not in os.environ:
             return cls()
+        missing = [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"the environment has RANK {os.environ['RANK']} and no {' and no '.join(missing)}, as of pods that "
+                "call torchrun; start the run with torchrun, or unset RANK for one process alone"
+            )
         rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         return cls(rank, local_rank, world_size, copies, slices)
 

@@ -115,6 +115,15 @@ def test_the_environment_of_torchrun_is_read(monkeypatch):
     assert (processes.rank, processes.local_rank, processes.world_size, processes.is_main) == (5, 1, 8, False)
 
 
+def test_a_part_of_the_environment_of_torchrun_is_refused(monkeypatch):
+    """Operators of Kubernetes set it in pods that start torchrun, but for the places in the pod."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match=r"RANK 0 and no LOCAL_RANK, .* start the run with torchrun, or unset RANK"):
+        Processes.from_environment()
+
+
 @pytest.mark.parametrize(
     ("training", "rows", "steps"),
     [
