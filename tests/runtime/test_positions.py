@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluate import generate
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.positions import KEEPS_APART, keeps_apart, learned_positions, require_apart, require_positions
@@ -19,7 +20,7 @@ GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=48)
 
 
 def mamba():
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4)
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -67,11 +68,13 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path, adapter):
         train_spec(RunSpec.model_validate({**spec, **few, "adapter": adapter}))
 
 
-def test_a_teacher_has_to_keep_texts_apart_too(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", lambda spec: mamba())
-    spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "org/mamba"}})
-    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*'org/mamba'"):
-        objective_of(spec, fused=False).begin(SimpleNamespace(processes=Processes()))
+def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
+    mamba().save_pretrained(tmp_path / "mamba")
+    teacher = {"type": "distill", "teacher": str(tmp_path / "mamba")}
+    spec = RunSpec.model_validate({"objective": teacher, "model": {"attention": "eager"}})
+    data = SimpleNamespace(tokenizer=lambda: train_tokenizer([""]), manifest=SimpleNamespace(largest_token_id=9))
+    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/mamba'"):
+        objective_of(spec, fused=False).begin(SimpleNamespace(processes=Processes(), data=data))
 
 
 def test_positions_that_were_learned_are_counted():
