@@ -31,8 +31,9 @@ $(READY): requirements.lock requirements-dev.lock $(PROJECTS)
 finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no GPU needed)
 	$(BIN)/pyflyte run workflows/finetune.py finetune
 
+# One more than the cores that they are counted on: many wait, for processes that they have started and ended.
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \
