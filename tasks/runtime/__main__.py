@@ -21,7 +21,8 @@ def main() -> int:
     """Prepare, train, evaluate, export.
 
     Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again; 69, a
-    GPU or a connection is not fit: start it on another machine; 68, the Hub cannot be reached: start it again later.
+    GPU or a connection is not fit: start it on another machine; 68, the Hub or the store of checkpoints cannot be
+    reached: start it again later.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
@@ -44,12 +45,12 @@ def main() -> int:
     from tasks.runtime.folder import RunFolder, data_folder
     from tasks.runtime.harness import require_tasks
     from tasks.runtime.health import Unhealthy
-    from tasks.runtime.hub import Unreachable
     from tasks.runtime.publish import require_targets
     from tasks.runtime.run import train
     from tasks.runtime.session import session
     from tasks.runtime.signals import Preempted, preemptible
     from tasks.runtime.tell import tell
+    from tasks.runtime.unreachable import Unreachable
     from tasks.runtime.weights import collect_weights
 
     log = logging.getLogger("tasks.runtime")

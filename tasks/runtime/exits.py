@@ -24,12 +24,12 @@ _SIGNALS = {
 # unfit: EX_UNAVAILABLE.
 EXIT_PREEMPTED = 128 + signal.SIGTERM
 EXIT_UNHEALTHY = 69
-# And one that did not reach the Hub: EX_NOHOST.
+# And one that did not reach the Hub or the store of checkpoints: EX_NOHOST.
 EXIT_UNREACHABLE = 68
 _CODES = {
     EXIT_HUNG: "hung, and left the stacks of its processes",
     EXIT_UNHEALTHY: "a GPU or a connection is not fit to train on, as is said above",
-    EXIT_UNREACHABLE: "the Hugging Face Hub could not be reached, as is said above",
+    EXIT_UNREACHABLE: "the Hugging Face Hub or checkpoint.url could not be reached, as is said above",
 }
 
 
@@ -63,8 +63,8 @@ _ERRORS: list[tuple[str, Explanation]] = [
         Explanation("the health check found a GPU or a connection unfit; another machine may be fit", True),
     ),
     (
-        r"the Hugging Face Hub at \S+ cannot be reached",
-        Explanation("the Hub, or the network on the way there, is down for a while", True),
+        r"(the Hugging Face Hub at|checkpoint\.url:) \S+ cannot be reached",
+        Explanation("the Hub, the store, or the network on the way there, is down for a while", True),
     ),
     (
         r"device-side assert",

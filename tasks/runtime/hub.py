@@ -10,12 +10,10 @@ from huggingface_hub import constants
 # HTTPError is that of the package that the Hub's client is built on, whose name changes with the client's version.
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
+from tasks.runtime.unreachable import Unreachable
+
 # Beside errors of the server: it waited too long for the request, or had too many of them.
 _LATER = (408, 429)
-
-
-class Unreachable(RuntimeError):
-    """The Hub, or the way there, is down; another attempt may find it up."""
 
 
 @contextmanager

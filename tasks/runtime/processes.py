@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.hub import Unreachable
+from tasks.runtime.unreachable import Unreachable
 
 TIMEOUT = timedelta(minutes=30)
 """How long collectives of training wait for a process, and processes for each other at the start."""

@@ -18,10 +18,11 @@ from tasks.runtime import __main__ as entry
 from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.exits import EXIT_UNREACHABLE, describe_exit, explain
-from tasks.runtime.hub import Unreachable, asking_hub
+from tasks.runtime.hub import asking_hub
 from tasks.runtime.model import build_model, load_config
 from tasks.runtime.objectives import Start, objective_of
 from tasks.runtime.processes import Processes
+from tasks.runtime.unreachable import Unreachable
 
 SPEC = RunSpec.model_validate({"model": {"name": "acme/model"}})
 ASKED = {

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -24,10 +25,12 @@ from tasks.runtime.checkpoint import remote as remotes
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.mirror import Mirror
 from tasks.runtime.checkpoint.remote import Remote, persist
+from tasks.runtime.exits import explain
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.job import Job
 from tasks.runtime.session import session
 from tasks.runtime.signals import Preempted
+from tasks.runtime.unreachable import Unreachable
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
 
@@ -256,19 +259,25 @@ def test_how_long_a_store_is_away_is_counted_from_when_it_fails(monkeypatch):
     failures[:] = [OSError("torn off")]
     assert persist(copy, "s3://x", 900, lambda seconds: None) == "there"
     failures[:] = [OSError("torn off")] * 2
-    with pytest.raises(ValueError, match="torn off"):
+    with pytest.raises(Unreachable, match="torn off"):
         persist(copy, "s3://x", 900, lambda seconds: None)
 
 
-@pytest.mark.parametrize(("error", "patience"), [(OSError("away"), 0), (PermissionError("no"), 60)])
-def test_giving_up_says_what_to_do(error, patience):
+@pytest.mark.parametrize(
+    ("error", "patience", "kind", "said"),
+    [
+        (OSError("away"), 0, Unreachable, "s3://x cannot be reached: OSError: away. When it can, start the run again"),
+        (PermissionError("no"), 60, ValueError, "s3://x cannot be used: PermissionError: no. Mend that, and start"),
+    ],
+)
+def test_giving_up_says_what_to_do_and_whether_another_attempt_may_mend_it(error, patience, kind, said):
     def call():
         raise error
 
-    with pytest.raises(
-        ValueError, match=rf"checkpoint\.url: s3://x cannot be used: \w+: {error}\. Mend that, and start"
-    ):
+    with pytest.raises(kind, match=re.escape(f"checkpoint.url: {said}")) as raised:
         persist(call, "s3://x", patience)
+    explained = explain(raised.value)
+    assert (explained is not None and explained.retry) == (kind is Unreachable)
 
 
 # A run.
@@ -400,14 +409,16 @@ def test_what_a_kill_left_of_a_copy_or_a_removal_goes_with_the_next_ones(mirror,
     assert Remote("flaky://bucket/runs", "x").begun() == [100, 150, 200]
 
 
-@pytest.mark.parametrize(("error", "timeout"), [(OSError("away"), 1), (PermissionError("no"), 900)])
-def test_a_store_that_stays_away_ends_the_run(mirror, store, error, timeout):
+@pytest.mark.parametrize(
+    ("error", "timeout", "kind"), [(OSError("away"), 1, Unreachable), (PermissionError("no"), 900, ValueError)]
+)
+def test_a_store_that_stays_away_ends_the_run(mirror, store, error, timeout, kind):
     copying, folder = mirror(url_timeout=timeout)
     store.error = error
     copying.add(save(folder.checkpoints, 50))
-    with pytest.raises(ValueError, match=r"checkpoint\.url: flaky://bucket/runs/x cannot be used"):
+    with pytest.raises(kind, match=r"checkpoint\.url: flaky://bucket/runs/x cannot be"):
         copying.finish()
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(kind, match="cannot be"):
         copying.add(save(folder.checkpoints, 100))
 
 

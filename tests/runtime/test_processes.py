@@ -13,9 +13,9 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import processes
 from tasks.runtime.folder import RunFolder
 from tasks.runtime.frameworks.hf import arguments
-from tasks.runtime.hub import Unreachable
 from tasks.runtime.processes import Processes
 from tasks.runtime.session import session
+from tasks.runtime.unreachable import Unreachable
 
 ROOT = Path(__file__).parents[2]
 

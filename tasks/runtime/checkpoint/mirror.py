@@ -21,6 +21,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint import whole
 from tasks.runtime.checkpoint.remote import Remote, persist
 from tasks.runtime.folder import RunFolder, require_no_runs_entries, require_same_run
+from tasks.runtime.unreachable import Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ class _Ended(Exception):
 
 
 class Mirror:
-    """The run's folder in the store that `checkpoint.url` names. Its methods are for the main process alone."""
+    """The run's folder in the store that `checkpoint.url` names. Its methods are for the main process alone.
+
+    All that ask the store raise Unreachable when it has been away for longer than it may.
+    """
 
     def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
         """Raises ValueError when the URL names no store."""
@@ -48,7 +52,7 @@ class Mirror:
         self.copying: Path | None = None
         """The checkpoint under way, which is to stay on the disk until it is there."""
         self._ending = threading.Event()
-        self._failure: str | None = None
+        self._failure: ValueError | Unreachable | None = None
         self._thread: threading.Thread | None = None
 
     def fetch_run(self) -> None:
@@ -107,7 +111,7 @@ class Mirror:
     def add(self, folder: Path) -> None:
         """Have a checkpoint copied, which is whole, or whose manifest has changed.
 
-        Raises ValueError when the store has been away for longer than it may.
+        Raises ValueError when the store refuses what has been copied so far.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -146,7 +150,7 @@ class Mirror:
 
     def _refuse(self) -> None:
         if self._failure is not None:
-            raise ValueError(self._failure)
+            raise self._failure
 
     def _fetch(self, step: int) -> bool:
         log.info("fetching checkpoint-%d from %s", step, self._remote.url)
@@ -170,8 +174,8 @@ class Mirror:
                 persist(partial(self._copy, folder), self._remote.url, self._settings.url_timeout, self._pause)
             except _Ended:
                 return
-            except ValueError as error:
-                self._failure = str(error)
+            except (ValueError, Unreachable) as error:
+                self._failure = error
                 return
             finally:
                 self.copying = None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from tasks.runtime.checkpoint import whole
+from tasks.runtime.unreachable import Unreachable
 from tasks.runtime.urls import open_url
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ _LATE = 6
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # What no later attempt mends.
 _FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
+
+_AGAIN = "start the run again: it continues from its newest checkpoint, here or there"
 
 T = TypeVar("T")
 
@@ -201,7 +204,8 @@ def take_back(url: str, name: str, path: Path) -> None:
 def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[float], object] = time.sleep) -> T:
     """The result of `call`, which is tried again for `patience` seconds after it failed, at intervals that double.
 
-    `pause` waits for so many seconds; it gives up by raising. Raises ValueError when the last attempt failed.
+    `pause` waits for so many seconds; it gives up by raising. Raises ValueError when no further attempt would mend it,
+    and Unreachable when the last one failed.
     """
     deadline, wait = math.inf, FIRST_PAUSE
     failed = False
@@ -213,11 +217,11 @@ def persist(call: Callable[[], T], url: str, patience: float, pause: Callable[[f
             if not failed:
                 # Not from the beginning: a large checkpoint travels for longer than that, and may be torn off once.
                 deadline = time.monotonic() + patience
-            if isinstance(error, _FINAL) or time.monotonic() + wait > deadline:
-                raise ValueError(
-                    f"checkpoint.url: {url} cannot be used: {type(error).__name__}: {error}. Mend that, and start the "
-                    "run again: it continues from its newest checkpoint, here or there"
-                ) from error
+            said = f"{type(error).__name__}: {error}"
+            if isinstance(error, _FINAL):
+                raise ValueError(f"checkpoint.url: {url} cannot be used: {said}. Mend that, and {_AGAIN}") from error
+            if time.monotonic() + wait > deadline:
+                raise Unreachable(f"checkpoint.url: {url} cannot be reached: {said}. When it can, {_AGAIN}") from error
             if not failed:
                 log.warning("%s cannot be reached (%s: %s); trying again", url, type(error).__name__, error)
             failed = True

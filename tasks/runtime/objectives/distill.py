@@ -17,7 +17,6 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.documents import attend_by_document, go_by_document
-from tasks.runtime.hub import Unreachable
 from tasks.runtime.model import (
     build_empty_model,
     build_meta_model,
@@ -33,6 +32,7 @@ from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_
 from tasks.runtime.positions import require_apart, require_positions
 from tasks.runtime.processes import Processes
 from tasks.runtime.record import NATS
+from tasks.runtime.unreachable import Unreachable
 
 # By which a checkpoint notes the teacher.
 _FACT = "teacher"
