@@ -53,8 +53,8 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff format .
 
 docs: $(READY) ## Regenerate the reference of the run spec and of the chart's values
-	$(BIN)/python -m strata_platform.spec.docs
-	$(BIN)/python -m strata_platform.chart.docs
+	$(BIN)/python -m strata_platform.spec.reference_docs
+	$(BIN)/python -m strata_platform.chart.values_docs
 
 lock: $(READY) ## Resolve the dependencies anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \

@@ -33,10 +33,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec, load_spec
-from strata_platform.spec.models import Runtime
+from strata_platform.spec.run_spec import Runtime
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.log import configure_logging
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.train_only import train_spec
 
 # Steps to train, those of them that are saved, and how many of the first are left out of the speed.

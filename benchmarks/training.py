@@ -36,16 +36,22 @@ import torch
 
 from strata_platform.estimate import GPUS, estimate, shape_of
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.adapter import add_adapter
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.folder import data_folder
-from tasks.runtime.frameworks import framework_of
-from tasks.runtime.model import adopt_tokenizer, build_empty_model, has_fused_loss, materialize, prepare_for_training
+from tasks.runtime.metrics.recorder import Recorder
+from tasks.runtime.models.build import (
+    adopt_tokenizer,
+    build_empty_model,
+    has_fused_loss,
+    materialize,
+    prepare_for_training,
+)
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.quantization import quantized
 from tasks.runtime.objectives import objective_of
-from tasks.runtime.quantized import quantized
-from tasks.runtime.recorder import Recorder
-from tasks.runtime.run import build_job
-from tasks.runtime.session import Session, session
+from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.session import Session, session
+from tasks.runtime.training.train import build_job
 
 # Steps to train, and how many of the first are left out of the speed.
 STEPS, UNTIMED = 6, 2

@@ -11,7 +11,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 @contextmanager
 def awaiting_hub() -> Iterator[None]:
     """The block's `Unreachable` ends the attempt, and not the run."""
-    from tasks.runtime.unreachable import Unreachable
+    from tasks.runtime.process.errors import Unreachable
 
     try:
         yield

@@ -23,12 +23,12 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
-from tasks.runtime.exits import EXIT_PREEMPTED, MemoryKills, describe_exit
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.log import configure_logging
-from tasks.runtime.signals import Preempted, preemptible
-from tasks.runtime.tell import tell
-from tasks.runtime.watchdog import EXIT_HUNG
+from tasks.runtime.metrics.progress import tell
+from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, MemoryKills, describe_exit
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.signals import Preempted, preemptible
+from tasks.runtime.process.watchdog import EXIT_HUNG
+from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        from tasks.runtime.warm import ensure_warm
+        from tasks.runtime.warmup.pod import ensure_warm
 
         spec: RunSpec = kwargs["spec"]
         configure_logging()

@@ -10,8 +10,8 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import RunSpec
 from tasks.attempts import awaiting_hub
 from tasks.resources import RETRIES
-from tasks.runtime.log import configure_logging
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.record import CompletionRecord
 
 
 @task(retries=RETRIES)
@@ -21,7 +21,7 @@ def evaluate(
     """Refuse an incomplete run, then add losses and samples to its record."""
     configure_logging()
     from tasks.runtime.data import PreparedData
-    from tasks.runtime.evaluate import evaluate
+    from tasks.runtime.evaluation.evaluate_model import evaluate
 
     record.require_complete()
     prepared = PreparedData.load(Path(data.download()))

@@ -14,10 +14,10 @@ from strata_platform.spec import RunSpec, dump_spec
 from tasks.attempts import awaiting_hub
 from tasks.paths import directory, file
 from tasks.resources import RETRIES
-from tasks.runtime.log import configure_logging
-from tasks.runtime.metrics import read_points
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report import render_body
+from tasks.runtime.run_folder.record import CompletionRecord
 
 
 class Exported(NamedTuple):
@@ -33,7 +33,7 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     """Write the model, the report and the record; the report is the task's Deck, too."""
     configure_logging()
     from tasks.runtime.data import PreparedData
-    from tasks.runtime.export import export
+    from tasks.runtime.export.export_model import export
 
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())

@@ -13,9 +13,9 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import awaiting_hub
 from tasks.paths import directory, is_local
 from tasks.resources import PREPARE, SMALL
-from tasks.runtime import version
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.log import configure_logging
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder import format_versions
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.topology import task_for
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
     from tasks.runtime.data import recipe_of
-    from tasks.runtime.harness import require_tasks
+    from tasks.runtime.evaluation.lm_eval_harness import require_tasks
+    from tasks.runtime.metrics.trackers import require_tracker_packages, require_trackers
     from tasks.runtime.parallel import require_installed
-    from tasks.runtime.tracking import require_tracker_packages, require_trackers
 
     task_for(spec.topology)
     require_tasks(spec)
@@ -73,7 +73,7 @@ def _check_pods(spec: RunSpec) -> None:
     )
 
 
-@task(**PREPARE, cache=Cache(version=str(version.DATA), ignored_inputs=("output",)))
+@task(**PREPARE, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
 def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
     configure_logging()

@@ -10,7 +10,7 @@ from flytekit import Resources
 from flytekit.core.base_task import PythonTask
 from flytekit.extras.accelerators import GPUAccelerator
 
-from strata_platform.spec.models import Resources as Asked
+from strata_platform.spec.run_spec import Resources as Asked
 
 # Attempts of a task after the first. Pods are evicted, preempted and lost, and stores are away for a while; what a task
 # itself raises is an error of the user's, and ends the run at once, unless it says that it may be retried.

@@ -25,11 +25,11 @@ from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.section import LONGEST_NAME
+from strata_platform.spec.fields import LONGEST_NAME
 from tasks.resources import SMALL
-from tasks.runtime.log import configure_logging
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report.numbers import duration
+from tasks.runtime.run_folder.record import CompletionRecord
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
 from tasks.paths import file, is_local
 from tasks.resources import SMALL
-from tasks.runtime.exits import EXIT_PREEMPTED
-from tasks.runtime.log import configure_logging
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.process.exit_codes import EXIT_PREEMPTED
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
-from tasks.runtime.signals import Preempted
+from tasks.runtime.run_folder.record import CompletionRecord
 
 log = logging.getLogger(__name__)
 

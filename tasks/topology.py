@@ -18,15 +18,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
 
-from strata_platform import told
+from strata_platform import progress_line
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Topology
+from strata_platform.spec.run_spec import Topology
 from tasks.elastic import Training
 from tasks.resources import RETRIES
-from tasks.runtime.exits import explain
-from tasks.runtime.log import configure_logging
-from tasks.runtime.record import CompletionRecord
-from tasks.runtime.signals import Preempted, end_with_agent
+from tasks.runtime.process.exit_codes import explain
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.signals import Preempted, end_with_agent
+from tasks.runtime.run_folder.record import CompletionRecord
 
 # Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
 MAX_RESTARTS = 2
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "1",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
     # Stages and metrics reach the client by the pod's log.
-    told.VARIABLE: "1",
+    progress_line.VARIABLE: "1",
 }
 
 
@@ -59,9 +59,9 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import PreparedData
-    from tasks.runtime.run import train
-    from tasks.runtime.session import session
-    from tasks.runtime.weights import collect_weights
+    from tasks.runtime.training.session import session
+    from tasks.runtime.training.train import train
+    from tasks.runtime.training.trained_weights import collect_weights
 
     try:
         with session(spec) as run:

@@ -56,4 +56,7 @@ def test_workflows_load_no_torch():
 
 
 def test_the_runtime_is_free_of_flyte():
-    assert "flytekit" not in modules_after("import tasks.runtime.run, tasks.runtime.evaluate, tasks.runtime.export")
+    assert "flytekit" not in modules_after(
+        "import tasks.runtime.training.train, tasks.runtime.evaluation.evaluate_model, "
+        "tasks.runtime.export.export_model"
+    )

@@ -16,7 +16,7 @@ from flytekit import LaunchPlan, WorkflowFailurePolicy, dynamic, workflow
 from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
 from tasks.resources import SMALL
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.sweep import Swept, compare, expand, outcome, read_record
 from workflows.finetune import finetune
 

@@ -17,9 +17,9 @@ import typer
 from strata_platform import commands
 from strata_platform.client import BackendName, prices_of_cluster
 from strata_platform.doctor import PLACES, checks_of, examine
-from strata_platform.doctor import show as findings
+from strata_platform.doctor import render_findings as findings
 from strata_platform.errors import SpecError, StrataError
-from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, shape_of, show
+from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
 from strata_platform.estimate.gpus import kind_called
 from strata_platform.estimate.prices import CONFIG_MAP
 from strata_platform.spec import RunSpec, dump_spec, load_spec
@@ -111,9 +111,9 @@ def estimate_(
     if tokens is None and asked.training.steps is not None:
         tokens = asked.training.steps * asked.rows_per_step * asked.data.sequence_length
     if format == "json":
-        typer.echo(json.dumps(show.to_dict(found, best, tokens, each), indent=2))
+        typer.echo(json.dumps(render.to_dict(found, best, tokens, each), indent=2))
     else:
-        typer.echo("\n".join(show.lines(found, best, tokens, each)))
+        typer.echo("\n".join(render.lines(found, best, tokens, each)))
     raise typer.Exit(0 if found.fits else 1)
 
 

@@ -23,7 +23,7 @@ from strata_platform.backends.local import LocalBackend
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
 from strata_platform.estimate import Estimate, Gpu, Prices, cheapest, estimate, parse_prices, shape_of
 from strata_platform.estimate.prices import CONFIG_MAP, KEY
-from strata_platform.estimate.show import said
+from strata_platform.estimate.render import said
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
 from strata_platform.spec import RunSpec
 
@@ -68,7 +68,7 @@ def prices_of_cluster() -> Prices | None:
     Raises SpecError for what is no such table, BackendError when it cannot be asked for.
     """
     try:
-        from strata_platform.backends.cluster import Cluster
+        from strata_platform.backends.kubernetes_objects import Cluster
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
     text = Cluster("-".join(place())).text(CONFIG_MAP, KEY)

@@ -10,9 +10,9 @@ from strata_platform.errors import SpecError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
-from tasks.runtime.exits import EXIT_PREEMPTED, EXIT_UNHEALTHY, EXIT_UNREACHABLE
-from tasks.runtime.log import configure_logging
-from tasks.runtime.signals import end_with_agent
+from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, EXIT_UNHEALTHY, EXIT_UNREACHABLE
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.signals import end_with_agent
 
 EXIT_BAD_INPUT = 2
 
@@ -40,18 +40,18 @@ def main() -> int:
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import prepare, recipe_of
-    from tasks.runtime.evaluate import evaluate
-    from tasks.runtime.export import export
-    from tasks.runtime.folder import RunFolder, data_folder
-    from tasks.runtime.harness import require_tasks
-    from tasks.runtime.health import Unhealthy
-    from tasks.runtime.publish import require_targets
-    from tasks.runtime.run import train
-    from tasks.runtime.session import session
-    from tasks.runtime.signals import Preempted, preemptible
-    from tasks.runtime.tell import tell
-    from tasks.runtime.unreachable import Unreachable
-    from tasks.runtime.weights import collect_weights
+    from tasks.runtime.evaluation.evaluate_model import evaluate
+    from tasks.runtime.evaluation.lm_eval_harness import require_tasks
+    from tasks.runtime.export.export_model import export
+    from tasks.runtime.export.publish import require_targets
+    from tasks.runtime.faults.health_check import Unhealthy
+    from tasks.runtime.metrics.progress import tell
+    from tasks.runtime.process.errors import Unreachable
+    from tasks.runtime.process.signals import Preempted, preemptible
+    from tasks.runtime.run_folder.folder import RunFolder, data_folder
+    from tasks.runtime.training.session import session
+    from tasks.runtime.training.train import train
+    from tasks.runtime.training.trained_weights import collect_weights
 
     log = logging.getLogger("tasks.runtime")
     try:

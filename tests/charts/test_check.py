@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from strata_platform.chart.check import _connect, _job, run
+from strata_platform.chart.cluster_test import _connect, _job, run
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def pod(**expected):
     environment = os.environ | {
         "STRATA_CHECK": json.dumps({"reachable": [], "unreachable": [], "writable": []} | expected)
     }
-    command = [sys.executable, "-m", "strata_platform.chart.check", "pod"]
+    command = [sys.executable, "-m", "strata_platform.chart.cluster_test", "pod"]
     return subprocess.run(command, env=environment, text=True, capture_output=True)
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.processes import Processes
-from tasks.runtime.tracking.prometheus import Prometheus
+from tasks.runtime.metrics.trackers.prometheus import Prometheus
+from tasks.runtime.process.ranks import Processes
 from tests.charts.conftest import CHART
 from tests.charts.promql import read
 

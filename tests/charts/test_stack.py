@@ -9,8 +9,8 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from strata_platform.chart.values import ChartValues
-from strata_platform.cluster import TASK_LIMITS
-from strata_platform.spec.models import Resources
+from strata_platform.kubernetes_answers import TASK_LIMITS
+from strata_platform.spec.run_spec import Resources
 from tasks.resources import PREPARE, SMALL, overrides
 from tests.charts.conftest import CHART, HELM, ROOT, Helm
 from tests.e2e.local import leave_out_absent

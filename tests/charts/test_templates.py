@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 
-from strata_platform.chart.check import Cluster
+from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
-from tasks.runtime import store
+from tasks.runtime.warmup import store
 from tests.charts.conftest import CHART, HELM, PRESETS
 from tests.charts.promql import read
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from strata_platform.chart import docs
+from strata_platform.chart import values_docs
 from strata_platform.chart.values import ChartValues
 from tests.charts.conftest import CHART, PRESETS, ROOT
 from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
 
-VALIDATOR = jsonschema.Draft202012Validator(docs.schema())
+VALIDATOR = jsonschema.Draft202012Validator(values_docs.schema())
 
 
 def validated(values):
@@ -31,19 +31,19 @@ def complaints(values):
     return [f"at '/{'/'.join(map(str, error.absolute_path))}': {error.message}" for error in errors]
 
 
-@pytest.mark.parametrize("name", docs.files())
+@pytest.mark.parametrize("name", values_docs.files())
 def test_committed_files_are_not_stale(name):
     committed = (CHART / name).read_text(encoding="utf-8")
-    assert committed == docs.files()[name], "run `python -m strata_platform.chart.docs`"
+    assert committed == values_docs.files()[name], "run `python -m strata_platform.chart.values_docs`"
 
 
 def test_files_are_written_where_asked(tmp_path):
-    subprocess.run([sys.executable, "-m", "strata_platform.chart.docs", tmp_path / "new"], check=True)
-    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()} == docs.files()
+    subprocess.run([sys.executable, "-m", "strata_platform.chart.values_docs", tmp_path / "new"], check=True)
+    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()} == values_docs.files()
 
 
 def test_values_yaml_has_the_defaults_of_the_models_and_a_comment_on_every_key():
-    text = docs.values_yaml()
+    text = values_docs.values_yaml()
     assert validated(yaml.safe_load(text)) == ChartValues()
     lines = text.splitlines()[1:]
     described = ChartValues.model_json_schema()["$defs"]
@@ -60,8 +60,8 @@ def test_values_yaml_has_the_defaults_of_the_models_and_a_comment_on_every_key()
 
 
 def test_the_reference_has_every_key_and_every_entry_of_a_list():
-    text = docs.readme()
-    for section in docs.schema()["$defs"].values():
+    text = values_docs.readme()
+    for section in values_docs.schema()["$defs"].values():
         leaves = [key for key, value in section["properties"].items() if "$ref" not in value]
         assert all(re.search(rf"`([A-Za-z.]+\.)?{key}`", text) for key in leaves)
     for target in re.findall(r"\(#([a-z]+)\)", text):
@@ -69,7 +69,7 @@ def test_the_reference_has_every_key_and_every_entry_of_a_list():
 
 
 def test_the_schema_closes_every_section_and_every_mapping():
-    schema = docs.schema()
+    schema = values_docs.schema()
     for section in [schema, *schema["$defs"].values()]:
         assert section["additionalProperties"] is False
         assert section["description"]

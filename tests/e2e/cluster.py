@@ -27,7 +27,7 @@ from kubernetes import client, stream
 from strata_platform.client import Client
 from strata_platform.runs import Run as LookedAt
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 
 ROOT = Path(__file__).parents[2]
 VALUES: dict[str, Any] = yaml.safe_load((ROOT / "tests/e2e/values.yaml").read_text())["strata"]

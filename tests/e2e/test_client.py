@@ -16,7 +16,7 @@ import pytest
 from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.errors import RunExists
 from strata_platform.runs import Phase, Stage
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 from tests.e2e.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, named
 
 STEPS = SPEC["training"]["steps"]

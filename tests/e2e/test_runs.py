@@ -17,7 +17,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from safetensors.torch import load_file
 
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 from tests.e2e.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, SUCCEEDED, until
 
 slow = pytest.mark.slow

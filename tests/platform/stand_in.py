@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from strata_platform import told
+from strata_platform import progress_line
 from strata_platform.spec import load_spec
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -20,8 +20,8 @@ starts = folder / f"starts-{RANK}"
 
 
 def tell(**values):
-    assert told.VARIABLE in os.environ
-    print(told.encode(values), flush=True)
+    assert progress_line.VARIABLE in os.environ
+    print(progress_line.encode(values), flush=True)
 
 
 def train(first, last, attempt):

@@ -104,7 +104,7 @@ def test_version():
 
 def test_the_platform_loads_neither_torch_nor_flytekit():
     code = (
-        "import sys, strata_platform.cli, strata_platform.spec.docs\n"
+        "import sys, strata_platform.cli, strata_platform.spec.reference_docs\n"
         "heavy = {'torch', 'flytekit', 'transformers', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from strata_platform.backends.backend import known_gpu, points
-from strata_platform.backends.journal import Journal, tail
 from strata_platform.backends.local import LocalBackend
+from strata_platform.backends.run_state import Journal, tail
 from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
 from strata_platform.commands import _echo_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.spec import RunSpec, describe, docs, load, load_spec, recipe
+from strata_platform.spec import RunSpec, describe, load, load_spec, recipe, reference_docs
 from strata_platform.spec.schema import json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -17,19 +17,21 @@ def blocks(path, language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", docs.files())
+@pytest.mark.parametrize("name", reference_docs.files())
 def test_committed_docs_are_not_stale(name):
     committed = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert committed == docs.files()[name], "run `python -m strata_platform.spec.docs`"
+    assert committed == reference_docs.files()[name], "run `python -m strata_platform.spec.reference_docs`"
 
 
 def test_docs_are_written_where_asked(tmp_path):
-    subprocess.run([sys.executable, "-m", "strata_platform.spec.docs", tmp_path / "new"], check=True)
-    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()} == docs.files()
+    subprocess.run([sys.executable, "-m", "strata_platform.spec.reference_docs", tmp_path / "new"], check=True)
+    assert {
+        path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new").iterdir()
+    } == reference_docs.files()
 
 
 def test_every_field_is_in_the_reference():
-    text = docs.reference()
+    text = reference_docs.reference()
     for name in RunSpec.model_fields:
         assert f"\n## {name}" in text or f"| `{name}` |" in text
 

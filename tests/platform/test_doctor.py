@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from strata_platform.cli import app
 from strata_platform.doctor import PLACES, examine
-from strata_platform.doctor.cluster import checks
-from strata_platform.doctor.machine import CHECKS, Machine
+from strata_platform.doctor.cluster_checks import checks
+from strata_platform.doctor.machine_checks import CHECKS, Machine
 
 
 def program(folder, name, *lines):

@@ -15,7 +15,7 @@ from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_pr
 from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, packed_weights, shards, working_set
 from strata_platform.estimate.shapes import KNOWN, ModelShape, from_config
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.model import PRESETS
+from tasks.runtime.models.build import PRESETS
 
 ROOT = Path(__file__).parents[2]
 H200, GIB = GPUS["h200"], 2**30

@@ -21,10 +21,10 @@ from flyteidl.service import admin_pb2_grpc
 from flytekit.configuration.file import get_config_file
 from kubernetes.client import ApiException
 
-from strata_platform import told
-from strata_platform.backends.answers import translated
-from strata_platform.backends.cluster import Cluster, Place, place_of
+from strata_platform import progress_line
+from strata_platform.backends.api_errors import translated
 from strata_platform.backends.flyte import PHASES, FlyteBackend, words
+from strata_platform.backends.kubernetes_objects import Cluster, Place, place_of
 from strata_platform.backends.pod_logs import Merged, line_of
 from strata_platform.client import Client, prices_of_cluster
 from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, SpecError, Unreachable
@@ -400,8 +400,10 @@ def test_an_execution_of_another_workflow_is_told_without_outputs(client, admin,
 def test_a_run_that_trains_tells_its_step_and_when_it_will_be_done(client, admin, kubernetes):
     admin.add("run", core_pb2.WorkflowExecution.RUNNING)
     kubernetes.content["pods"] = [pod("w0", replica=0), pod("w1", replica=1)]
-    stage = told.encode({"stage": "training", "steps": 10, "attempt": 1})
-    kubernetes.content["logs"] = {"w0": [log_of("hello", stage, told.encode({"point": POINT})), log_of("nothing new")]}
+    stage = progress_line.encode({"stage": "training", "steps": 10, "attempt": 1})
+    kubernetes.content["logs"] = {
+        "w0": [log_of("hello", stage, progress_line.encode({"point": POINT})), log_of("nothing new")]
+    }
     run = client.get("run")
     assert (run.phase, run.stage, run.step, run.steps, run.restarts) == (Phase.RUNNING, Stage.TRAINING, 4, 10, 1)
     assert (run.loss, run.eta) == (2.0, 18.0)
@@ -414,7 +416,7 @@ def test_a_run_that_trains_tells_its_step_and_when_it_will_be_done(client, admin
     kubernetes.content["pods"] = [pod("again", replica=0)]
     kubernetes.content["logs"] = {"again": [log_of("hello")]}
     assert client.get("run").stage is Stage.STARTING
-    kubernetes.content["logs"]["again"] = [log_of(told.encode({"stage": "warming up kernels"}))]
+    kubernetes.content["logs"]["again"] = [log_of(progress_line.encode({"stage": "warming up kernels"}))]
     assert client.get("run").stage is Stage.WARM_UP
     kubernetes.content["pods"].append(pod("w1", phase="Pending", replica=1))
     assert client.get("run").stage is Stage.PULLING
@@ -428,7 +430,7 @@ def test_all_pods_are_followed_over_lost_connections_and_preemptions_to_the_end(
         # The first connection is lost in the middle.
         "w0": [log_of(*lines[:2]), log_of(*lines)],
         "w1": [log_of("[rank 3] w1 warns", minute=1)],
-        "again": [log_of(told.encode({"point": POINT}), "continuing", minute=2)],
+        "again": [log_of(progress_line.encode({"point": POINT}), "continuing", minute=2)],
     }
 
     def go_on():
@@ -449,7 +451,7 @@ def test_a_line_of_the_kubelets_own_is_not_the_runs(client, admin, kubernetes, c
     admin.add("run", core_pb2.WorkflowExecution.RUNNING)
     kubernetes.content["pods"] = [pod("w0", replica=0)]
     trouble = "unable to retrieve container logs for containerd://ab\n"
-    kubernetes.content["logs"] = {"w0": [trouble + log_of(told.encode({"stage": "training", "steps": 10}))]}
+    kubernetes.content["logs"] = {"w0": [trouble + log_of(progress_line.encode({"stage": "training", "steps": 10}))]}
     assert client.get("run").stage is Stage.TRAINING
     assert list(client.logs("run")) == []
     assert caplog.messages == [f"log of w0: {trouble.strip()}"]
@@ -466,7 +468,7 @@ def test_a_run_whose_machine_does_not_answer_goes_on(client, admin, kubernetes):
 def test_metrics_of_a_run_that_goes_on_are_those_that_it_tells(client, admin, kubernetes):
     admin.add("run", core_pb2.WorkflowExecution.FAILED)
     kubernetes.content["pods"] = [pod("w0", phase="Failed", replica=0)]
-    kubernetes.content["logs"] = {"w0": [log_of("step 4/10", told.encode({"point": POINT}), "@strata {torn")]}
+    kubernetes.content["logs"] = {"w0": [log_of("step 4/10", progress_line.encode({"point": POINT}), "@strata {torn")]}
     assert [(point.step, point.loss) for point in client.metrics("run")] == [(4, 2.0)]
     assert [line.text for line in client.logs("run")] == ["step 4/10", "@strata {torn"]
 

@@ -8,8 +8,8 @@ from strata_platform.errors import SpecError
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data
+from strata_platform.spec.fields import Section
 from strata_platform.spec.parallel import Ddp, Single
-from strata_platform.spec.section import Section
 from strata_platform.spec.training import Optimizer
 
 SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer"}

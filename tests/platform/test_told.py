@@ -2,7 +2,7 @@
 
 import pytest
 
-from strata_platform import told
+from strata_platform import progress_line
 from strata_platform.runs import Stage
 
 
@@ -15,7 +15,7 @@ from strata_platform.runs import Stage
     ],
 )
 def test_what_is_told_is_read(values):
-    assert told.decode(told.encode(values)) == values
+    assert progress_line.decode(progress_line.encode(values)) == values
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_what_is_told_is_read(values):
     ],
 )
 def test_what_looks_like_it_is_text(line):
-    assert told.decode(line) is None
+    assert progress_line.decode(line) is None

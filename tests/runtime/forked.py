@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
-from strata_platform.spec.models import Runtime
+from strata_platform.spec.run_spec import Runtime
 from tests.runtime.train_only import train_all
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def launch(*arguments, module="tests.runtime.forked"):
 def import_everything():
     """What each would import otherwise, some of it when it comes to it."""
     for framework in get_args(Runtime.model_fields["framework"].annotation):
-        import_module(f"tasks.runtime.frameworks.{framework}")
+        import_module(f"tasks.runtime.training.frameworks.{framework}")
     import_module("datasets")
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tasks.runtime.watchdog import Watchdog
+from tasks.runtime.process.watchdog import Watchdog
 
 
 def waits_for_the_other():

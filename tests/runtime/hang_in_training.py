@@ -5,8 +5,8 @@ import sys
 import threading
 
 from strata_platform.spec import load_spec
-from tasks.runtime.job import Job
-from tasks.runtime.log import configure_logging
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.training.job import Job
 from tests.runtime.train_only import train_spec
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint import storage, whole, writer
-from tasks.runtime.job import Job
-from tasks.runtime.log import configure_logging
-from tasks.runtime.signals import Preempted
+from tasks.runtime.checkpoint import manifest, storage, writer
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.signals import Preempted
+from tasks.runtime.training.job import Job
 from tests.runtime.train_only import train_spec
 
 # Plan of an attempt, and the file that says that it came about.
@@ -114,7 +114,7 @@ def arm():
         return plain_commit(*arguments)
 
     def rename(source, target):
-        name = {whole.MANIFEST: "manifest", "record.json": "record"}.get(Path(target).name)
+        name = {manifest.MANIFEST: "manifest", "record.json": "record"}.get(Path(target).name)
         if name:
             reach(f"rename of a {name}")
         return plain_rename(source, target)
@@ -130,7 +130,7 @@ def arm():
     plain_commit = writer.CheckpointWriter._commit
     Job.end_step, storage._write, Path.replace = end_step, write, rename
     writer.CheckpointWriter._commit = commit
-    whole.shutil = SimpleNamespace(rmtree=remove)
+    manifest.shutil = SimpleNamespace(rmtree=remove)
 
 
 def train_armed(spec):

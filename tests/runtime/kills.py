@@ -32,18 +32,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.model import Model
-from strata_platform.spec.models import Runtime
+from strata_platform.spec.run_spec import Runtime
 from tasks import topology
 from tasks.elastic import Training
 from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.manifest import MANIFEST
 from tasks.runtime.checkpoint.storage import INDEX
-from tasks.runtime.checkpoint.whole import MANIFEST
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.log import configure_logging
-from tasks.runtime.metrics import read_points
-from tasks.runtime.model import PRESETS, adopt_tokenizer
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.models.build import PRESETS, adopt_tokenizer
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.forked import import_everything
 from tests.runtime.kill_points import (
     AGAIN,

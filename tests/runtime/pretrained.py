@@ -2,8 +2,8 @@
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.folder import data_folder
-from tasks.runtime.model import adopt_tokenizer, build_model
+from tasks.runtime.models.build import adopt_tokenizer, build_model
+from tasks.runtime.run_folder.folder import data_folder
 
 
 def save_pretrained(folder, **changes):

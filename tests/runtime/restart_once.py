@@ -3,7 +3,7 @@
 import os
 import sys
 
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 if __name__ == "__main__":
     processes = Processes.from_environment()

@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from tasks.runtime import guard, job
 from tasks.runtime.objectives import Share
 from tasks.runtime.objectives.next_token import NextToken
+from tasks.runtime.training import job, step_guard
 from tests.runtime.forked import import_everything, run_forked
 from tests.runtime.train_only import train_all
 
@@ -37,7 +37,7 @@ def ruin(rows_per_step=4, patch=setattr):
     patch(job, "training_loader", training_loader)
     patch(NextToken, "share", share)
     # The shortest window that the spec allows is longer than these runs.
-    patch(guard, "spike_limit", lambda losses, deviations: losses[-1:].max() + 1)
+    patch(step_guard, "spike_limit", lambda losses, deviations: losses[-1:].max() + 1)
 
 
 if __name__ == "__main__":

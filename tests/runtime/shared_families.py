@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import slice_of
-from tasks.runtime.layers import compile_layers
-from tasks.runtime.model import prepare_for_training
+from tasks.runtime.models.activation_checkpointing import compile_layers
+from tasks.runtime.models.build import prepare_for_training
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.parallel.fsdp import Fsdp
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 from tests.kernels.test_patch import VOCABULARY, build
 from tests.runtime.forked import run_forked
 

@@ -10,18 +10,18 @@ from transformers import AutoModelForCausalLM
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.model import NoAdapter
 from tasks.runtime import checkpoint
-from tasks.runtime.adapter import add_adapter, base_fingerprint
 from tasks.runtime.checkpoint.state import load_model
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.evaluate import evaluate
-from tasks.runtime.export import export
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.metrics import read_points
-from tasks.runtime.model import build_empty_model, build_model, prepare_for_training
-from tasks.runtime.optimizer import build_optimizer
-from tasks.runtime.plan import plan_of
-from tasks.runtime.weights import build_trained_model, collect_weights
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.export_model import export
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.models.build import build_empty_model, build_model, prepare_for_training
+from tasks.runtime.models.lora import add_adapter, base_fingerprint
+from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
+from tasks.runtime.warmup.plan import plan_of
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 

@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from strata_platform.estimate import shape_of
 from strata_platform.spec import RunSpec
-from tasks.runtime.advice import GIB, advice_for, advise
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.processes import Processes
-from tasks.runtime.session import _explained
+from tasks.runtime.faults.oom_advice import GIB, advice_for, advise
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.session import _explained
 from tests.runtime.train_only import train_spec
 
 LLAMA_8B = shape_of("meta-llama/Llama-3.1-8B")

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.whole import MANIFEST, commit, damage, prune
+from tasks.runtime.checkpoint.manifest import MANIFEST, commit, damage, prune
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tasks.runtime.checkpoint.fragment import Fragment, boxes, keep_elsewhere, part_of, values_of
+from tasks.runtime.checkpoint.flat_shard import Fragment, boxes, keep_elsewhere, part_of, values_of
 from tasks.runtime.checkpoint.storage import INDEX, Index, part_key, write_tensors
 from tasks.runtime.checkpoint.writer import _files, _index
 

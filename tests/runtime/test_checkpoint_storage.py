@@ -16,10 +16,10 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint import state, whole, writer
+from tasks.runtime.checkpoint import manifest, state, writer
 from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states, model_tensors
 from tasks.runtime.checkpoint.storage import INDEX, Index, write_tensors
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 TENSORS = {
     "half": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
@@ -173,7 +173,7 @@ def write_as_one_of_two(rank, root):
     saver = writer.CheckpointWriter(
         root, model, torch.optim.AdamW(model.parameters()), processes, keep_last=1, facts={"data_hash": "d"}
     )
-    for broken, module, function in ((1, writer, "write_tensors"), (0, whole, "write_json")):
+    for broken, module, function in ((1, writer, "write_tensors"), (0, manifest, "write_json")):
         with pytest.MonkeyPatch.context() as patched:
             if rank == broken:
                 patched.setattr(module, function, lambda *arguments: 1 / 0)
@@ -208,7 +208,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, model, o
 
     saver = make_writer(tmp_path, model, optimizer, keep_last=1)
     with monkeypatch.context() as patched:
-        patched.setattr(whole.shutil, "rmtree", busy)
+        patched.setattr(manifest.shutil, "rmtree", busy)
         for step in (1, 2):
             saver.save(step)
         saver.wait()

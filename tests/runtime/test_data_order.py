@@ -8,7 +8,7 @@ import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import collate
 from tasks.runtime.data.order import MicroBatches, RowOrder, training_loader
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 ROWS = 10
 

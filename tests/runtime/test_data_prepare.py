@@ -26,8 +26,8 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, prepare
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
-from tasks.runtime.data.manifest import Split
-from tasks.runtime.data.prepare import _held_out
+from tasks.runtime.data.pipeline import _held_out
+from tasks.runtime.data.prepared_manifest import Split
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.spool import Spool
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.session import session
+from tasks.runtime.training.session import session
 
 
 def test_without_its_package_it_is_refused_at_once(monkeypatch, tmp_path):

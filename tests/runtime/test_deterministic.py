@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.session import session
+from tasks.runtime.training.session import session
 from tests.runtime.test_matrix import curve
 from tests.runtime.train_only import train_spec
 

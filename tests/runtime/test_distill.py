@@ -11,16 +11,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime import checkpoint
-from tasks.runtime.adapter import base_fingerprint
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.model import has_fused_loss, patch
+from tasks.runtime.models.build import has_fused_loss, patch
+from tasks.runtime.models.lora import base_fingerprint
 from tasks.runtime.objectives import Start, divergence, objective_of, require_same_tokens
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.parallel.single import Single
-from tasks.runtime.plan import plan_of
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.warmup.plan import plan_of
 from tests.runtime.pairs import write_pairs
 from tests.runtime.train_only import train_spec
 

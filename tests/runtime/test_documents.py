@@ -12,7 +12,10 @@ from strata_kernels.patch.table import ROWS
 from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
-from tasks.runtime.documents import (
+from tasks.runtime.models.activation_checkpointing import _whole, compile_layers
+from tasks.runtime.models.build import build_meta_model, load_config
+from tasks.runtime.models.packing_support import KEEPS_APART
+from tasks.runtime.models.varlen_attention import (
     Bounds,
     attend,
     attend_by_document,
@@ -21,10 +24,7 @@ from tasks.runtime.documents import (
     obstacle,
     with_documents,
 )
-from tasks.runtime.layers import _whole, compile_layers
-from tasks.runtime.model import build_meta_model, load_config
-from tasks.runtime.plan import plan_of
-from tasks.runtime.positions import KEEPS_APART
+from tasks.runtime.warmup.plan import plan_of
 from tests.kernels.test_patch import VOCABULARY, build
 from tests.runtime.test_matrix import curve
 from tests.runtime.train_only import train_spec
@@ -166,7 +166,7 @@ def test_a_run_has_the_losses_that_it_has_under_masks(output, framework, trainin
     names = (f"{framework}-{way}" for way in ("masked", "ours"))
     masked, ours = (make_spec(output, name, framework, training=training) for name in names)
     train_spec(masked)
-    monkeypatch.setattr("tasks.runtime.run.go_by_document", lambda *_: True)
+    monkeypatch.setattr("tasks.runtime.training.train.go_by_document", lambda *_: True)
     # It would look at the positions, for which a host waits for its GPU.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     caplog.set_level("INFO")

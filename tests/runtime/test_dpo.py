@@ -9,14 +9,14 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.adapter import add_adapter, without_adapter
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
-from tasks.runtime.folder import data_folder
-from tasks.runtime.model import has_fused_loss, patch
+from tasks.runtime.models.build import has_fused_loss, patch
+from tasks.runtime.models.lora import add_adapter, without_adapter
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.objectives.reference import file_of, score_rows
-from tasks.runtime.plan import plan_of
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.warmup.plan import plan_of
 from tests.runtime.pairs import PAIRS as ALL
 from tests.runtime.pairs import write_pairs
 

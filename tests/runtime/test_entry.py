@@ -11,9 +11,9 @@ import pytest
 
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.runtime.__main__ import main
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.processes import Processes
-from tasks.runtime.run import total_steps
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.train import total_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def test_a_second_start_waits_for_the_end_of_the_export(tmp_path, monkeypatch):
             pass
         seen.append(arguments)
 
-    monkeypatch.setattr("tasks.runtime.export.export", export)
+    monkeypatch.setattr("tasks.runtime.export.export_model.export", export)
     # It would take the loggers from the tests that follow.
     monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])
@@ -73,9 +73,11 @@ def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeyp
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     monkeypatch.setattr("datasets.load_dataset", lambda *names, revision, **rest: rows[revision])
-    monkeypatch.setattr("tasks.runtime.evaluate.evaluate", lambda spec, record, data, weights: record)
+    monkeypatch.setattr("tasks.runtime.evaluation.evaluate_model.evaluate", lambda spec, record, data, weights: record)
     seen = []
-    monkeypatch.setattr("tasks.runtime.export.export", lambda *arguments: seen.append(arguments[2].manifest.commit))
+    monkeypatch.setattr(
+        "tasks.runtime.export.export_model.export", lambda *arguments: seen.append(arguments[2].manifest.commit)
+    )
     monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])
 

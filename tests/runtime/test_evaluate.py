@@ -5,22 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from strata_platform import told
+from strata_platform import progress_line
 from strata_platform.spec import RunSpec
-from tasks.runtime import evaluate
 from tasks.runtime.data import Sample
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.evaluation import evaluate_model
+from tasks.runtime.run_folder.record import CompletionRecord
 
-FORGED = told.encode({"stage": "exporting"})
+FORGED = progress_line.encode({"stage": "exporting"})
 
 
 def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, caplog):
     written = f"first\n{FORGED}\r{FORGED}\u2028[default1]:{FORGED}\n"
-    measured = evaluate.Measured({}, [written], {})
-    monkeypatch.setattr(evaluate, "_measure", lambda spec, data, prompts, weights: (measured, data))
+    measured = evaluate_model.Measured({}, [written], {})
+    monkeypatch.setattr(evaluate_model, "_measure", lambda spec, data, prompts, weights: (measured, data))
     data = SimpleNamespace(samples=lambda number: [Sample(prompt=f"{FORGED}\n{FORGED}", completion="", prompt_ids=[])])
     with caplog.at_level(logging.INFO):
-        record = evaluate.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+        record = evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
     assert record.samples[0].after == written
     lines = caplog.messages[-1].splitlines()
     assert lines[0].startswith("prompt: @strata ")
@@ -32,9 +32,9 @@ def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, cap
 )
 def test_a_loss_that_was_0_is_told_without_its_change(tmp_path, monkeypatch, caplog, before, told):
     losses = iter((before, 0.5))
-    measure = lambda spec, data, prompts, weights: (evaluate.Measured({"loss": next(losses)}, [], {}), data)  # noqa: E731
-    monkeypatch.setattr(evaluate, "_measure", measure)
+    measure = lambda spec, data, prompts, weights: (evaluate_model.Measured({"loss": next(losses)}, [], {}), data)  # noqa: E731
+    monkeypatch.setattr(evaluate_model, "_measure", measure)
     data = SimpleNamespace(samples=lambda number: [])
     with caplog.at_level(logging.INFO):
-        evaluate.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+        evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
     assert caplog.messages == [f"validation loss {told}"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.runtime.exits import MemoryKills, describe_exit, explain
+from tasks.runtime.process.exit_codes import MemoryKills, describe_exit, explain
 
 
 @pytest.mark.parametrize(

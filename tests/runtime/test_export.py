@@ -7,11 +7,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Gemma3Config, GenerationConfig, LlamaConfig
 
 from strata_platform.spec import RunSpec
-from tasks.runtime import export
 from tasks.runtime.data.tokenizer import train_tokenizer
-from tasks.runtime.export import _replace, _stop_at, model_card
-from tasks.runtime.publish import RECORD as RECORD_FILE
-from tasks.runtime.publish import _require_exported
+from tasks.runtime.export import export_model
+from tasks.runtime.export.export_model import _replace, _stop_at, model_card
+from tasks.runtime.export.publish import RECORD as RECORD_FILE
+from tasks.runtime.export.publish import _require_exported
 from tests.runtime.test_report import RECORD
 
 
@@ -54,7 +54,9 @@ def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, mo
         "---\nlicense: other\nlicense_name: theirs\nlicense_link: LICENSE\ntags: [x]\n---\n# A model\n"
     )
     asked = []
-    monkeypatch.setattr(export, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path / "README.md"))
+    monkeypatch.setattr(
+        export_model, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path / "README.md")
+    )
     spec = RunSpec.model_validate({"model": {"name": "org/base", "revision": "abc"}, "adapter": {"type": "lora"}})
     card = model_card(spec, RECORD)
     assert asked == [(("org/base", "README.md"), {"revision": "abc"})]
@@ -68,7 +70,7 @@ def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, mo
         "pipeline_tag": "text-generation",
         "tags": ["strata", "sft"],
     }
-    monkeypatch.setattr(export, "hf_hub_download", lambda *a, **k: (tmp_path / "none").read_text())
+    monkeypatch.setattr(export_model, "hf_hub_download", lambda *a, **k: (tmp_path / "none").read_text())
     assert ModelCard(model_card(spec, RECORD)).data.to_dict().keys() == {
         "base_model",
         "library_name",
@@ -94,12 +96,14 @@ def test_a_model_that_sees_comes_with_what_it_sees_by(tmp_path, monkeypatch, cap
     (tmp_path / "base").mkdir()
     if has:
         (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
-    monkeypatch.setattr(export, "build_trained_model", lambda *_: AutoModelForCausalLM.from_config(config))
-    monkeypatch.setattr(export, "verify", lambda *_: None)
+    monkeypatch.setattr(export_model, "build_trained_model", lambda *_: AutoModelForCausalLM.from_config(config))
+    monkeypatch.setattr(export_model, "verify", lambda *_: None)
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer(["text"]), manifest=SimpleNamespace(stop_token_ids=(2,)))
-    export._write(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
+    export_model._write(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
     names = [path.name for path in (tmp_path / "model").iterdir()]
     assert ("preprocessor_config.json" in names) == kept
-    assert [record.levelname for record in caplog.records if record.name == export.log.name] == ["WARNING"] * warnings
+    assert [record.levelname for record in caplog.records if record.name == export_model.log.name] == [
+        "WARNING"
+    ] * warnings
     # Else the next export would be refused.
     _require_exported("address", [*names, RECORD_FILE])

@@ -8,9 +8,9 @@ import pytest
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import MetricsFile
-from tasks.runtime.tracking.tracker import identity
+from tasks.runtime.metrics.metrics_file import MetricsFile
+from tasks.runtime.metrics.trackers.tracker import identity
+from tasks.runtime.run_folder.folder import RunFolder
 
 
 def spec(tmp_path, **changes):
@@ -195,9 +195,9 @@ def test_a_start_waits_for_the_one_before_to_end(tmp_path, caplog):
         # The second one warns when it has found the lock taken; then the first one ends.
         handler = logging.Handler()
         handler.emit = lambda record: first.close()
-        logging.getLogger("tasks.runtime.folder").addHandler(handler)
+        logging.getLogger("tasks.runtime.run_folder.folder").addHandler(handler)
         try:
             with caplog.at_level(logging.WARNING, "tasks"), folder.lock(patience=30.0):
                 assert "waiting for its end" in caplog.text
         finally:
-            logging.getLogger("tasks.runtime.folder").removeHandler(handler)
+            logging.getLogger("tasks.runtime.run_folder.folder").removeHandler(handler)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.model import build_model
+from tasks.runtime.models.build import build_model
 from tasks.runtime.parallel.fsdp import require_one_dtype
 
 

@@ -13,12 +13,12 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.guard import Guard, RollBack, spike_limit
-from tasks.runtime.metrics import read_points
-from tasks.runtime.optimizer import build_optimizer, withhold
-from tasks.runtime.processes import Processes
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.optim.optimizer import build_optimizer, withhold
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.step_guard import Guard, RollBack, spike_limit
 from tests.runtime import test_matrix
 from tests.runtime.forked import launch
 from tests.runtime.ruinous import BAD, ruin

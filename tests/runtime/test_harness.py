@@ -10,11 +10,11 @@ from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.tokenizer import train_tokenizer
-from tasks.runtime.evaluate import evaluate
-from tasks.runtime.harness import Score, require_tasks, scores_of, task_scores
-from tasks.runtime.model import adopt_tokenizer, build_model
-from tasks.runtime.record import CompletionRecord
-from tasks.runtime.weights import collect_weights
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, scores_of, task_scores
+from tasks.runtime.models.build import adopt_tokenizer, build_model
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.trained_weights import collect_weights
 from tests.runtime.test_matrix import make_spec
 from tests.runtime.train_only import train_spec
 
@@ -133,7 +133,7 @@ def test_a_group_stands_for_its_parts():
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("tasks.runtime.evaluation.lm_eval_harness.find_spec", lambda name: None)
     require_tasks(RunSpec())
     with pytest.raises(ValueError, match=r"evaluation\.tasks needs the package lm_eval.*strata\[lm-eval\]"):
         require_tasks(spec_of("hellaswag"))

@@ -11,11 +11,11 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
-from tasks.runtime.exits import EXIT_UNHEALTHY, describe_exit, explain
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.health import Unhealthy, _products, check_health, to_blame
-from tasks.runtime.processes import Processes
-from tasks.runtime.watchdog import Watchdog
+from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, to_blame
+from tasks.runtime.process.exit_codes import EXIT_UNHEALTHY, describe_exit, explain
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.watchdog import Watchdog
+from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.unhealthy import CASES, wrong_products
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_every_start_has_a_place_of_its_own_for_what_hangs(tmp_path, monkeypatch
         places.append(place)
         return Watchdog(place, *arguments)
 
-    monkeypatch.setattr("tasks.runtime.health.Watchdog", noting)
+    monkeypatch.setattr("tasks.runtime.faults.health_check.Watchdog", noting)
     spec = RunSpec.model_validate({"output": str(tmp_path)})
     for _ in range(2):
         check_health(spec, RunFolder.of(spec), Processes())
@@ -105,7 +105,7 @@ def test_another_attempt_may_go_better(tmp_path, monkeypatch, capsys):
     def refuse(*arguments):
         raise Unhealthy("not fit to train on: process 0: lost")
 
-    monkeypatch.setattr("tasks.runtime.session.check_health", refuse)
+    monkeypatch.setattr("tasks.runtime.training.session.check_health", refuse)
     (tmp_path / "my.yaml").write_text(json.dumps({"output": str(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["strata", str(tmp_path / "my.yaml")])
     assert entry.main() == EXIT_UNHEALTHY

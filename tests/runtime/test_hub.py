@@ -17,12 +17,12 @@ from tasks import evaluate, export, prepare, topology
 from tasks.runtime import __main__ as entry
 from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
-from tasks.runtime.exits import EXIT_UNREACHABLE, describe_exit, explain
-from tasks.runtime.hub import asking_hub
-from tasks.runtime.model import build_model, load_config
+from tasks.runtime.models.build import build_model, load_config
 from tasks.runtime.objectives import Start, objective_of
-from tasks.runtime.processes import Processes
-from tasks.runtime.unreachable import Unreachable
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.exit_codes import EXIT_UNREACHABLE, describe_exit, explain
+from tasks.runtime.process.hub import asking_hub
+from tasks.runtime.process.ranks import Processes
 
 SPEC = RunSpec.model_validate({"model": {"name": "acme/model"}})
 ASKED = {
@@ -136,7 +136,7 @@ def test_of_a_teacher_its_own_field_is_named(monkeypatch):
 
 def test_the_attempt_may_be_repeated(tmp_path, monkeypatch, capsys):
     (tmp_path / "my.yaml").write_text(json.dumps({"output": str(tmp_path)}))
-    monkeypatch.setattr("tasks.runtime.session.check_health", unreachable)
+    monkeypatch.setattr("tasks.runtime.training.session.check_health", unreachable)
     monkeypatch.setattr(sys, "argv", ["strata", str(tmp_path / "my.yaml")])
     assert entry.main() == EXIT_UNREACHABLE
     assert "cannot be reached (no route)" in capsys.readouterr().err

@@ -9,13 +9,13 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint import whole
+from tasks.runtime.checkpoint import manifest
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.guard import Guard, RollBack
-from tasks.runtime.job import Job
 from tasks.runtime.objectives import next_token, target_tokens
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.job import Job
+from tasks.runtime.training.step_guard import Guard, RollBack
 from tests.runtime.train_only import train_spec
 
 
@@ -46,13 +46,13 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
     """What the checkpoint notes is read once and handed out: the main process may have changed it by now."""
     folder = tmp_path / "checkpoint-10"
     folder.mkdir()
-    whole.commit(folder, {}, {"guard": {"losses": [], "skips": 0, "passed_over": []}})
+    manifest.commit(folder, {}, {"guard": {"losses": [], "skips": 0, "passed_over": []}})
     processes, spec = Processes(), RunSpec.model_validate({"faults": {"nonfinite": "rollback"}})
 
     def on_main(call):
         """As on a late process: the main one has done its part, and the next one, too."""
         value = call()
-        whole.amend(folder, {"guard": {"losses": [], "skips": 0, "passed_over": [(10, 3)]}})
+        manifest.amend(folder, {"guard": {"losses": [], "skips": 0, "passed_over": [(10, 3)]}})
         return value
 
     monkeypatch.setattr(Processes, "on_main", lambda self, call: on_main(call))

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata_platform.spec import RunSpec
-from tasks.runtime import layers
-from tasks.runtime.model import build_model, patch
+from tasks.runtime.models import activation_checkpointing
+from tasks.runtime.models.build import build_model, patch
 
 # The compiler looks at it, and hides the warning by means that do not hide errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -34,8 +34,8 @@ def make_model(**training):
     spec = RunSpec.model_validate({"training": training})
     model = build_model(spec)
     patch(model, spec)
-    layers.recompute(model, spec)
-    layers.compile_layers(model, spec)
+    activation_checkpointing.recompute(model, spec)
+    activation_checkpointing.compile_layers(model, spec)
     return model.train()
 
 
@@ -84,7 +84,7 @@ def test_products_are_kept_per_op():
 
 
 def test_the_operators_of_torch_that_are_kept_exist():
-    ours = [name for name in layers._KEPT if name.startswith("aten::")]
+    ours = [name for name in activation_checkpointing._KEPT if name.startswith("aten::")]
     assert [name for name in ours if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
 
 
@@ -121,7 +121,7 @@ def test_a_layer_that_is_no_graph_is_refused(monkeypatch):
 
     model = make_model()
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", breaks)
-    layers.compile_layers(model, RunSpec(training={"compile": True}))
+    activation_checkpointing.compile_layers(model, RunSpec(training={"compile": True}))
     with pytest.raises(ValueError, match=r"training\.compile is true, but .* Set training\.compile to false"):
         step(model)
 
@@ -131,5 +131,5 @@ def test_a_model_that_does_not_tell_its_layers_is_refused(training):
     spec = RunSpec(training=training)
     field = f"training.{next(iter(training))}"
     with pytest.raises(ValueError, match=rf"{field} goes by a model's layers, and Linear .* set {field} to"):
-        layers.recompute(nn.Linear(2, 2), spec)
-        layers.compile_layers(nn.Linear(2, 2), spec)
+        activation_checkpointing.recompute(nn.Linear(2, 2), spec)
+        activation_checkpointing.compile_layers(nn.Linear(2, 2), spec)

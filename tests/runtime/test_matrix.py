@@ -11,11 +11,11 @@ import torch
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.models import Adapter, Parallel, Runtime
+from strata_platform.spec.run_spec import Adapter, Parallel, Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import read_points
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.forked import launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec

@@ -13,7 +13,7 @@ from transformers import (
 
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.speed import model_flops
-from tasks.runtime.mfu import Mfu, flops_per_token, peak_of
+from tasks.runtime.metrics.mfu import Mfu, flops_per_token, peak_of
 
 SHAPE = {
     "vocab_size": 1000,

@@ -20,17 +20,17 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint import mirror as mirrors
-from tasks.runtime.checkpoint import remote as remotes
-from tasks.runtime.checkpoint import whole
-from tasks.runtime.checkpoint.mirror import Mirror
-from tasks.runtime.checkpoint.remote import Remote, persist
-from tasks.runtime.exits import explain
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.job import Job
-from tasks.runtime.session import session
-from tasks.runtime.signals import Preempted
-from tasks.runtime.unreachable import Unreachable
+from tasks.runtime.checkpoint import manifest
+from tasks.runtime.checkpoint import object_store as remotes
+from tasks.runtime.checkpoint import upload as mirrors
+from tasks.runtime.checkpoint.object_store import Remote, persist
+from tasks.runtime.checkpoint.upload import Mirror
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.exit_codes import explain
+from tasks.runtime.process.signals import Preempted
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.job import Job
+from tasks.runtime.training.session import session
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
 
@@ -107,7 +107,7 @@ def save(root, step, text="weights"):
     folder.mkdir(parents=True)
     (folder / "a.safetensors").write_text(text)
     (folder / "config.json").write_text("{}")
-    whole.commit(folder, {}, {"data_hash": "d"})
+    manifest.commit(folder, {}, {"data_hash": "d"})
     return folder
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_comes_back_as_it_was(url, tmp_path):
         remote.put(save(here, step, f"weights {step}"))
     assert remote.steps() == [2, 10]
     folder = remote.fetch(10, there)
-    assert whole.damage(folder) is None and whole.step_of(folder) == 10
+    assert manifest.damage(folder) is None and manifest.step_of(folder) == 10
     assert (folder / "a.safetensors").read_text() == "weights 10"
     remote.remove(10)
     assert remote.steps() == [2]
@@ -165,10 +165,10 @@ def test_a_checkpoint_comes_back_as_it_was(url, tmp_path):
 def test_a_changed_manifest_travels_alone(tmp_path, monkeypatch):
     remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
     remote.put(folder)
-    whole.amend(folder, {"guard": 1})
+    manifest.amend(folder, {"guard": 1})
     monkeypatch.setattr(Flaky, "put_file", None)
     remote.put(folder)
-    assert whole.facts_of(remote.fetch(2, tmp_path / "there"))["guard"] == 1
+    assert manifest.facts_of(remote.fetch(2, tmp_path / "there"))["guard"] == 1
 
 
 def test_a_store_that_is_full_keeps_what_it_has(tmp_path):
@@ -178,7 +178,7 @@ def test_a_store_that_is_full_keeps_what_it_has(tmp_path):
     remote.put(folder)
     remote.put_file(notes)
     notes.write_text("up to step 4\n" * 9)
-    whole.amend(folder, {"guard": 1})
+    manifest.amend(folder, {"guard": 1})
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))
     try:
@@ -187,7 +187,7 @@ def test_a_store_that_is_full_keeps_what_it_has(tmp_path):
                 put()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    assert whole.damage(remote.fetch(2, tmp_path / "there")) is None
+    assert manifest.damage(remote.fetch(2, tmp_path / "there")) is None
     assert remote.fetch_file(tmp_path / "there" / "metrics.jsonl")
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to step 2\n"
 
@@ -355,7 +355,7 @@ def test_checkpoints_wait_while_the_store_is_away(mirror, store, caplog):
     for step in (50, 100, 150):
         copying.add(save(folder.checkpoints, step))
         # As the writer does, whether or not they are copied.
-        whole.prune(folder.checkpoints, 1, 100)
+        manifest.prune(folder.checkpoints, 1, 100)
     assert store.asked.wait(10)
     store.error = None
     copying.finish()
@@ -368,7 +368,7 @@ def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, s
     put_file, begun, go_on, order = Flaky.put_file, threading.Event(), threading.Event(), []
 
     def slow(self, here, there, *arguments, **options):
-        order.append(whole.step_of(Path(here).parent))
+        order.append(manifest.step_of(Path(here).parent))
         begun.set()
         assert go_on.wait(10)
         return put_file(self, here, there, *arguments, **options)
@@ -378,8 +378,8 @@ def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, s
     assert begun.wait(10)
     for step in (100, 150, 200):
         copying.add(save(folder.checkpoints, step))
-        whole.prune(folder.checkpoints, 1, spare=copying.copying)
-    assert list(map(whole.step_of, whole.folders(folder.checkpoints))) == [50, 200]
+        manifest.prune(folder.checkpoints, 1, spare=copying.copying)
+    assert list(map(manifest.step_of, manifest.folders(folder.checkpoints))) == [50, 200]
     go_on.set()
     copying.finish()
     assert order == [50, 50, 200, 200]
@@ -435,13 +435,13 @@ ENDS = """
 import threading
 from pathlib import Path
 from fsspec.implementations.local import LocalFileSystem
-from tasks.runtime.checkpoint import whole
-from tasks.runtime.checkpoint.remote import Remote
+from tasks.runtime.checkpoint import manifest
+from tasks.runtime.checkpoint.object_store import Remote
 
 folder = Path("checkpoint-50")
 folder.mkdir()
 (folder / "weights").touch()
-whole.commit(folder, {}, {})
+manifest.commit(folder, {}, {})
 begun = threading.Event()
 LocalFileSystem.put_file = lambda *arguments: begun.set() or threading.Event().wait()
 remote = Remote(f"file://{folder.absolute().parent}/store", "x")
@@ -469,7 +469,7 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
     Flaky.store["/bucket/runs/x/checkpoint-150/a.safetensors"].write(b"torn")
     del Flaky.store["/bucket/runs/x/checkpoint-100/config.json"]
     copying.fetch_newest()
-    assert whole.step_of(whole.latest(folder.checkpoints)) == 50
+    assert manifest.step_of(manifest.latest(folder.checkpoints)) == 50
     assert "checkpoint-150 of flaky://bucket/runs/x is not used: a.safetensors has" in caplog.text
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: " in caplog.text
     copying.discard_after(50)
@@ -491,7 +491,7 @@ def test_a_file_that_comes_after_its_manifest_is_waited_for(mirror, monkeypatch)
 
     monkeypatch.setattr(Flaky, "get_file", not_yet)
     copying.fetch_newest()
-    assert not late and whole.step_of(whole.latest(folder.checkpoints)) == 50
+    assert not late and manifest.step_of(manifest.latest(folder.checkpoints)) == 50
 
 
 def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(mirror, store, monkeypatch):
@@ -512,7 +512,7 @@ def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(mirror, stor
         patched.setattr(Remote, "fetch", killed)
         copying.fetch_newest()
     copying.fetch_newest()
-    assert whole.step_of(whole.latest(folder.checkpoints)) == 100
+    assert manifest.step_of(manifest.latest(folder.checkpoints)) == 100
     assert folder.metrics.read_text() == "up to step 100\n"
 
 
@@ -525,7 +525,7 @@ def test_a_machine_that_has_nothing_passes_over_a_torn_manifest(mirror, caplog, 
     shutil.rmtree(folder.checkpoints)
     Flaky.store["/bucket/runs/x/checkpoint-100/manifest.json"] = MemoryFile(Flaky(), "-", manifest)
     copying.fetch_newest()
-    assert whole.step_of(whole.latest(folder.checkpoints)) == 50
+    assert manifest.step_of(manifest.latest(folder.checkpoints)) == 50
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: manifest.json is unreadable" in caplog.text
     copying.discard_after(50)
     assert Remote("flaky://bucket/runs", "x").steps() == [50]
@@ -634,7 +634,7 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
         patched.setattr(Mirror, "add", away)
         with pytest.raises(Preempted):
             train_spec(spec)
-    assert whole.step_of(whole.latest(RunFolder.of(spec).checkpoints)) == 2
+    assert manifest.step_of(manifest.latest(RunFolder.of(spec).checkpoints)) == 2
     assert not RunFolder.of(spec).record.exists()
 
     store.error = None

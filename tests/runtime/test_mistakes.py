@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
 from tasks.runtime import checkpoint
-from tasks.runtime import run as running
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.folder import RunFolder
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training import train as running
 from tests.runtime.train_only import train_spec
 
 ROW = {"prompt": "2 + 2 = ", "completion": "4"}
@@ -141,7 +141,7 @@ def test_a_mistake_in_the_spec(read_before_loading, spec, message):
 def test_attention_whose_package_is_missing(read, monkeypatch, attention, package):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     monkeypatch.setattr("tasks.runtime.parallel.is_kernels_available", lambda: False)
-    monkeypatch.setattr("tasks.runtime.data.prepare", None)
+    monkeypatch.setattr("tasks.runtime.data.pipeline", None)
     said = read(f"model: {{attention: {attention}}}")
     assert f"model.attention '{attention}' needs the package {package}, which is not installed; " in said
     assert "set model.attention to 'sdpa'" in said

@@ -16,7 +16,7 @@ from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.model import (
+from tasks.runtime.models.build import (
     PRESETS,
     adopt_tokenizer,
     build_empty_model,
@@ -28,8 +28,8 @@ from tasks.runtime.model import (
     prepare_for_training,
     require_embeddings,
 )
-from tasks.runtime.optimizer import build_optimizer
-from tasks.runtime.processes import Processes
+from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.process.ranks import Processes
 
 
 def test_every_preset_of_the_spec_can_be_built():

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
-from tasks.runtime.evaluate import _measure, validation_means
-from tasks.runtime.model import build_model
+from tasks.runtime.evaluation.evaluate_model import _measure, validation_means
+from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import objective_of, validation_objective_of
 
 # Of one row, which routers see the same of however often it is there, the targets that each copy has; none, too.

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.evaluate import evaluate
-from tasks.runtime.export import export
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.weights import collect_weights
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.export_model import export
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.training.trained_weights import collect_weights
 from tests.runtime.forked import launch
 from tests.runtime.pairs import write_pairs
 from tests.runtime.pretrained import save_pretrained

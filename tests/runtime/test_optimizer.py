@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.model import build_model
-from tasks.runtime.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
+from tasks.runtime.models.build import build_model
+from tasks.runtime.optim.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
 
 
 @pytest.mark.parametrize(

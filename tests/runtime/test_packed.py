@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.models import Runtime
+from strata_platform.spec.run_spec import Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import collate, fingerprint, prepare
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.metrics import read_points
-from tasks.runtime.model import build_model, has_fused_loss, patch
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.models.build import build_model, has_fused_loss, patch
 from tasks.runtime.objectives import objective_of
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.train_only import train_spec
 
 DOCUMENTS = 8

@@ -13,16 +13,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime import checkpoint, paged, slots
+from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import read_points
-from tasks.runtime.model import build_model
-from tasks.runtime.optimizer import build_optimizer, set_learning_rate
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.models.build import build_model
+from tasks.runtime.optim import managed_memory, state_tensors
+from tasks.runtime.optim.optimizer import build_optimizer, set_learning_rate
 from tasks.runtime.parallel import require_installed
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.train_only import train_spec
 
 TYPES = [
@@ -125,7 +126,7 @@ def made(monkeypatch):
         found[tensor.data_ptr()] = tensor
         return tensor
 
-    monkeypatch.setattr(slots, "paged_zeros", zeros)
+    monkeypatch.setattr(state_tensors, "paged_zeros", zeros)
     return found
 
 
@@ -177,25 +178,25 @@ def mesh():
 )
 def test_a_slot_is_split_like_its_parameter(placements, mesh, made):
     parameter = nn.Parameter(distribute_tensor(torch.ones(6, 512), mesh, placements))
-    moment = slots.new_slot(parameter, parameter.shape, torch.uint8, paged=True)
-    scales = slots.new_slot(parameter, torch.Size((6, 2)), torch.float32, paged=True)
+    moment = state_tensors.new_slot(parameter, parameter.shape, torch.uint8, paged=True)
+    scales = state_tensors.new_slot(parameter, torch.Size((6, 2)), torch.float32, paged=True)
     for slot, shape in ((moment, (6, 512)), (scales, (6, 2))):
         assert isinstance(slot, DTensor) and not slot.requires_grad
         assert (slot.shape, slot.stride(), slot.placements) == (shape, (shape[1], 1), parameter.placements)
         assert slot.device_mesh == parameter.device_mesh and slot.to_local().data_ptr() in made
-    count = slots.new_slot(parameter, torch.Size(), torch.float32, paged=True)
+    count = state_tensors.new_slot(parameter, torch.Size(), torch.float32, paged=True)
     assert not isinstance(count, DTensor) and count.shape == ()
 
 
 def test_what_is_not_in_one_piece_keeps_its_order(made):
     parameter = nn.Parameter(torch.ones(4, 6).t())
-    slot = slots.new_slot(parameter, parameter.shape, torch.float32, paged=True)
+    slot = state_tensors.new_slot(parameter, parameter.shape, torch.float32, paged=True)
     assert slot.stride() == parameter.stride() and not made
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
 def test_on_the_cpu_memory_is_ordinary(shape):
-    tensor = paged.zeros(shape, torch.bfloat16, torch.device("cpu"))
+    tensor = managed_memory.zeros(shape, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(tensor, torch.zeros(shape, dtype=torch.bfloat16))
 
 
@@ -223,14 +224,14 @@ def runtime(monkeypatch):
 def test_memory_that_is_not_there_is_told(error, type, message, runtime, monkeypatch):
     monkeypatch.setattr(runtime, "cudaMallocManaged", lambda size, flags: (getattr(runtime.cudaError_t, error), None))
     with pytest.raises(type, match=message):
-        paged.zeros((1 << 19,), torch.float32, DEVICE)
+        managed_memory.zeros((1 << 19,), torch.float32, DEVICE)
 
 
 def test_memory_lasts_as_long_as_its_object(runtime, monkeypatch):
     freed = []
     monkeypatch.setattr(runtime, "cudaMallocManaged", lambda size, flags: (runtime.cudaError_t.cudaSuccess, 4096))
     monkeypatch.setattr(runtime, "cudaFree", freed.append)
-    memory = paged._Managed(1 << 20, DEVICE)
+    memory = managed_memory._Managed(1 << 20, DEVICE)
     assert memory.__cuda_array_interface__ == {
         "version": 3, "shape": (1 << 20,), "typestr": "|u1", "data": (4096, False),
     }  # fmt: skip
@@ -329,7 +330,7 @@ def kind_at(pointer, runtime):
 def test_on_a_gpu_memory_is_managed_and_the_allocator_does_not_count_it(dtype):
     gc.collect()
     before = torch.cuda.memory_allocated(DEVICE)
-    tensor = paged.zeros((1024, 1031), dtype, DEVICE)
+    tensor = managed_memory.zeros((1024, 1031), dtype, DEVICE)
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert (tensor.shape, tensor.dtype, tensor.device) == ((1024, 1031), dtype, DEVICE)
     assert tensor.is_contiguous() and kind_of(tensor) == "Managed"
@@ -346,15 +347,15 @@ def test_on_a_gpu_memory_is_managed_and_the_allocator_does_not_count_it(dtype):
 
 @on_gpu
 def test_on_a_gpu_small_and_empty_tensors_are_ordinary():
-    assert kind_of(paged.zeros((1024,), torch.float32, DEVICE)) == "Device"
-    assert paged.zeros((0, 1 << 20), torch.float32, DEVICE).shape == (0, 1 << 20)
+    assert kind_of(managed_memory.zeros((1024,), torch.float32, DEVICE)) == "Device"
+    assert managed_memory.zeros((0, 1 << 20), torch.float32, DEVICE).shape == (0, 1 << 20)
 
 
 @on_gpu
 def test_on_a_gpu_memory_is_freed_with_the_last_view():
     from cuda.bindings import runtime
 
-    tensor = paged.zeros((1 << 20,), torch.float32, DEVICE)
+    tensor = managed_memory.zeros((1 << 20,), torch.float32, DEVICE)
     pointer, view = tensor.data_ptr(), tensor[1:].view(torch.uint8)
     del tensor
     gc.collect()
@@ -378,9 +379,9 @@ def test_on_a_gpu_steps_have_the_same_bits(type, dtype):
         allocated.append(torch.cuda.memory_allocated(DEVICE) - before)
         states.append(state_of(model, optimizer))
         slots_of = {name: tensor for name, tensor in states[-1].items() if name.startswith("exp_avg")}
-        assert max(tensor.nbytes for tensor in slots_of.values()) >= paged.SMALLEST
+        assert max(tensor.nbytes for tensor in slots_of.values()) >= managed_memory.SMALLEST
         for name, tensor in slots_of.items():
-            expected = "Managed" if is_paged and tensor.nbytes >= paged.SMALLEST else "Device"
+            expected = "Managed" if is_paged and tensor.nbytes >= managed_memory.SMALLEST else "Device"
             assert kind_of(tensor) == expected, name
     require_same(*states)
     assert allocated[1] < allocated[0] / 4
@@ -391,7 +392,7 @@ def test_on_a_gpu_steps_have_the_same_bits(type, dtype):
 @pytest.mark.parametrize("after", [True, False], ids=["paged", "ordinary"])
 @pytest.mark.parametrize("before", [True, False], ids=["paged", "ordinary"])
 def test_on_a_gpu_state_comes_back_into_the_memory_that_is_asked_for(type, before, after, tmp_path, monkeypatch):
-    monkeypatch.setattr(paged, "SMALLEST", 1)
+    monkeypatch.setattr(managed_memory, "SMALLEST", 1)
     model = build_model(spec_of()).to(DEVICE)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, spec_of(type=type, paged=before))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import RunFolder
+from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.forked import launch
 from tests.runtime.test_matrix import approx, curve, file_of
 from tests.runtime.train_only import train_spec

@@ -11,7 +11,7 @@ from strata_kernels.targets import rounded_counts, rounded_targets
 from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import load_config, plan_model
 from strata_platform.spec import RunSpec
-from tasks.runtime.plan import plan_of
+from tasks.runtime.warmup.plan import plan_of
 
 CONFIG = {
     "model_type": "qwen3",

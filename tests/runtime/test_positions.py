@@ -8,10 +8,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.tokenizer import train_tokenizer
-from tasks.runtime.evaluate import generate
+from tasks.runtime.evaluation.evaluate_model import generate
+from tasks.runtime.models.packing_support import (
+    KEEPS_APART,
+    keeps_apart,
+    learned_positions,
+    require_apart,
+    require_positions,
+)
 from tasks.runtime.objectives import objective_of
-from tasks.runtime.positions import KEEPS_APART, keeps_apart, learned_positions, require_apart, require_positions
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 from tests.kernels.test_patch import build
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec

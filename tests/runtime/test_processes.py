@@ -10,12 +10,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from strata_platform.spec import RunSpec
-from tasks.runtime import processes
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.frameworks.hf import arguments
-from tasks.runtime.processes import Processes
-from tasks.runtime.session import session
-from tasks.runtime.unreachable import Unreachable
+from tasks.runtime.process import ranks
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.frameworks.hf import arguments
+from tasks.runtime.training.session import session
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,8 +59,8 @@ def work(local_rank, folder, port):
                 run.processes.on_main(ask_in_vain)
             others = run.processes.in_new_group()
             # Nobody gives up on the main process while it prepares data or copies a checkpoint.
-            for group in (others.group, processes._patient):
-                assert group._get_backend(torch.device("cpu")).options._timeout == processes.PATIENCE
+            for group in (others.group, ranks._patient):
+                assert group._get_backend(torch.device("cpu")).options._timeout == ranks.PATIENCE
             gathered = others.gather(local_rank)
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank

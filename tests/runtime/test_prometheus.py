@@ -8,12 +8,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.job import Job
-from tasks.runtime.metrics import read_points
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.objectives.next_token import NextToken
-from tasks.runtime.processes import Processes
-from tasks.runtime.tracking import serve_prometheus
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.job import Job
 from tests.runtime.free_port import free_port
 from tests.runtime.ruinous import BAD, ruin
 from tests.runtime.train_only import train_spec

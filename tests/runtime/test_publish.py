@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.tokenizer import train_tokenizer
-from tasks.runtime.model import PRESETS
-from tasks.runtime.publish import _require_exported, publish, require_targets
+from tasks.runtime.export.publish import _require_exported, publish, require_targets
+from tasks.runtime.models.build import PRESETS
 
 FILES = ("config.json", "model.safetensors", "README.md", "strata_record.json")
 # The shards of a larger model, and a tokenizer with several templates.

@@ -19,15 +19,15 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Deepspeed, Fsdp
 from strata_platform.spec.training import Training
 from tasks.runtime import checkpoint
-from tasks.runtime.adapter import add_adapter
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.layers import recompute
-from tasks.runtime.model import build_model
+from tasks.runtime.models.activation_checkpointing import recompute
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.quantization import _four_bits, _storage, lay_out, pack, quantized
 from tasks.runtime.parallel import require_installed
-from tasks.runtime.quantized import _four_bits, _storage, lay_out, pack, quantized
-from tasks.runtime.record import CompletionRecord
-from tasks.runtime.weights import build_trained_model, collect_weights
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
 from tests.runtime.forked import ROOT, launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.test_layers import Count
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused(changes, message):
 
 @needed
 def test_the_console_of_a_run_has_no_line_of_its_import():
-    code = "from tasks.runtime.log import configure_logging; configure_logging(); import bitsandbytes"
+    code = "from tasks.runtime.process.log import configure_logging; configure_logging(); import bitsandbytes"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert ended.returncode == 0
     assert "kernels-community" not in ended.stdout + ended.stderr

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import torch
 
-from tasks.runtime.processes import Processes
-from tasks.runtime.random_states import random_states, restore_random_states, seed_generators
-from tasks.runtime.run import have_the_same_ranks
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.rng import random_states, restore_random_states, seed_generators
+from tasks.runtime.training.train import have_the_same_ranks
 
 
 def draw():

@@ -3,7 +3,7 @@
 import json
 from math import inf, nan
 
-from tasks.runtime.record import CompletionRecord, TaskScore
+from tasks.runtime.run_folder.record import CompletionRecord, TaskScore
 from tests.runtime.test_report import RECORD
 
 

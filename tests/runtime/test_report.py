@@ -16,11 +16,11 @@ import pytest
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.runs import MetricPoint
-from tasks.runtime.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.report import numbers, render_body, render_report
 from tasks.runtime.report.markup import Html, element, text
 from tasks.runtime.report.series import smooth, step_axis, thin, value_axis
 from tasks.runtime.report.style import DARK, LIGHT, SCOPE, STYLE
+from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 
 VOID = {"meta"}
 SPEC = "name: finetune\nmodel:\n  name: tiny-llama\n"

@@ -13,7 +13,7 @@ from tasks.runtime.data.slices import document_ends, slice_of
 from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_divisible
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 from tests.runtime.forked import launch
 
 ROWS = {"parallel": {"tensor_parallel": 1, "context_parallel": 2}}

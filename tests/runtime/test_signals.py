@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.runtime.signals import Preempted, deferred, preemptible
+from tasks.runtime.process.signals import Preempted, deferred, preemptible
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_outside_the_main_thread_nothing_changes():
     assert handlers[0] == handlers[1]
 
 
-WORKER = "from tasks.runtime.signals import *; end_with_agent(); print(os.getpid(), flush=True); signal.pause()"
+WORKER = "from tasks.runtime.process.signals import *; end_with_agent(); print(os.getpid(), flush=True); signal.pause()"
 AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
 
 
@@ -82,7 +82,7 @@ def test_the_end_of_an_agent_is_the_end_of_its_workers():
 # As Flyte starts workers; this one takes its time before it asks the kernel.
 LATE = """
 import multiprocessing, signal
-from tasks.runtime.signals import end_with_agent
+from tasks.runtime.process.signals import end_with_agent
 
 def work():
     print("started", flush=True)

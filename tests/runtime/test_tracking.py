@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.tracking import Trackers, require_trackers
-from tasks.runtime.tracking import channel as channel_module
-from tasks.runtime.tracking.channel import Channel
-from tasks.runtime.tracking.mlflow import Mlflow, flat
-from tasks.runtime.tracking.tracker import settings_of, values_of
+from tasks.runtime.metrics.trackers import Trackers, require_trackers
+from tasks.runtime.metrics.trackers import channel as channel_module
+from tasks.runtime.metrics.trackers.channel import Channel
+from tasks.runtime.metrics.trackers.mlflow import Mlflow, flat
+from tasks.runtime.metrics.trackers.tracker import settings_of, values_of
+from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.free_port import free_port
 
 POINT = MetricPoint(

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.verify import TOKENS, difference, expected_of, verify
+from tasks.runtime.export.check_folder import TOKENS, difference, expected_of, verify
 
 
 @pytest.fixture

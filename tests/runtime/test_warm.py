@@ -16,11 +16,11 @@ import triton
 from strata_kernels.warmup.describe import hearing_misses
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
-from tasks.runtime import warm
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.plan import plan_of
-from tasks.runtime.store import open_store
-from tasks.runtime.warm_kernels import warm_kernels
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.warmup import pod as warm_pod
+from tasks.runtime.warmup.compile_process import warm_kernels
+from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.store import open_store
 from tests.kernels.races import Driver, Pointer, copy_kernel
 
 SMALL = {"data": {"sequence_length": 64}, "training": {"micro_batch_size": 2}}
@@ -56,13 +56,13 @@ def test_recomputation_adds_no_other_kernels(kind):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to compile")
 def test_nothing_to_warm_is_said(tmp_path, changes, reason):
     spec = RunSpec.model_validate({"output": str(tmp_path), **changes})
-    assert reason in warm.ensure_warm(spec, RunFolder.of(spec))["skipped"]
+    assert reason in warm_pod.ensure_warm(spec, RunFolder.of(spec))["skipped"]
 
 
 def test_on_a_machine_without_a_gpu_it_takes_no_time(tmp_path):
     spec = RunSpec(output=str(tmp_path))
     start = time.perf_counter()
-    warm.ensure_warm(spec, RunFolder.of(spec))
+    warm_pod.ensure_warm(spec, RunFolder.of(spec))
     assert time.perf_counter() - start < 0.05
 
 
@@ -70,13 +70,13 @@ def test_on_a_machine_without_a_gpu_it_takes_no_time(tmp_path):
 def pod(tmp_path, monkeypatch) -> RunSpec:
     """A pod that has a GPU: the process that would compile is real; that it should is what has to be pretended here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(warm, "_TEMPORARY", (tmp_path / "memory",))
-    monkeypatch.setattr(warm, "_ROOM", 4 << 20)
+    monkeypatch.setattr(warm_pod, "_TEMPORARY", (tmp_path / "memory",))
+    monkeypatch.setattr(warm_pod, "_ROOM", 4 << 20)
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(warm.DONE, "")
-    monkeypatch.delenv(warm.DONE)
-    monkeypatch.setenv(warm.BAKED, "/baked")
+    monkeypatch.setenv(warm_pod.DONE, "")
+    monkeypatch.delenv(warm_pod.DONE)
+    monkeypatch.setenv(warm_pod.BAKED, "/baked")
     return RunSpec.model_validate({"output": str(tmp_path), "kernels": {"warmup_timeout": 20}})
 
 
@@ -92,7 +92,7 @@ def stand_in(monkeypatch, path: Path, script: str) -> None:
 
 
 def ensure_warm(spec: RunSpec) -> dict:
-    return warm.ensure_warm(spec, RunFolder.of(spec))
+    return warm_pod.ensure_warm(spec, RunFolder.of(spec))
 
 
 def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, caplog):
@@ -163,7 +163,7 @@ def test_a_disk_that_fills_up_meanwhile_is_left(tmp_path, monkeypatch, pod):
 def test_with_no_place_at_all_training_starts(tmp_path, monkeypatch, pod):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(warm, "_TEMPORARY", ())
+    monkeypatch.setattr(warm_pod, "_TEMPORARY", ())
     report = ensure_warm(pod)
     assert report["skipped"] == "no directory takes what Triton writes" and "Not a directory" in report["problems"][0]
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "cache")
@@ -173,25 +173,25 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch, 
     folder = tmp_path / "memory" / f"strata-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    assert warm._own_folders() == []
+    assert warm_pod._own_folders() == []
 
 
 LOCAL_RANKS = """
 import json, os, sys, torch
 from pathlib import Path
 from strata_platform.spec import RunSpec
-from tasks.runtime import warm
-from tasks.runtime.folder import RunFolder
+from tasks.runtime.warmup import pod as warm_pod
+from tasks.runtime.run_folder.folder import RunFolder
 
 torch.cuda.is_available = lambda: True
 root, sys.executable = Path(sys.argv[1]), sys.argv[2]
-warm._TEMPORARY = (root,)
+warm_pod._TEMPORARY = (root,)
 spec = RunSpec(output=str(root), training={"compile": True})
 children = []
 for rank in range(8):
     if (child := os.fork()) == 0:
         os.environ["LOCAL_RANK"] = str(rank)
-        report = warm.ensure_warm(spec, RunFolder.of(spec))
+        report = warm_pod.ensure_warm(spec, RunFolder.of(spec))
         assert report == ({"skipped": "its process ended with code -9"} if rank == 0 else {}), report
         assert os.environ["TRITON_CACHE_DIR"] == str(root / "cache")
         # Made once, for what all of them compile.
@@ -261,7 +261,7 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
     kernels = tmp_path / f"warmup-{socket.gethostname()}.kernels.json"
     kernels.write_text(json.dumps([kernel.to_dict() for kernel in planned]))
     copy_kernel.device_caches.clear()
-    with warm.later_misses(RunFolder(tmp_path)) as misses:
+    with warm_pod.later_misses(RunFolder(tmp_path)) as misses:
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
         copy_kernel.warmup(Pointer, Pointer, D=64, num_warps=8, enable_fp_fusion=True, grid=(1,))
     said = "D=64 (planned: 16), num_warps=8 (planned: 4)"

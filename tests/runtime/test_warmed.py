@@ -9,11 +9,11 @@ import torch
 from strata_kernels import rms_norm
 from strata_kernels.warmup import Compiled, Failed, Plan, WarmupReport, count_compiles, record, warmup
 from strata_platform.spec import RunSpec
-from tasks.runtime import warmed as module
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.processes import Processes
-from tasks.runtime.warm import plan_in, report_in
-from tasks.runtime.warmed import Loading, warmed
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.warmup import training_process as module
+from tasks.runtime.warmup.pod import plan_in, report_in
+from tasks.runtime.warmup.training_process import Loading, warmed
 
 PLANNED = WarmupReport("GPU", 2, (Compiled("a", "", 0.1, hit=True),), (Failed("b", "x=1", "no room"),), 0.1)
 

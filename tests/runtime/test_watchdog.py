@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.metrics import read_points
-from tasks.runtime.record import CompletionRecord
-from tasks.runtime.watchdog import EXIT_HUNG, Watchdog, summary
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.process.watchdog import EXIT_HUNG, Watchdog, summary
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import CompletionRecord
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,10 @@ import torch
 from strata_platform.spec import DataRecipe, load_spec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.folder import RunFolder, data_folder
-from tasks.runtime.log import configure_logging
-from tasks.runtime.run import train
-from tasks.runtime.session import session
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.training.session import session
+from tasks.runtime.training.train import train
 from tests.runtime.narrow import narrow
 
 

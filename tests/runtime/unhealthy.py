@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.folder import RunFolder
-from tasks.runtime.health import Unhealthy, check_health
-from tasks.runtime.processes import Processes
+from tasks.runtime.faults.health_check import Unhealthy, check_health
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
 
 CASES = {
     "healthy": {},

@@ -11,8 +11,8 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks.elastic import Training
-from tasks.runtime.processes import Processes
-from tasks.runtime.signals import Preempted, preemptible
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.signals import Preempted, preemptible
 
 LAUNCH = Training(nnodes=1, nproc_per_node=2, max_restarts=0)
 

@@ -94,7 +94,7 @@ def test_a_process_that_may_have_lost_a_peer_is_tried_again(monkeypatch, process
     def session(spec):
         raise error
 
-    monkeypatch.setattr("tasks.runtime.session.session", session)
+    monkeypatch.setattr("tasks.runtime.training.session.session", session)
     spec = RunSpec.model_validate(
         {"topology": {"nproc_per_node": processes}, "parallel": {"type": "ddp" if processes > 1 else "single"}}
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
@@ -88,7 +88,7 @@ def test_the_model_loads_in_a_fresh_interpreter_with_the_logits_of_the_checkpoin
 
     from tasks.runtime.checkpoint.state import load_model
     from tasks.runtime.checkpoint.storage import Index
-    from tasks.runtime.model import build_saved_model, materialize
+    from tasks.runtime.models.build import build_saved_model, materialize
 
     folder, _ = finished
     subprocess.run([sys.executable, "-c", LOGITS, folder / "model", tmp_path / "logits"], check=True, timeout=120)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from strata_platform.spec import RunSpec
 from tasks import prepare
-from tasks.runtime.folder import RunFolder
+from tasks.runtime.run_folder.folder import RunFolder
 
 
 def test_another_execution_of_a_run_reads_the_commit_of_the_first(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
 from tasks import scheduled as tasks
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 from workflows.scheduled import scheduled
 
 SECRET = "/services/T0/very-secret"

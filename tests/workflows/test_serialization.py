@@ -22,7 +22,7 @@ from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
 from tasks.resources import RETRIES
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_evaluate_export
 from workflows.scheduled import scheduled

@@ -13,9 +13,9 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 from strata_platform.spec import RunSpec, load_spec
 from strata_platform.spec.grid import Grid
-from tasks.runtime.record import CompletionRecord
+from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
-from tasks.runtime.signals import Preempted
+from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.sweep import compare, outcome
 
 ROOT = Path(__file__).parents[2]

@@ -28,10 +28,10 @@ from flytekit.remote.executions import FlyteWorkflowExecution
 from flytekit.tools.translator import Options
 from kubernetes import client
 
-from strata_platform import told
-from strata_platform.backends.answers import answered
+from strata_platform import progress_line
+from strata_platform.backends.api_errors import answered
 from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
-from strata_platform.backends.cluster import Cluster, shape_of
+from strata_platform.backends.kubernetes_objects import Cluster, shape_of
 from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
@@ -149,7 +149,7 @@ class FlyteBackend:
         execution = self._newest(name)
         if _phase(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
             log.warning("the pods that %s trained in are removed, with their logs; the cluster may keep them", name)
-        return (line for line in self._lines(execution, pause) if told.decode(line.text) is None)
+        return (line for line in self._lines(execution, pause) if progress_line.decode(line.text) is None)
 
     def _lines(self, execution: Execution, pause: Pause | None) -> Iterator[LogLine]:
         pods = PodLogs(self._kubernetes(), execution.id.name)
@@ -163,7 +163,7 @@ class FlyteBackend:
         execution = self._newest(name)
         if _phase(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
             return points(map(json.loads, file.splitlines()))
-        values = (told.decode(line.text) or {} for line in self._lines(execution, pause))
+        values = (progress_line.decode(line.text) or {} for line in self._lines(execution, pause))
         return points(value["point"] for value in values if "point" in value)
 
     def _metrics_file(self, execution: Execution) -> str:
@@ -303,7 +303,7 @@ class FlyteBackend:
             with answered(f"to read the log of {pod.metadata.name}"):
                 raws = read(cluster, pod, follow=False, last=200 if seen else None)
                 lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
-            values = [value for value in map(told.decode, lines) if value is not None]
+            values = [value for value in map(progress_line.decode, lines) if value is not None]
             for value in values:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
             last = list(points(value["point"] for value in values if "point" in value))

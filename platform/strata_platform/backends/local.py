@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.backends.backend import Pause, destinations, known_gpu, places, points, with_progress
-from strata_platform.backends.journal import Journal, State, recent, tail
+from strata_platform.backends.run_state import Journal, State, recent, tail
 from strata_platform.backends.supervisor import CANCEL, CONTINUE
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu

@@ -17,9 +17,9 @@ from itertools import count
 from kubernetes import client
 from urllib3.exceptions import HTTPError
 
-from strata_platform.backends.answers import answered
+from strata_platform.backends.api_errors import answered
 from strata_platform.backends.backend import Outage, Pause
-from strata_platform.backends.cluster import REPLICA, Cluster, shape_of
+from strata_platform.backends.kubernetes_objects import REPLICA, Cluster, shape_of
 from strata_platform.errors import Unreachable
 from strata_platform.runs import LogLine
 

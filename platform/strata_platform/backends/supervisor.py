@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from strata_platform import told
-from strata_platform.backends.journal import Journal, State
+from strata_platform import progress_line
+from strata_platform.backends.run_state import Journal, State
 from strata_platform.runs import Event, LogLine, Phase, Stage
 from strata_platform.spec import RunSpec, load_spec
 
@@ -137,7 +137,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, told.VARIABLE: "1"},
+                env={**os.environ, progress_line.VARIABLE: "1"},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
@@ -179,7 +179,7 @@ class Supervisor:
         rank = 0 if self._spec.topology.world_size == 1 else None
         if found := _OF_WORKER.match(text):
             rank, text = int(found[1]), _OF_RANK.sub("", text[found.end() :], count=1)
-        if (values := told.decode(text)) is not None:
+        if (values := progress_line.decode(text)) is not None:
             self._heed(values)
             return
         if is_error:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from strata_platform.chart.section import DnsName, Labels, Values
+from strata_platform.chart.value_fields import DnsName, Labels, Values
 
 Duration = Annotated[str, Field(pattern=r"^[1-9][0-9]*(s|m|h|d)$")]
 """A duration as Prometheus writes it, such as 15m."""

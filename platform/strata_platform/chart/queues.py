@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strata_platform.chart.section import (
+from strata_platform.chart.tenants import Toleration
+from strata_platform.chart.value_fields import (
     DnsName,
     LabelKey,
     Labels,
@@ -16,7 +17,6 @@ from strata_platform.chart.section import (
     ResourceName,
     Values,
 )
-from strata_platform.chart.tenants import Toleration
 
 
 class Topology(Values):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strata_platform.chart.section import (
+from strata_platform.chart.value_fields import (
     Annotations,
     Cidr,
     DnsLabel,
@@ -22,7 +22,7 @@ from strata_platform.chart.section import (
     Values,
     VariableName,
 )
-from strata_platform.cluster import TASK_LIMITS
+from strata_platform.kubernetes_answers import TASK_LIMITS
 
 
 class Member(Values):

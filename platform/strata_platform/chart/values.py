@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from strata_platform.chart.kernels import Kernels
+from strata_platform.chart.kernel_cache import Kernels
 from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
-from strata_platform.chart.section import Address, DnsName, Quantities, Values, VariableName
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
+from strata_platform.chart.value_fields import Address, DnsName, Quantities, Values, VariableName
 from strata_platform.estimate.prices import Prices
 
 

@@ -1,9 +1,9 @@
 """Will it fit, how long, what will it cost: from a spec and a model's sizes, without torch and without a GPU."""
 
-from strata_platform.estimate.core import Estimate, estimate
 from strata_platform.estimate.gpus import GPUS, Gpu
 from strata_platform.estimate.layouts import cheapest, layouts
 from strata_platform.estimate.prices import Price, Prices, parse_prices, read_prices
+from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape, shape_of
 
 __all__ = [

@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 from strata_platform.errors import SpecError
-from strata_platform.estimate.core import Estimate, estimate
 from strata_platform.estimate.gpus import USABLE, Gpu
+from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from strata_platform.chart.section import Values
+from strata_platform.chart.value_fields import Values
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.gpus import GPUS
 

@@ -3,7 +3,7 @@
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.kernels import KernelStore
 from strata_platform.spec.load import dump_spec, load_spec
-from strata_platform.spec.models import RunSpec
 from strata_platform.spec.recipe import DataRecipe
+from strata_platform.spec.run_spec import RunSpec
 
 __all__ = ["DataRecipe", "KernelStore", "Problem", "RunSpec", "SpecError", "dump_spec", "load_spec"]

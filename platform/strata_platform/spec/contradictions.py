@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.check import Contradiction
 from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
+from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.models import RunSpec
+    from strata_platform.spec.run_spec import RunSpec
 
 
 def contradictions(spec: RunSpec) -> Iterator[Contradiction]:

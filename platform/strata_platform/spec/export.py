@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from strata_platform.spec.describe import Words
-from strata_platform.spec.section import Address, Flag, Section
+from strata_platform.spec.fields import Address, Flag, Section
 
 
 class Export(Section):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from strata_platform.errors import Problem, SpecError
-from strata_platform.spec.models import RunSpec
+from strata_platform.spec.run_spec import RunSpec
 
 # So many runs nobody asks for but by a slip.
 _MOST = 256

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.section import Count, Flag, Place, Section, number
+from strata_platform.spec.fields import Count, Flag, Place, Section, number
 
 
 class KernelStore(Section):

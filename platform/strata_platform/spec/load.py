@@ -16,7 +16,7 @@ import yaml
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.describe import shown
-from strata_platform.spec.models import RunSpec
+from strata_platform.spec.run_spec import RunSpec
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.section import Count, Flag, Number, Section, Text
+from strata_platform.spec.fields import Count, Flag, Number, Section, Text
 
 PRESETS = ("tiny-llama",)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.section import Number, Section, Text
+from strata_platform.spec.fields import Number, Section, Text
 
 
 class Pretrain(Section):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.check import Contradiction
+from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.models import RunSpec
+    from strata_platform.spec.run_spec import RunSpec
 
 
 def _muon(spec: RunSpec) -> Iterator[Contradiction]:

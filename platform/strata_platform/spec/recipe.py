@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from strata_platform.spec.data import Data
-from strata_platform.spec.models import RunSpec
-from strata_platform.spec.section import Section
+from strata_platform.spec.fields import Section
+from strata_platform.spec.run_spec import RunSpec
 
 
 class DataRecipe(Section):
@@ -30,7 +30,7 @@ class DataRecipe(Section):
     def from_spec(cls, spec: RunSpec, fingerprint: str = "") -> DataRecipe:
         """Project `spec` on what decides its data.
 
-        >>> from strata_platform.spec.models import Optimizer, RunSpec
+        >>> from strata_platform.spec.run_spec import Optimizer, RunSpec
         >>> DataRecipe.from_spec(RunSpec()) == DataRecipe.from_spec(RunSpec(optimizer=Optimizer(lr=1e-4)))
         True
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec.describe import sections
-from strata_platform.spec.models import RunSpec
+from strata_platform.spec.run_spec import RunSpec
 
 
 def json_schema() -> dict[str, Any]:

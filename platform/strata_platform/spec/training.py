@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.section import Count, Decay, Flag, Number, Section, number
+from strata_platform.spec.fields import Count, Decay, Flag, Number, Section, number
 
 
 class Training(Section):

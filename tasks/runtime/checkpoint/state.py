@@ -12,11 +12,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.adapter import has_adapter
-from tasks.runtime.checkpoint.fragment import part_of
+from tasks.runtime.checkpoint.flat_shard import part_of
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.random_states import random_states, restore_random_states
-from tasks.runtime.slots import new_slot
+from tasks.runtime.models.lora import has_adapter
+from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.process.rng import random_states, restore_random_states
 
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
 

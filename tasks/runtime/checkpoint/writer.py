@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from transformers import PreTrainedModel
 
-from tasks.runtime.checkpoint import whole
-from tasks.runtime.checkpoint.mirror import Mirror
+from tasks.runtime.checkpoint import manifest
 from tasks.runtime.checkpoint.state import training_tensors
 from tasks.runtime.checkpoint.storage import INDEX, index_entry, offset_key, part_key, write_tensors
-from tasks.runtime.processes import Processes
+from tasks.runtime.checkpoint.upload import Mirror
+from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CheckpointWriter:
         Waits for the save before, and raises what that one failed with.
         """
         self.wait()
-        folder = self.root / f"{whole.PREFIX}{step}"
+        folder = self.root / f"{manifest.PREFIX}{step}"
         files, index = self._staged(training_tensors(self._model, self._optimizer, self._processes.rank))
         self._thread = threading.Thread(target=self._write, args=(folder, files, index, facts), daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class CheckpointWriter:
         """Change what the manifest of a whole checkpoint notes, also where it was copied to."""
 
         def change() -> None:
-            whole.amend(folder, facts)
+            manifest.amend(folder, facts)
             if self._mirror is not None:
                 self._mirror.add(folder)
 
@@ -171,13 +171,13 @@ class CheckpointWriter:
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 mesh = {"world_size": self._processes.world_size, "copies": self._processes.copies}
-                whole.commit(folder, known, {**self._facts, **facts, **mesh})
-                whole.prune(self.root, *self._keep, spare=self._mirror.copying if self._mirror is not None else None)
+                manifest.commit(folder, known, {**self._facts, **facts, **mesh})
+                manifest.prune(self.root, *self._keep, spare=self._mirror.copying if self._mirror is not None else None)
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
         if failures:
-            if not (folder / whole.MANIFEST).exists():
+            if not (folder / manifest.MANIFEST).exists():
                 # Of no use, and while it fills the disk not even the next start could write that it is at work.
                 shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(

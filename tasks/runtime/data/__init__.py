@@ -7,8 +7,8 @@ DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 
 from tasks.runtime.data.dataset import PreparedData, Reference, Rows, Sample, collate, collate_flat, collator
 from tasks.runtime.data.fingerprint import fingerprint, recipe_of
-from tasks.runtime.data.manifest import Manifest
-from tasks.runtime.data.prepare import prepare
+from tasks.runtime.data.pipeline import prepare
+from tasks.runtime.data.prepared_manifest import Manifest
 
 __all__ = [
     "Manifest",

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.runtime.data.formats import PREFERENCES
-from tasks.runtime.data.manifest import Manifest, Split
+from tasks.runtime.data.prepared_manifest import Manifest, Split
 
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data.manifest import VERSION
+from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.sources import HubDataset, Source, open_source
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
 

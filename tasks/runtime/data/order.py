@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.slices import slicing
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 Passed = tuple[int, int]
 """A step, and of how many steps the data is passed over after it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tasks.runtime.data.dataset import IGNORED, Batch, Row
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 
 def chunks_of(processes: Processes) -> tuple[int, int]:

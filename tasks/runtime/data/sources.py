@@ -25,7 +25,7 @@ from tasks.runtime.data import python_docs
 from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
 from tasks.runtime.data.rows import Row, closest
 from tasks.runtime.data.splits import is_shown, of_split, some, split_of
-from tasks.runtime.hub import asking_hub
+from tasks.runtime.process.hub import asking_hub
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")

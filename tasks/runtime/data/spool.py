@@ -16,8 +16,8 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from tasks.runtime.data.encode import Encoded
-from tasks.runtime.data.manifest import Shard, Split
 from tasks.runtime.data.packing import Ints, pack
+from tasks.runtime.data.prepared_manifest import Shard, Split
 
 SHARD_TOKENS = 1 << 26
 

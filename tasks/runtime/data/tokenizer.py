@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.model import PRESETS
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
-from tasks.runtime.hub import asking_hub
-from tasks.runtime.unreachable import Unreachable
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.hub import asking_hub
 
 VOCABULARY_SIZE = 4096
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.model import has_router_loss
+from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken

@@ -11,13 +11,11 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
-from tasks.runtime.adapter import base_fingerprint
 from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
-from tasks.runtime.documents import attend_by_document, go_by_document
-from tasks.runtime.model import (
+from tasks.runtime.models.build import (
     build_empty_model,
     build_meta_model,
     build_model,
@@ -27,12 +25,14 @@ from tasks.runtime.model import (
     place,
     require_embeddings,
 )
+from tasks.runtime.models.lora import base_fingerprint
+from tasks.runtime.models.packing_support import require_apart, require_positions
+from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens, without_bounds
-from tasks.runtime.positions import require_apart, require_positions
-from tasks.runtime.processes import Processes
-from tasks.runtime.record import NATS
-from tasks.runtime.unreachable import Unreachable
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.record import NATS
 
 # By which a checkpoint notes the teacher.
 _FACT = "teacher"

@@ -18,13 +18,13 @@ from torch.nn.functional import logsigmoid
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
-from tasks.runtime.adapter import without_adapter
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.models.lora import without_adapter
 from tasks.runtime.objectives.objective import Share, Start, next_labels
 from tasks.runtime.objectives.reference import score_rows, with_reference
 from tasks.runtime.objectives.token_losses import token_losses
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 
 class Dpo:

@@ -10,7 +10,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
-from tasks.runtime.record import NATS
+from tasks.runtime.run_folder.record import NATS
 
 
 class NextToken:

@@ -13,7 +13,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 # What attention by document reads.
 _BOUNDS = ("document_begins", "document_ends", "late_document_ends", "document_room")

@@ -15,9 +15,9 @@ from torch import Tensor
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, Reference, Rows
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.model import compute_dtype
+from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.objectives.objective import Start
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 

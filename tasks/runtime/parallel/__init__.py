@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.model import compute_dtype, dtype_of
+from tasks.runtime.models.build import compute_dtype, dtype_of
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
-from tasks.runtime.processes import Processes
+from tasks.runtime.process.ranks import Processes
 
 # The package that an attention implementation is in, and its module.
 _FLASH = {

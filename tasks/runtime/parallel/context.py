@@ -17,10 +17,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.slices import chunks_of
-from tasks.runtime.documents import Bounds, attend, obstacle
-from tasks.runtime.model import load_config
-from tasks.runtime.parallel.messages import AllGather, Group
-from tasks.runtime.processes import Processes
+from tasks.runtime.models.build import load_config
+from tasks.runtime.models.varlen_attention import Bounds, attend, obstacle
+from tasks.runtime.parallel.collectives import AllGather, Group
+from tasks.runtime.process.ranks import Processes
 
 _NAME = "strata_context"
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Ddp as Settings
-from tasks.runtime.model import place
-from tasks.runtime.parallel.in_place import InPlace
-from tasks.runtime.processes import Processes
+from tasks.runtime.models.build import place
+from tasks.runtime.parallel.base import InPlace
+from tasks.runtime.process.ranks import Processes
 
 
 class Ddp(InPlace):

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Deepspeed as Settings
-from tasks.runtime.checkpoint.fragment import Fragment, keep_elsewhere, part_of
+from tasks.runtime.checkpoint.flat_shard import Fragment, keep_elsewhere, part_of
 from tasks.runtime.checkpoint.state import MASTER
-from tasks.runtime.model import is_empty, materialize, place
-from tasks.runtime.processes import Processes
+from tasks.runtime.models.build import is_empty, materialize, place
+from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
-from tasks.runtime.layers import layers_of
-from tasks.runtime.model import compute_dtype, dtype_of, materialize, take_weights
+from tasks.runtime.models.activation_checkpointing import layers_of
+from tasks.runtime.models.build import compute_dtype, dtype_of, materialize, take_weights
+from tasks.runtime.models.quantization import Packed, lay_out, pack
+from tasks.runtime.parallel.base import InPlace
 from tasks.runtime.parallel.context import cut_rows
-from tasks.runtime.parallel.in_place import InPlace
 from tasks.runtime.parallel.tensor import cut
-from tasks.runtime.processes import Processes
-from tasks.runtime.quantized import Packed, lay_out, pack
+from tasks.runtime.process.ranks import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from tasks.runtime.parallel.messages import GatherFromGroup, Group, ReduceFromGroup, ScatterToGroup
+from tasks.runtime.parallel.collectives import GatherFromGroup, Group, ReduceFromGroup, ScatterToGroup
 
 
 class ParallelLinear(nn.Linear):

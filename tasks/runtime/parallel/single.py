@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 from transformers import PreTrainedModel
 
-from tasks.runtime.model import place
-from tasks.runtime.parallel.in_place import InPlace
-from tasks.runtime.processes import Processes
+from tasks.runtime.models.build import place
+from tasks.runtime.parallel.base import InPlace
+from tasks.runtime.process.ranks import Processes
 
 
 class Single(InPlace):

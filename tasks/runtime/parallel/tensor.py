@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.model import load_config
-from tasks.runtime.parallel.messages import CopyToGroup, Group
+from tasks.runtime.models.build import load_config
+from tasks.runtime.parallel.collectives import CopyToGroup, Group
 from tasks.runtime.parallel.parallel_linear import (
     ColumnParallelLinear,
     GatheredColumnParallelLinear,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.record import CompletionRecord
 from tasks.runtime.report import sections
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.style import PAGE_STYLE, SCOPE, STYLE
+from tasks.runtime.run_folder.record import CompletionRecord
 
 __all__ = ["render_body", "render_report"]
 

@@ -1,0 +1,183 @@
+"""A run's objects on Kubernetes: pods, training jobs, what Kueue keeps of both, events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from kubernetes import client, config
+
+from strata_platform.backends.api_errors import answered
+from strata_platform.runs import Event, Stage
+
+JOBS = ("kubeflow.org", "v1", "pytorchjobs")
+WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
+EXECUTION, TASK, REPLICA = "execution-id", "task-name", "training.kubeflow.org/replica-index"
+
+# What a pod works at, by how the name of its task begins. A training pod tells more itself.
+_STAGES = {
+    "tasks-prepare": Stage.PREPARING,
+    "tasks-evaluate": Stage.EVALUATING,
+    "tasks-export": Stage.EXPORTING,
+}
+_TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is, as far as its objects tell."""
+
+    stage: Stage
+    message: str = ""
+    queue: str | None = None
+    position: int | None = None
+
+
+class Cluster:
+    """Reads the objects of a tenant's namespace. Raises errors of our tree, as everything here does."""
+
+    def __init__(self, namespace: str, context: str | None = None) -> None:
+        self.namespace = namespace
+        with answered("to read its configuration"):
+            api = config.new_client_from_config(context=context)
+        self.core, self._custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
+
+    def pods(self, execution: str) -> list[client.V1Pod]:
+        """The pods of an execution, the oldest first."""
+        with answered(f"to list the pods of {execution}"):
+            found = self.core.list_namespaced_pod(self.namespace, label_selector=f"{EXECUTION}={execution}")
+        return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+
+    def place(self, execution: str, pods: Sequence[client.V1Pod]) -> Place:
+        """Where the run is, whose pods these are."""
+        return place_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
+
+    def events(self, execution: str) -> list[Event]:
+        """What Kubernetes and Kueue noted of an execution's objects, the oldest first. They forget after an hour.
+
+        Objects are known by their labels. Those that are gone are known by a name that begins with the execution's;
+        Flyte hashes names of more than 50 letters.
+        """
+        mine = self._uids(execution, self.pods(execution))
+        mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
+        gone = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
+        with answered(f"to list the events of {execution}"):
+            found = self.core.list_namespaced_event(self.namespace).items
+        about = ((item, item.involved_object) for item in found)
+        events = (_event(item) for item, its in about if its.uid in mine or gone.match(its.name))
+        return sorted(events, key=lambda event: event.time)
+
+    def _uids(self, execution: str, pods: Sequence[client.V1Pod]) -> set[str]:
+        """Of an execution's pods and jobs."""
+        jobs = self._list(JOBS, f"{EXECUTION}={execution}")
+        return {pod.metadata.uid for pod in pods} | {job["metadata"]["uid"] for job in jobs}
+
+    def text(self, config_map: str, key: str) -> str | None:
+        """What a ConfigMap has under a key; None when there is no such thing."""
+        with answered(f"to read the config map {config_map}"):
+            try:
+                data = self.core.read_namespaced_config_map(config_map, self.namespace).data
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
+                return None
+        return (data or {}).get(key)
+
+    def _list(self, kind: tuple[str, str, str], labels: str = "") -> list[Object]:
+        group, version, plural = kind
+        with answered(f"to list {plural}"):
+            try:
+                answer = self._custom.list_namespaced_custom_object(
+                    group, version, self.namespace, plural, label_selector=labels
+                )
+            except client.ApiException as error:
+                # Not installed: nothing waits in queues, or there are no jobs of several pods.
+                if error.status != 404:
+                    raise
+                return []
+        items: list[Object] = answer["items"]
+        return items
+
+
+def shape_of(pod: client.V1Pod) -> tuple[int, int] | None:
+    """Pods and processes per pod of the training job that this is a pod of; None of any other pod."""
+    found = _TRAINING.match((pod.metadata.labels or {}).get(TASK, ""))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def place_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: set[str]) -> Place:
+    """Where a run is: its `pods`, all workloads of its namespace, and the uids of its own pods and jobs."""
+    waiting = [workload for workload in workloads if _is_of(workload, mine) and _is_waiting(workload)]
+    if waiting:
+        return _in_queue(waiting[-1], workloads)
+    active = [pod for pod in pods if pod.status.phase in ("Pending", "Running") and not pod.metadata.deletion_timestamp]
+    if not active:
+        return Place(Stage.STARTING)
+    task = active[-1].metadata.labels.get(TASK, "")
+    peers = [pod for pod in active if pod.metadata.labels.get(TASK) == task]
+    for pod in peers:
+        if pod.status.phase == "Pending":
+            return _pending(pod)
+    stages = (stage for start, stage in _STAGES.items() if task.startswith(start))
+    return Place(next(stages, Stage.STARTING))
+
+
+def _pending(pod: client.V1Pod) -> Place:
+    """A pod that is not running yet: held back, unscheduled, or about to be started."""
+    if pod.spec.scheduling_gates:
+        # Kueue's, which has not made its workload yet.
+        return Place(Stage.WAITING)
+    for condition in pod.status.conditions or []:
+        if condition.type == "PodScheduled" and condition.status != "True":
+            return Place(Stage.ADMITTED, f"{pod.metadata.name}: {condition.message or condition.reason}")
+    for status in pod.status.container_statuses or []:
+        waiting = status.state and status.state.waiting
+        if waiting and waiting.message:
+            return Place(Stage.PULLING, f"{pod.metadata.name}: {waiting.reason}: {waiting.message}")
+    return Place(Stage.PULLING)
+
+
+def _in_queue(workload: Object, workloads: Iterable[Object]) -> Place:
+    """Its queue, how many are before it there, and why it waits, in Kueue's words."""
+    queue = workload["spec"].get("queueName")
+    others = [other for other in workloads if other["spec"].get("queueName") == queue and _is_waiting(other)]
+    reserved = _condition(workload, "QuotaReserved") or {}
+    evicted = _condition(workload, "Evicted") or {}
+    message = reserved.get("message", "")
+    if evicted.get("status") == "True":
+        message = f"{evicted.get('reason', 'Evicted')}: {evicted.get('message', '')}"
+    return Place(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))
+
+
+def _turn(workload: Object) -> tuple[int, str, str]:
+    """What Kueue sorts a queue by: priority, then age."""
+    metadata = workload["metadata"]
+    return -int(workload["spec"].get("priority") or 0), metadata["creationTimestamp"], metadata["name"]
+
+
+def _is_of(workload: Object, mine: set[str]) -> bool:
+    return any(owner["uid"] in mine for owner in workload["metadata"].get("ownerReferences", []))
+
+
+def _is_waiting(workload: Object) -> bool:
+    def is_true(kind: str) -> bool:
+        return (_condition(workload, kind) or {}).get("status") == "True"
+
+    return not is_true("Finished") and not is_true("Admitted")
+
+
+def _condition(workload: Object, kind: str) -> Object | None:
+    conditions: list[Object] = workload.get("status", {}).get("conditions", [])
+    return next((condition for condition in conditions if condition["type"] == kind), None)
+
+
+def _event(item: client.CoreV1Event) -> Event:
+    at: datetime = item.last_timestamp or item.event_time or item.metadata.creation_timestamp
+    about = f"{item.involved_object.kind.lower()}/{item.involved_object.name}"
+    kind: Literal["normal", "warning"] = "warning" if item.type == "Warning" else "normal"
+    return Event(at.timestamp(), item.reason, item.message or "", kind, about)

@@ -1,0 +1,308 @@
+"""What `helm test` runs in the project's image: `python -m strata_platform.chart.cluster_test cluster | pod`.
+
+`cluster` looks at every object that the chart made, tries what has to be refused, and runs a job of two pods through
+each tenant's queue. `pod` runs as a tenant's own pod does and looks around. What is expected comes as JSON in the
+variable STRATA_CHECK, written by the chart. A line per check; exit code 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, frameworks, why_inactive
+
+_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_QUEUE = "kueue.x-k8s.io/queue-name"
+_KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
+# Two processes in two pods that add up what they have: rendezvous, names, network policies and torch in one.
+_ALL_REDUCE = """\
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2, total
+dist.destroy_process_group()
+"""
+
+
+class Tenant(BaseModel):
+    """What the chart made for a tenant."""
+
+    namespace: str
+    pod_security: str
+    service_account: str
+    pod_template: str
+    queues: dict[str, str]
+    objects: dict[str, list[str]]
+
+
+class Cluster(BaseModel):
+    """What `cluster` is to find. `job_seconds` is how long a job of two pods may take; 0 runs none."""
+
+    tenants: list[Tenant]
+    queue_required: bool
+    kueue_config: tuple[str, str]
+    flyte: tuple[str, str]
+    image: str
+    python: str
+    job_resources: dict[str, str | int]
+    job_seconds: int
+
+
+class Pod(BaseModel):
+    """What `pod` is to find."""
+
+    reachable: list[str]
+    unreachable: list[str]
+    writable: list[str]
+
+
+Check = tuple[str, Callable[[], str | None]]
+"""What is checked, and what tells why it is not so, with the way out; None when all is well."""
+
+
+def run(checks: Iterator[Check]) -> int:
+    """Run all of `checks`, one line for each; the number of those that failed."""
+    failed = 0
+    for what, problem in checks:
+        try:
+            found = problem()
+        except Exception as error:  # A check that cannot be made has failed; the others are still of interest.
+            found = f"{type(error).__name__}: {_words(error)}"
+        failed += found is not None
+        print(f"ok    {what}" if found is None else f"FAIL  {what}: {found}", flush=True)
+    return failed
+
+
+def _words(error: Exception) -> str:
+    body = getattr(error, "body", None)
+    if not body:
+        return str(error)
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(body)
+
+
+def pod_checks(expected: Pod) -> Iterator[Check]:
+    """What a pod of a tenant can do, and cannot."""
+    yield "not root", lambda: None if os.getuid() else "the pod runs as root; the pod template is not in force"
+    yield "no token of Kubernetes", lambda: f"{_TOKEN} is mounted" if _TOKEN.exists() else None
+    for folder in expected.writable:
+        yield f"can write {folder}", partial(_write, folder)
+    for address in expected.reachable:
+        yield f"reaches {address}", partial(_connect, address)
+    for address in expected.unreachable:
+        yield f"does not reach {address}", partial(_refuse, address)
+
+
+def _write(folder: str) -> str | None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")
+    return None
+
+
+def _connect(address: str, seconds: float = 5.0) -> str | None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError as error:
+        return f"{error}; allow it in tenantDefaults.network, or check the name"
+    return None
+
+
+def _refuse(address: str) -> str | None:
+    if _connect(address, seconds=3.0) is None:
+        return "it answers; the network plugin does not enforce network policies, or one allows it"
+    return None
+
+
+def cluster_checks(expected: Cluster) -> Iterator[Check]:
+    """The objects that the chart made, who may do what, and what is refused."""
+    from kubernetes import config
+
+    config.load_incluster_config()
+    yield f"Kueue's integration {PYTORCHJOB} is on", partial(_integrated, *expected.kueue_config)
+    for tenant in expected.tenants:
+        yield from _object_checks(tenant)
+        yield from _right_checks(tenant, expected.flyte)
+        yield from _refusal_checks(tenant, expected.queue_required)
+        if expected.job_seconds and tenant.queues:
+            yield f"{tenant.namespace}: two pods through a queue find each other", partial(_two_pods, expected, tenant)
+
+
+def _integrated(namespace: str, name: str) -> str | None:
+    import yaml
+    from kubernetes import client
+
+    found = client.CoreV1Api().read_namespaced_config_map(name, namespace).data or {}
+    if PYTORCHJOB in frameworks(yaml.safe_load(text) or {} for text in found.values()):
+        return None
+    return "add it to integrations.frameworks in Kueue's configuration and restart Kueue"
+
+
+def _object_checks(tenant: Tenant) -> Iterator[Check]:
+    from kubernetes import client
+
+    core, custom, place = client.CoreV1Api(), client.CustomObjectsApi(), tenant.namespace
+    readers = {
+        "PodTemplate": core.read_namespaced_pod_template,
+        "ResourceQuota": core.read_namespaced_resource_quota,
+        "LimitRange": core.read_namespaced_limit_range,
+        "ServiceAccount": core.read_namespaced_service_account,
+        "NetworkPolicy": client.NetworkingV1Api().read_namespaced_network_policy,
+    }
+    for kind, names in tenant.objects.items():
+        for name in names:
+            yield f"{place}: {kind} {name}", partial(_exists, readers[kind], name, place)
+    for queue, cluster_queue in tenant.queues.items():
+        local = partial(custom.get_namespaced_custom_object, *_KUEUE, place, "localqueues", queue)
+        yield f"{place}: queue {queue} is active", partial(_active, local)
+        shared = partial(custom.get_cluster_custom_object, *_KUEUE, "clusterqueues", cluster_queue)
+        yield f"{place}: cluster queue {cluster_queue} is active", partial(_active, shared)
+
+
+def _right_checks(tenant: Tenant, flyte: tuple[str, str]) -> Iterator[Check]:
+    runs = (tenant.namespace, tenant.service_account)
+    for verb, resource in (("get", "secrets"), ("create", "pods"), ("list", "pods")):
+        may = partial(_may, runs, verb, "", resource, tenant.namespace)
+        yield f"{tenant.namespace}: a run may not {verb} {resource}", partial(_if, may, "it may; remove the binding")
+    way = (
+        f"{'/'.join(flyte)} may not; add it to rbac.extraRules of Flyte's chart, or name Flyte's service account in "
+        "tests.flyte"
+    )
+    for verb, group, resource in (("create", "kubeflow.org", "pytorchjobs"), ("list", "", "podtemplates")):
+        may = partial(_may, flyte, verb, group, resource, tenant.namespace)
+        yield f"{tenant.namespace}: Flyte may {verb} {resource}", partial(_unless, may, way)
+
+
+def _may(account: tuple[str, str], verb: str, group: str, resource: str, namespace: str) -> bool:
+    """Whether a service account, given as its namespace and name, has a right."""
+    from kubernetes import client
+
+    review = access_review(account, verb, group, resource, namespace)
+    return bool(client.AuthorizationV1Api().create_subject_access_review(review).status.allowed)
+
+
+def _refusal_checks(tenant: Tenant, queue_required: bool) -> Iterator[Check]:
+    from kubernetes import client
+
+    place, core = tenant.namespace, client.CoreV1Api()
+    if tenant.pod_security != "privileged":
+        privileged = partial(core.create_namespaced_pod, place, _privileged(), dry_run="All")
+        yield f"{place}: a privileged pod is refused", partial(_refused, privileged)
+    # Kueue writes the name of a queue called default into jobs that have none.
+    if queue_required and "default" not in tenant.queues:
+        unqueued = partial(_create, place, _job("strata-test-no-queue", {}, ""), dry_run="All")
+        yield f"{place}: a training job without a queue is refused", partial(_refused, unqueued)
+
+
+def _exists(read: Callable[[str, str], Any], name: str, namespace: str) -> str | None:
+    read(name, namespace)
+    return None
+
+
+def _active(read: Callable[[], dict[str, Any]]) -> str | None:
+    return why_inactive(read())
+
+
+def _if(is_so: Callable[[], bool], problem: str) -> str | None:
+    return problem if is_so() else None
+
+
+def _unless(is_so: Callable[[], bool], problem: str) -> str | None:
+    return None if is_so() else problem
+
+
+def _refused(attempt: Callable[[], object]) -> str | None:
+    from kubernetes.client import ApiException
+
+    try:
+        attempt()
+    except ApiException as error:
+        return None if error.status in (403, 422) else f"{error.status}: {_words(error)}"
+    return "it is accepted"
+
+
+def _privileged() -> dict[str, Any]:
+    container = {"name": "c", "image": "none", "securityContext": {"privileged": True}}
+    return {"metadata": {"name": "strata-test-privileged"}, "spec": {"containers": [container]}}
+
+
+def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
+    """A job of two workers; without a template one that is only good for being refused, and of no queue."""
+    labels = {_QUEUE: queue} if template else {}
+    pod = template or {"spec": {"containers": [{"name": "pytorch", "image": "none"}]}}
+    return {
+        "apiVersion": "/".join(_KUBEFLOW),
+        "kind": "PyTorchJob",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "elasticPolicy": {"minReplicas": 2, "maxReplicas": 2, "nProcPerNode": 1, "rdzvBackend": "c10d"},
+            # What failed stays, for its logs; what still runs gives back its resources.
+            "runPolicy": {"cleanPodPolicy": "Running"},
+            "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "restartPolicy": "Never", "template": pod}},
+        },
+    }
+
+
+def _create(namespace: str, job: dict[str, Any], **options: Any) -> None:
+    from kubernetes import client
+
+    client.CustomObjectsApi().create_namespaced_custom_object(*_KUBEFLOW, namespace, "pytorchjobs", job, **options)
+
+
+def _two_pods(expected: Cluster, tenant: Tenant) -> str | None:
+    from kubernetes import client
+
+    core, custom = client.CoreV1Api(), client.CustomObjectsApi()
+    found = core.read_namespaced_pod_template(tenant.pod_template, tenant.namespace)
+    template: dict[str, Any] = core.api_client.sanitize_for_serialization(found.template)
+    template["metadata"].pop("creationTimestamp", None)
+    container = template["spec"]["containers"][0]
+    launch = ["-m", "torch.distributed.run", "--no-python", expected.python, "-c", _ALL_REDUCE]
+    container |= {"name": "pytorch", "image": expected.image, "command": [expected.python, *launch]}
+    container["resources"] = {"requests": expected.job_resources, "limits": expected.job_resources}
+    # The digits tell this job from an earlier one that is still being deleted.
+    name = f"strata-test-{time.time_ns() // 10**6 % 10**8}"
+    _create(tenant.namespace, _job(name, template, next(iter(tenant.queues))))
+    address = (*_KUBEFLOW, tenant.namespace, "pytorchjobs", name)
+    problem = _ended_well(partial(custom.get_namespaced_custom_object, *address), expected.job_seconds)
+    if problem is None:
+        custom.delete_namespaced_custom_object(*address)
+        return None
+    return f"{problem}; see kubectl describe pytorchjob {name} and the logs of its pods, and delete it then"
+
+
+def _ended_well(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:
+    end, state = time.monotonic() + seconds, "not seen by the training operator"
+    while time.monotonic() < end:
+        conditions = [c for c in read().get("status", {}).get("conditions", []) if c["status"] == "True"]
+        state = ", ".join(condition["type"] for condition in conditions) or state
+        if "Succeeded" in state:
+            return None
+        if "Failed" in state:
+            return str(conditions[-1].get("message"))
+        time.sleep(1)
+    return f"not done after {seconds} s: {state}"
+
+
+if __name__ == "__main__":
+    given = os.environ["STRATA_CHECK"]
+    if sys.argv[1:] == ["pod"]:
+        failures = run(pod_checks(Pod.model_validate_json(given)))
+    else:
+        assert sys.argv[1:] == ["cluster"], sys.argv
+        failures = run(cluster_checks(Cluster.model_validate_json(given)))
+    sys.exit(1 if failures else 0)

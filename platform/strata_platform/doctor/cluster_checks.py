@@ -1,0 +1,422 @@
+"""What is looked at in a cluster, by whoever has a kubeconfig for it, or from a pod. It only reads and asks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cached_property, partial
+from typing import Any
+
+import yaml
+
+from strata_platform.doctor.finding import Check, Finding, Nothing, ok, problem, skipped, warning
+from strata_platform.doctor.network_policies import rendezvous
+from strata_platform.kubernetes_answers import PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
+
+_TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
+_DOCS = "docs/cluster.md has the values"
+# Of what is signed with the time, object stores refuse requests that are minutes off.
+_SKEW_SECONDS = 30.0
+_OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
+# task_resources.limits of flyteadmin 1.16, where its configuration does not say; "0" is none.
+_SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
+_SHIPPED_DOMAINS = ["development", "staging", "production"]
+
+
+def checks() -> Iterator[Check]:
+    """All that is looked at, from what everything needs to what one tenant does."""
+    seen = Cluster()
+    yield "API server", partial(_api_server, seen)
+    yield "clocks", partial(_clocks, seen)
+    yield "Flyte's version", partial(_flyte_version, seen)
+    yield "Flyte's plugins", partial(_flyte_plugins, seen)
+    yield "Flyte's limits", partial(_flyte_limits, seen)
+    yield "Flyte's rights", partial(_flyte_rights, seen)
+    yield "Flyte's authentication", partial(_flyte_authentication, seen)
+    yield "training operator", partial(_training_operator, seen)
+    yield "Kueue's integration", partial(_kueue, seen)
+    yield "GPU nodes", partial(_gpu_nodes, seen)
+    yield "tenants", partial(_tenants, seen)
+    for namespace in _names(seen):
+        yield f"{namespace}: project", partial(_project, seen, namespace)
+        yield f"{namespace}: queues", partial(_queues, seen, namespace)
+        yield f"{namespace}: pod template", partial(_pod_template, seen, namespace)
+        yield f"{namespace}: network policies", partial(_network_policies, seen, namespace)
+
+
+class Cluster:
+    """What is read of a cluster, each thing once."""
+
+    @cached_property
+    def api(self) -> Any:
+        """A client of the current context, or of the pod's own cluster.
+
+        Raises ImportError where this package was installed without its extra `cluster`.
+        """
+        from kubernetes import client, config
+
+        try:
+            config.load_kube_config()
+        except config.ConfigException:
+            config.load_incluster_config()
+        return client.ApiClient()
+
+    def ask(self, path: str, **more: Any) -> Any:
+        """The API server's answer, as the HTTP response that it is."""
+        method = "POST" if "body" in more else "GET"
+        return self.api.call_api(
+            path, method, auth_settings=["BearerToken"], _preload_content=False, _request_timeout=20, **more
+        )
+
+    def get(self, path: str, **query: str) -> dict[str, Any]:
+        """What the API server has at `path`."""
+        found: dict[str, Any] = json.loads(self.ask(path, query_params=list(query.items())).data)
+        return found
+
+    def items(self, path: str, **query: str) -> list[dict[str, Any]]:
+        """Of a list."""
+        found: list[dict[str, Any]] = self.get(path, **query)["items"]
+        return found
+
+    @cached_property
+    def deployments(self) -> list[dict[str, Any]]:
+        """All."""
+        return self.items("/apis/apps/v1/deployments")
+
+    def running(self, name: str) -> list[dict[str, Any]]:
+        """Deployments one of whose images has `name` in its own."""
+        return [d for d in self.deployments if any(name in image for image in _images(d))]
+
+    def configurations(self, name: str) -> Iterator[dict[str, Any]]:
+        """What the config maps beside the deployments of `name` hold, where that is YAML."""
+        for namespace in {d["metadata"]["namespace"]: None for d in self.running(name)}:
+            for config_map in self.items(f"/api/v1/namespaces/{namespace}/configmaps"):
+                for text in (config_map.get("data") or {}).values():
+                    if isinstance(found := _yaml(text), dict):
+                        yield found
+
+    @cached_property
+    def flyte(self) -> Mapping[str, Any]:
+        """Flyte's configuration, all of its files in one."""
+        merged: dict[str, Any] = {}
+        for part in self.configurations("flyte"):
+            merged = _merged(merged, part)
+        return merged
+
+    @cached_property
+    def kubernetes_plugin(self) -> Mapping[str, Any]:
+        """Of Flyte's configuration, how it makes pods."""
+        found: Mapping[str, Any] = (self.flyte.get("plugins") or {}).get("k8s") or {}
+        return found
+
+    @cached_property
+    def tenants(self) -> dict[str, dict[str, str]]:
+        """Namespaces that the chart calls a tenant's, with their labels."""
+        found = self.items("/api/v1/namespaces", labelSelector=_TENANT)
+        return {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in found}
+
+
+def _names(seen: Cluster) -> list[str]:
+    try:
+        return list(seen.tenants)
+    except Exception:
+        # The check of the tenants has said it.
+        return []
+
+
+def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    both = dict(left)
+    for key, value in right.items():
+        mine = both.get(key)
+        both[key] = _merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _api_server(seen: Cluster) -> Finding:
+    try:
+        said = seen.get("/version")
+    except ImportError as error:
+        raise Nothing(
+            f"the client of Kubernetes is not installed: {error}", "install strata-platform[cluster]"
+        ) from None
+    except Exception as error:
+        raise Nothing(
+            f"no cluster answers: {type(error).__name__}: {str(error).splitlines()[0]}",
+            "set KUBECONFIG, choose a context by kubectl config use-context, and check that kubectl get nodes works",
+        ) from None
+    found = tuple(int(re.sub(r"\D", "", said[part])) for part in ("major", "minor"))
+    if found < _OLDEST_KUBERNETES:
+        return problem(f"Kubernetes {said['gitVersion']}; the chart needs 1.30 or newer", "upgrade the cluster")
+    return ok(f"Kubernetes {said['gitVersion']}")
+
+
+def _clocks(seen: Cluster) -> Finding:
+    date = seen.ask("/version").headers.get("Date")
+    if date is None:
+        return skipped("the API server does not tell the time")
+    off = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
+    if off > _SKEW_SECONDS:
+        return problem(
+            f"this clock and the API server's are {off:.0f} s apart: object stores refuse what is signed with a wrong "
+            "time, and tokens are not valid yet or any more",
+            "run an NTP client (chrony) here and on the nodes",
+        )
+    return ok("this one agrees with the API server's")
+
+
+def _images(deployment: Mapping[str, Any]) -> list[str]:
+    return [container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]]
+
+
+def _flyte_version(seen: Cluster) -> Finding:
+    images = [image for deployment in seen.running("flyte") for image in _images(deployment) if "flyte" in image]
+    if not images:
+        return problem("no deployment runs Flyte", "install charts/strata-stack, or Flyte 1.16.8; docs/cluster.md")
+    way_out = "pin flyte-binary v1.16.8: its chart and deployment.image.tag"
+    for image in images:
+        match = re.search(r":v?(\d+)\.(\d+)\.(\d+)", image)
+        if match is None:
+            return warning(f"{image} names no version; Flyte 2 is another interface", way_out)
+        found = (int(match[1]), int(match[2]), int(match[3]))
+        if found[0] != 1:
+            return problem(
+                f"{image} is Flyte {found[0]}, another interface; the workflows are written for 1.16", way_out
+            )
+        if found < _OLDEST_FLYTE:
+            return problem(
+                f"{image} takes a run that Kueue suspends for a failed one; 1.16.6 and newer do not", way_out
+            )
+    return ok(", ".join(dict.fromkeys(images)))
+
+
+def _flyte_plugins(seen: Cluster) -> Finding:
+    plugins = (seen.flyte.get("tasks") or {}).get("task-plugins") or {}
+    enabled = plugins.get("enabled-plugins") or []
+    if not enabled:
+        return problem("no configuration of Flyte names enabled-plugins, so pytorch is off", _DOCS)
+    missing = [name for name in ("container", "sidecar", "k8s-array", "pytorch") if name not in enabled]
+    if missing:
+        return problem(f"enabled-plugins lacks {', '.join(missing)}: runs of several pods are refused", _DOCS)
+    if (plugins.get("default-for-task-types") or {}).get("pytorch") != "pytorch":
+        return problem("default-for-task-types does not send pytorch to the plugin pytorch", _DOCS)
+    return ok(", ".join(enabled))
+
+
+def _flyte_limits(seen: Cluster) -> Finding:
+    """Whether Flyte lets tasks have what they ask for.
+
+    It refuses a task that is registered with more than its limits, and gives one of a dynamic workflow, as training is,
+    no more than these.
+    """
+    from kubernetes.utils.quantity import parse_quantity
+
+    if not seen.running("flyte"):
+        return skipped("no deployment of Flyte was found")
+    given = (seen.flyte.get("task_resources") or {}).get("limits") or {}
+    limits = {name: limit for name, limit in (_SHIPPED_LIMITS | given).items() if parse_quantity(limit)}
+    if not limits:
+        return ok("none of Flyte's own")
+    said = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+    way_out = f'set task_resources.limits of Flyte to "0", which is none; {_DOCS}'
+    if any(
+        name in limits and parse_quantity(limits[name]) < parse_quantity(most) for name, most in TASK_LIMITS.items()
+    ):
+        needed = ", ".join(f"{name} {most}" for name, most in TASK_LIMITS.items())
+        return problem(f"{said}: workflows are refused, whose tasks may use {needed}", way_out)
+    if "gpu" in limits:
+        return problem(
+            f"{said}: a run that asks for more GPUs gets {limits['gpu']} in each pod, without a word", way_out
+        )
+    return warning(f"{said}: a run that asks for more gets that, without a word", way_out)
+
+
+def _flyte_rights(seen: Cluster) -> Finding:
+    accounts = {
+        (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
+        for d in seen.running("flyte")
+    }
+    for account in sorted(accounts):
+        for verb in ("create", "get", "list", "watch", "delete"):
+            review = access_review(account, verb, "kubeflow.org", "pytorchjobs")
+            answer = seen.ask("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
+            if not json.loads(answer.data)["status"]["allowed"]:
+                return problem(
+                    f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
+                    "never started",
+                    f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
+                )
+    return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
+
+
+def _flyte_authentication(seen: Cluster) -> Finding:
+    if not seen.running("flyte"):
+        return skipped("no deployment of Flyte was found")
+    if ((seen.flyte.get("server") or {}).get("security") or {}).get("useAuth"):
+        return ok("Flyte asks who it is")
+    return warning(
+        "off: whoever reaches flyteadmin may see, start and stop the runs of all tenants",
+        f"set configuration.auth of Flyte's chart; {_DOCS}",
+    )
+
+
+def _training_operator(seen: Cluster) -> Finding:
+    kinds = {
+        item["metadata"]["name"]: item for item in seen.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+    }
+    way_out = "apply the training operator's manifests of v1.9.3; docs/cluster.md has the command"
+    jobs = kinds.get("pytorchjobs.kubeflow.org")
+    if jobs is None:
+        if "trainjobs.trainer.kubeflow.org" in kinds:
+            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not make", way_out)
+        return problem("there are no PyTorchJobs", way_out)
+    operators = seen.running("training-operator")
+    if not operators:
+        return problem("PyTorchJobs can be made, and no training operator is there to run them", way_out)
+    image = _images(operators[0])[0]
+    if not (operators[0].get("status") or {}).get("availableReplicas"):
+        return problem(f"{image} is not available", "kubectl describe its pod; it says why")
+    # Images are named by commits. This field came with 1.9.
+    if "managedBy" not in str(jobs["spec"]["versions"]):
+        return warning(f"{image} is older than 1.9, with which runs were tested", way_out)
+    return ok(image)
+
+
+def _kueue(seen: Cluster) -> Finding:
+    configurations = [found for found in seen.configurations("kueue") if found.get("kind") == "Configuration"]
+    if not configurations:
+        return problem("no configuration of Kueue beside a deployment of it", "install Kueue 0.19; docs/cluster.md")
+    found = frameworks(configurations)
+    if PYTORCHJOB not in found:
+        return problem(
+            f"integrations.frameworks lacks {PYTORCHJOB}, as Kueue is shipped: jobs start without waiting in a queue",
+            f"add it and restart Kueue; {_DOCS}",
+        )
+    if "pod" not in found:
+        return warning("integrations.frameworks lacks pod: runs of one pod do not wait in their queue", _DOCS)
+    return ok(", ".join(found))
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _gpu_nodes(seen: Cluster) -> Finding:
+    numbers = [(node, _gpus_of(node)) for node in seen.items("/api/v1/nodes")]
+    nodes = [node for node, gpus in numbers if gpus]
+    dead = [node["metadata"]["name"] for node, gpus in numbers if gpus == 0]
+    if dead:
+        return problem(
+            f"{len(dead)} of {len(dead) + len(nodes)} GPU nodes have none to give, such as {dead[0]}: their device "
+            "plugin does not run, or the driver has lost them",
+            "look at the device plugin's pod there, and at nvidia-smi or rocm-smi",
+        )
+    if not nodes:
+        return warning("no node has GPUs to give: runs train on CPUs", "install the GPU operator, or add nodes")
+    label = seen.kubernetes_plugin.get("gpu-device-node-label")
+    if not label:
+        return warning(
+            f"{len(nodes)} nodes have GPUs, and Flyte is not told which label names their model: resources.gpu_type "
+            "chooses nothing",
+            "set plugins.k8s.gpu-device-node-label of Flyte, for example to nvidia.com/gpu.product",
+        )
+    bare = [node["metadata"]["name"] for node in nodes if label not in (node["metadata"].get("labels") or {})]
+    if bare:
+        return warning(
+            f"{len(bare)} of {len(nodes)} GPU nodes have no label {label}, such as {bare[0]}: resources.gpu_type does "
+            "not find them",
+            "install the GPU feature discovery, or label them",
+        )
+    return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
+
+
+def _gpus_of(node: Mapping[str, Any]) -> int | None:
+    """How many its pods may have; None where it never had any."""
+    allocatable = node["status"].get("allocatable") or {}
+    numbers = [int(number) for name, number in allocatable.items() if name.endswith("/gpu")]
+    return sum(numbers) if numbers else None
+
+
+def _tenants(seen: Cluster) -> Finding:
+    if seen.tenants:
+        return ok(", ".join(seen.tenants))
+    return problem(
+        f"no namespace has the label {_TENANT}: no project can run anything",
+        "install charts/strata with the project and domain in tenants",
+    )
+
+
+def _project(seen: Cluster, namespace: str) -> Finding:
+    """Whether Flyte has the tenant's project and domain, as far as its configuration says it."""
+    labels = seen.tenants[namespace]
+    project, domain = labels.get(_PROJECT), labels.get(_DOMAIN)
+    if project is None or domain is None:
+        return skipped(f"the labels {_PROJECT} and {_DOMAIN} do not say whose it is")
+    domains = [each["id"] for each in seen.flyte["domains"]] if "domains" in seen.flyte else _SHIPPED_DOMAINS
+    if domain not in domains:
+        return problem(
+            f"Flyte has no domain {domain}, only {', '.join(domains)}: it refuses the tenant's runs",
+            "add it to domains of Flyte's configuration, or have the tenant in another; docs/cluster.md",
+        )
+    admin = (seen.flyte.get("flyte") or {}).get("admin") or {}
+    made = {*(admin.get("seedProjects") or []), *(each["name"] for each in admin.get("seedProjectsWithDetails") or [])}
+    if made and project not in made:
+        return warning(
+            f"Flyte makes the projects {', '.join(sorted(made))} when it starts; if nobody has made {project}, it "
+            "refuses the tenant's runs",
+            "add it to flyte-core-components.admin.seedProjects of Flyte's chart, also where it has been made",
+        )
+    return ok(f"{project}, {domain}")
+
+
+def _queues(seen: Cluster, namespace: str) -> Finding:
+    queues = seen.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
+    if not queues:
+        return problem("there is no queue: a run that names one waits for ever", "give the tenant queues in the chart")
+    for queue in queues:
+        why = why_inactive(queue)
+        if why is not None:
+            return problem(f"queue {queue['metadata']['name']} is not active: {why}", "look at its cluster queue")
+    names = [queue["metadata"]["name"] for queue in queues]
+    if "default" not in names:
+        return warning(
+            f"there is no queue called default, only {', '.join(names)}: a run has to name one in resources.queue",
+            "call one of them default, if that is not what is wanted",
+        )
+    return ok(", ".join(names))
+
+
+def _pod_template(seen: Cluster, namespace: str) -> Finding:
+    name = seen.kubernetes_plugin.get("default-pod-template-name")
+    if not name:
+        return problem(
+            "Flyte is told of no pod template, so pods have no cache and no limits to what they may do",
+            f"set plugins.k8s.default-pod-template-name of Flyte; {_DOCS}",
+        )
+    found = [
+        template
+        for template in seen.items(f"/api/v1/namespaces/{namespace}/podtemplates")
+        if template["metadata"]["name"] == name
+    ]
+    if not found:
+        return problem(
+            f"Flyte starts pods from the template {name}, and there is none here: it takes none, in silence",
+            "make the chart's tenantDefaults.podTemplate.name and Flyte's default-pod-template-name the same",
+        )
+    spec = found[0]["template"]["spec"]
+    environment = {e["name"] for c in spec["containers"] for e in c.get("env") or []}
+    if "TRITON_CACHE_DIR" not in environment:
+        return warning(
+            f"{name} does not set TRITON_CACHE_DIR: kernels go where the image says, and are gone with the pod",
+            "mount a folder of the node and name it there",
+        )
+    return ok(f"{name}, with a cache of kernels")
+
+
+def _network_policies(seen: Cluster, namespace: str) -> Finding:
+    return rendezvous(seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"))

@@ -1,0 +1,132 @@
+"""What every section of the spec is made of: the types of its fields, and what a section is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from strata_platform.redact import has_credentials, secret_parameter
+from strata_platform.spec.describe import Words
+from strata_platform.spec.problems import spec_error
+
+
+def number(value: object) -> object:
+    """Refuse `true`, which Python takes for 1; read `1e3`, a text to YAML 1.1, as the whole number it is."""
+    if isinstance(value, bool):
+        raise ValueError("not a number")
+    if isinstance(value, str) and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][+-]?[0-9]+", value):
+        return float(value)
+    return value
+
+
+def _only_boolean(value: object) -> object:
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
+def _number_as_text(value: object) -> object:
+    """`cpu: 2` means what `cpu: "2"` means."""
+    return str(value) if type(value) in (int, float) else value
+
+
+def _without_credentials(value: Any) -> Any:
+    for text in (value,) if isinstance(value, str) else value:
+        if has_credentials(text):
+            raise ValueError(
+                "a URL with credentials, which would be in every copy of the spec; leave them to the environment"
+            )
+        if name := secret_parameter(text):
+            raise ValueError(
+                f"a URL with {name!r} in its query, which lets in whoever reads a copy of the spec; give the store's "
+                "own URL, such as s3://bucket/path, with its credentials in the environment, or fetch the file first"
+            )
+    return value
+
+
+def _path(value: str) -> str:
+    if "://" in value:
+        raise ValueError("an address, not a folder; checkpoint.url copies checkpoints there, and export.url the model")
+    if value.startswith("~"):
+        # What it stands for is known where the run is, which need not be here, and not to Path.
+        raise ValueError("begins with ~, another folder for every user and machine; write the path out")
+    return value
+
+
+LONGEST_NAME = 53
+
+Whole = Annotated[int, BeforeValidator(number)]
+Number = Annotated[float, BeforeValidator(number)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
+Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
+Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, AfterValidator(_path), Words("the path of a folder")]
+Place = Annotated[Text, AfterValidator(_without_credentials)]
+Sources = Annotated[
+    Text | Annotated[tuple[Text, ...], Field(min_length=1)],
+    AfterValidator(_without_credentials),
+    Words("text or a list of text, not empty"),
+]
+Address = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9+.-]+://.+$"),
+    AfterValidator(_without_credentials),
+    Words("a URL without credentials"),
+]
+Flag = Annotated[bool, BeforeValidator(_only_boolean)]
+Name = Annotated[
+    str,
+    Field(pattern=rf"^[a-z0-9]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?$"),
+    Words(f"up to {LONGEST_NAME} lower-case letters, digits and inner dashes"),
+]
+_QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+Quantity = Annotated[
+    _QuantityText,
+    BeforeValidator(_number_as_text, json_schema_input_type=_QuantityText | Annotated[float, Field(ge=0)]),
+    Words("a Kubernetes quantity such as 2, 500m or 8Gi"),
+]
+
+
+class Section(BaseModel):
+    """Base of every part of the spec: frozen, and an unknown field is an error.
+
+    Raises SpecError, with every problem in it, wherever pydantic would raise ValidationError. A value is converted only
+    where nothing is lost: `"8"` and `8.0` are 8, YAML's `1e-4` (a text to YAML 1.1) is 0.0001, a list is a tuple; but
+    `true` is not 1, `"yes"` is not true and 8.5 is not 8.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise spec_error(type(self), error) from None
+
+    # Tells pydantic that this __init__ only calls its own, so that it need not be called for each nested section.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, but raises SpecError."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise spec_error(cls, error) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's, but raises SpecError."""
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise spec_error(cls, error) from None
+
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the values, defaults included."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]

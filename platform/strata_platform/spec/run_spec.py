@@ -1,0 +1,245 @@
+"""The one description of a run: what the YAML file, the command line, the notebook and the docs all speak of.
+
+Every field has a default, so `RunSpec()` is a complete run: a small Llama, trained from scratch on the docstrings of
+Python's standard library. Objects are frozen and refuse unknown fields; what contradicts is refused with both fields
+named. Nothing here reads the environment or the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+
+from strata_platform.spec.contradictions import contradictions
+from strata_platform.spec.data import Data
+from strata_platform.spec.export import Export
+from strata_platform.spec.faults import Faults
+from strata_platform.spec.fields import Address, Count, Folder, Name, Quantity, Section, Text, Whole, number
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
+from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
+from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
+from strata_platform.spec.problems import check
+from strata_platform.spec.training import Optimizer, Schedule, Training
+
+
+class Runtime(Section):
+    """What drives the training loop."""
+
+    framework: Literal["hf", "lightning", "torch"] = Field(
+        "hf",
+        description="`hf`: the Hugging Face Trainer; `lightning`: Lightning's Trainer; `torch`: a plain PyTorch loop. "
+        "All train the same.",
+    )
+
+
+class Checkpoint(Section):
+    """When state is saved, and what a new attempt does with it."""
+
+    every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
+    keep_last: Count = Field(2, description="Complete checkpoints to keep.")
+    keep_every: Count | None = Field(
+        None, description="Keep those of the steps that are multiples of this, too; a multiple of `every`."
+    )
+    on_sigterm: Literal["stop", "save"] = Field(
+        "stop",
+        description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
+        "and saves first, within the grace period, for which the processes exchange a message after every step.",
+    )
+    url: Address | None = Field(
+        None,
+        description="Object store, such as `s3://bucket/path`, to which checkpoints are copied when they are whole, to "
+        "`<url>/<name>`; a start takes the newest, from the disk or from there. Credentials are the environment's.",
+    )
+    url_timeout: Count = Field(
+        900, description="Seconds that the store may be away while the run goes on; then it ends."
+    )
+    resume: Literal["auto", "never"] = Field(
+        "auto",
+        description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any, also "
+        "after a preemption.",
+    )
+
+
+class Evaluation(Section):
+    """What is measured and shown before and after training."""
+
+    samples: Whole = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
+    max_new_tokens: Whole = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
+    max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
+    tasks: tuple[Text, ...] = Field(
+        (),
+        description="Tasks of lm-evaluation-harness, by name or as YAML files of one's own, that the model does before "
+        "and after training; needs the extra `lm-eval`.",
+    )
+    few_shot: Annotated[int, Field(ge=0, le=64), BeforeValidator(number)] | None = Field(
+        None, description="Examples that are shown before each question of a task; by default its own."
+    )
+    task_limit: Count | None = Field(None, description="Do at most this many examples of each task.")
+
+
+class Topology(Section):
+    """Shape of the job, in torchrun's terms."""
+
+    nnodes: Whole = Field(1, ge=1, le=4096, description="Pods.")
+    nproc_per_node: Whole = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole job."""
+        return self.nnodes * self.nproc_per_node
+
+
+class Resources(Section):
+    """What each pod of a remote run asks for."""
+
+    cpu: Quantity = Field("2", description="CPU cores.")
+    memory: Quantity = Field("8Gi", description="Memory.")
+    gpu: Whole = Field(0, ge=0, le=64, description="GPUs, as many as `topology.nproc_per_node`; 0 runs on the CPU.")
+    gpu_type: Text | None = Field(
+        None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
+    )
+    shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
+    queue: Name | None = Field(
+        None, description="Kueue queue to wait in; by default the one called `default`, where the cluster has it."
+    )
+    priority: Name | None = Field(None, description="Kueue priority class; by default the cluster's.")
+    pod_template: Name | None = Field(
+        None,
+        description="PodTemplate of the cluster to start the pods from; by default the one that Flyte is set up with.",
+    )
+
+
+class Tracking(Section):
+    """Where metrics go, beside the JSON lines that are always written."""
+
+    report_to: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = Field(
+        ("tensorboard",),
+        description="Trackers that are told of every step. TensorBoard writes to the run's folder; servers and keys of "
+        "the others are environment variables.",
+    )
+    project: Text = Field("strata", description="MLflow's experiment and the project of Weights & Biases.")
+    log_every: Count = Field(10, description="Steps between progress lines and reports; metrics have every step.")
+    prometheus_port: Annotated[int, Field(ge=1024, le=65472), BeforeValidator(number)] | None = Field(
+        None,
+        description="Port on which a pod's first process serves metrics for Prometheus, and the others on the ports "
+        "after it; by default none does.",
+    )
+
+
+Objective = Annotated[Pretrain | Sft | Dpo | Distill, Field(discriminator="type")]
+Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
+Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
+
+
+class RunSpec(Section):
+    """A training run, whole. Every field has a default."""
+
+    name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
+    output: Folder = Field(
+        "out",
+        description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To an object store it is "
+        "copied by `checkpoint.url` and `export.url`.",
+    )
+    seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
+    model: Model = Field(default_factory=Model, description="What is trained.")
+    data: Data = Field(default_factory=Data, description="What it is trained on.")
+    objective: Objective = Field(default_factory=Sft, description="What is minimized.")
+    adapter: Adapter = Field(default_factory=NoAdapter, description="Which weights learn.")
+    training: Training = Field(default_factory=Training, description="Length and batch.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer.")
+    schedule: Schedule = Field(default_factory=Schedule, description="Learning-rate schedule.")
+    parallel: Parallel = Field(default_factory=Single, description="How the work is split over processes.")
+    runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
+    kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
+    faults: Faults = Field(default_factory=Faults, description="Unfit GPUs, hangs, ruinous steps.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
+    export: Export = Field(default_factory=Export, description="Where the trained model goes.")
+    topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
+    resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
+    tracking: Tracking = Field(default_factory=Tracking, description="Metrics.")
+
+    @model_validator(mode="after")
+    def _count_micro_batches(self) -> Self:
+        """With `training.tokens_per_step`, what is left out is filled in: whoever reads the spec finds it there."""
+        training = self.training
+        if training.tokens_per_step and "gradient_accumulation_steps" not in training.model_fields_set:
+            passes, rest = divmod(training.tokens_per_step, self.tokens_per_pass)
+            if passes and not rest:
+                counted = training.model_copy(update={"gradient_accumulation_steps": passes})
+                # Frozen when it is made, of which this is a part.
+                object.__setattr__(self, "training", counted)
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        return check(cls, value, handler, contradictions)
+
+    @property
+    def peak_lr(self) -> float:
+        """`optimizer.lr`, or the default: new weights bear a hundred times the rate of old ones, adapters ten times.
+
+        Preferences are told by small differences, which a twentieth of it suffices for.
+        """
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        share = 0.05 if self.objective.type == "dpo" else 1.0
+        if self.adapter.type != "none":
+            return 2e-4 * share
+        return (2e-3 if self.model.name in PRESETS else 2e-5) * share
+
+    @property
+    def fused_loss(self) -> bool:
+        """Whether the kernel layer computes the loss, without logits."""
+        return self.kernels.enabled and "linear_cross_entropy" not in self.kernels.exclude
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model's own weights have few bits, beside an adapter."""
+        return isinstance(self.adapter, Lora) and self.adapter.quantization != "none"
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes that each matrix is cut over, beside FSDP."""
+        return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1
+
+    @property
+    def context_parallel(self) -> int:
+        """Parts that rows are cut into, beside FSDP."""
+        return self.parallel.context_parallel if self.parallel.type == "fsdp" else 1
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of those that share rows, that read rows of their own."""
+        return self.topology.world_size // (self.tensor_parallel * self.context_parallel)
+
+    @property
+    def nonfinite(self) -> Literal["skip", "rollback", "stop"]:
+        """`faults.nonfinite`, or the default."""
+        return self.faults.nonfinite or ("stop" if self.optimizer.in_backward else "skip")
+
+    @property
+    def model_parts(self) -> int:
+        """Processes that one copy of weights, gradients and optimizer state is split over."""
+        return self.topology.world_size // self.parallel.replicas if self.parallel.type == "fsdp" else 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that all processes read for one optimizer step."""
+        training = self.training
+        return training.micro_batch_size * training.gradient_accumulation_steps * self.readers
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a micro-batch of each process, where rows are packed."""
+        return self.rows_per_step // self.training.gradient_accumulation_steps * self.data.sequence_length
+
+    @property
+    def passes(self) -> float | None:
+        """Passes over the data: None when `training.steps` decides the length."""
+        if self.training.steps is not None:
+            return None
+        return self.training.epochs if self.training.epochs is not None else 2.0

@@ -1,0 +1,364 @@
+"""From a recipe to a folder that training reads: rows, tokenizer, samples, and a manifest that accounts for it all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data.atomic_folder import building, locked
+from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData, Sample
+from tasks.runtime.data.encode import Encoded, Encoder, head, split_long
+from tasks.runtime.data.fingerprint import recipe_digest
+from tasks.runtime.data.formats import Document, Format, bind_format, choose_format, raw_text
+from tasks.runtime.data.prepared_manifest import SKIP_REASONS, Manifest, Split
+from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.spool import Spool
+from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, trains_tokenizer
+
+Report = Callable[[str], None]
+Rows = Callable[[], Iterator[Row]]
+# A row's number and name, and its documents.
+_Fitting = tuple[int, str, list[Document]]
+
+_BATCH = 512
+# Rows that are looked at to learn which columns there are.
+_PEEK = 100
+_MAX_SHOWN = 64
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
+    """Fill the folder `out` with the recipe's data, or take what an equal recipe left there.
+
+    The folder appears whole or not at all. Preparations of the same folder at the same time wait for each other. A
+    recipe without a fingerprint gets one here, so that changed files are noticed.
+
+    report: receives lines for a person: what is chosen, progress every few seconds, the final account.
+
+    Raises:
+        ValueError: the source is not found, unreadable or empty; a column is missing; a row does not fit, and
+            `data.invalid` is `error`; nothing is left to train on; or `out` holds other files.
+    """
+    if not recipe.fingerprint:
+        recipe = recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})
+    out = Path(out).absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        if found := _reusable(out, recipe):
+            report(f"data of recipe {recipe.hash()} is already prepared in {out}")
+            return found
+        with building(out, usable=lambda: _reusable(out, recipe) is not None) as folder:
+            _build(recipe, folder, report)
+    return PreparedData.load(out)
+
+
+def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:
+    try:
+        found = PreparedData.load(out)
+    except ValueError:
+        return None
+    return found if found.manifest.recipe_hash == recipe.hash() else None
+
+
+def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
+    started = time.monotonic()
+    source = open_source(recipe)
+    for note in source.notes:
+        report(f"{source.name}: {note}")
+
+    def rows() -> Iterator[Row]:
+        return islice(source.rows(), recipe.data.max_samples)
+
+    first = list(islice(rows(), _PEEK))
+    if not first:
+        raise ValueError(f"data.source {source.name!r} has no rows")
+    name, columns = choose_format(recipe, first)
+    report(f"{source.name}: format {name}, from {', '.join(columns)}")
+    tokenizer = _tokenizer(recipe, rows, name, columns, report)
+    form = bind_format(name, columns, tokenizer, recipe.data.chat_template)
+    if recipe.data.chat_template and form.templates is None:
+        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
+    if form.templates is not None:
+        tokenizer.chat_template = form.templates
+    save_tokenizer(tokenizer, folder / TOKENIZER)
+    encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
+    with Spool(folder) as spool:
+        tally = _encode_all(recipe, rows(), form, encoder, spool, report)
+        if not tally.used:
+            raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {tally}")
+        train, validation = _write_splits(recipe, folder, spool, tokenizer, encoder, together=2 if form.paired else 1)
+    stop_tokens = _stop_tokens(tokenizer, encoder)
+    manifest = Manifest(
+        recipe=recipe.model_dump(mode="json"),
+        recipe_hash=recipe.hash(),
+        source=source.name,
+        format=name,
+        columns=columns,
+        sequence_length=recipe.data.sequence_length,
+        packing=recipe.data.packing,
+        samples_read=tally.read,
+        samples_used=tally.used,
+        skipped=tally.skipped,
+        truncated=tally.truncated,
+        split_long=tally.split_long,
+        split_turns=tally.split_turns,
+        train=train,
+        validation=validation,
+        vocabulary_size=len(tokenizer),
+        largest_token_id=max(spool.largest_token_id, tokenizer.pad_token_id, *stop_tokens),
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=stop_tokens,
+        versions={
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("tokenizers", "transformers", "numpy")},
+        },
+    )
+    assert manifest.samples_read == manifest.samples_used + sum(manifest.skipped.values())
+    manifest.write(folder)
+    report(f"{source.name}: {tally}")
+    for split_name, split in (("train", train), ("validation", validation)):
+        report(_describe(split_name, split, manifest))
+    report(f"prepared in {time.monotonic() - started:.1f} s")
+
+
+def _tokenizer(
+    recipe: DataRecipe, rows: Rows, name: str, columns: tuple[str, ...], report: Report
+) -> PreTrainedTokenizerBase:
+    if not trains_tokenizer(recipe):
+        return load_tokenizer(recipe)
+    report("training a tokenizer on the data")
+    return train_tokenizer(_training_texts(recipe, rows(), name, columns))
+
+
+def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns: tuple[str, ...]) -> Iterator[str]:
+    """Texts of samples that are not held out. Rows that do not fit are passed over here: they are counted later."""
+    for number, row in enumerate(rows):
+        if _draw(recipe.seed, number) < recipe.data.validation_fraction:
+            continue
+        try:
+            yield raw_text(name, columns, row)
+        except RowError as error:
+            _allow(recipe, error)
+
+
+def _allow(recipe: DataRecipe, error: RowError) -> None:
+    """Return when faulty rows are to be skipped; else raise ValueError."""
+    if recipe.data.invalid == "error":
+        raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
+
+
+@dataclass
+class _Tally:
+    """Where every sample went."""
+
+    read: int = 0
+    used: int = 0
+    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
+    truncated: int = 0
+    split_long: int = 0
+    split_turns: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.read:,} samples read = {self.used:,} used"]
+        parts += [f"{count:,} skipped ({SKIP_REASONS[reason]})" for reason, count in self.skipped.items() if count]
+        notes = {
+            "truncated to a row": self.truncated,
+            "longer than a row, split": self.split_long,
+            "split by turns, because the chat template rewrites earlier ones": self.split_turns,
+        }
+        shown = "; ".join(f"{count:,} {words}" for words, count in notes.items() if count)
+        return " + ".join(parts) + (f"; of those used, {shown}" if shown else "")
+
+
+def _encode_all(
+    recipe: DataRecipe, rows: Iterator[Row], form: Format, encoder: Encoder, spool: Spool, report: Report
+) -> _Tally:
+    tally = _Tally()
+    reported = time.monotonic()
+    for batch in _batches(enumerate(rows)):
+        fitting: list[_Fitting] = []
+        for number, row in batch:
+            tally.read += 1
+            try:
+                fitting.append((number, row.where, form.documents(row)))
+            except RowError as error:
+                _allow(recipe, error)
+                tally.skipped["invalid"] += 1
+        fit = _fit_pair if form.paired else partial(_fit, splits=recipe.objective == "pretrain" or form.name == "text")
+        for number, where, encoded in _encode(recipe, fitting, encoder, tally):
+            pieces = fit(recipe, encoded, where, tally)
+            for piece in pieces:
+                spool.add(piece, number)
+            tally.used += bool(pieces)
+        if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            report(f"{tally.read:,} samples read, {spool.tokens:,} tokens")
+    return tally
+
+
+def _encode(
+    recipe: DataRecipe, rows: list[_Fitting], encoder: Encoder, tally: _Tally
+) -> list[tuple[int, str, list[Encoded]]]:
+    """The rows with their documents as tokens. One that the tokenizer cannot do right is found by halving the rows."""
+    try:
+        encoded = iter(encoder.encode([document for _, _, documents in rows for document in documents]))
+    except RowError as error:
+        if len(rows) > 1:
+            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            return [row for half in halves for row in _encode(recipe, half, encoder, tally)]
+        _allow(recipe, RowError(f"{rows[0][1]}: {error}"))
+        tally.skipped["invalid"] += 1
+        return []
+    return [(number, where, [next(encoded) for _ in documents]) for number, where, documents in rows]
+
+
+def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally, *, splits: bool) -> list[Encoded]:
+    """The documents of one sample as they go into rows; none when the sample is skipped, which is counted.
+
+    One that is longer than a row is cut into several when it `splits`.
+    """
+    length = recipe.data.sequence_length
+    learned = [document for document in documents if document.targets.any()]
+    split_turns = len(documents) > 1
+    if longest := max((len(document) for document in learned if len(document) > length), default=0):
+        if splits:
+            learned = [piece for document in learned for piece in split_long(document, length)]
+            tally.split_long += 1
+        elif recipe.data.overlong != "truncate":
+            _pass_over(recipe, where, longest, tally)
+            return []
+        else:
+            learned = [document for document in (head(one, length) for one in learned) if document.targets.any()]
+            tally.truncated += bool(learned)
+    if not learned:
+        tally.skipped["no_target"] += 1
+    tally.split_turns += split_turns and bool(learned)
+    return learned
+
+
+def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally) -> list[Encoded]:
+    """Both documents of a pair of answers, which share a row, or none. The longer one is cut first."""
+    length = recipe.data.sequence_length
+    longest = sum(map(len, documents))
+    if longest > length:
+        if recipe.data.overlong != "truncate":
+            _pass_over(recipe, where, longest, tally)
+            return []
+        room = max(length // 2, length - min(map(len, documents)))
+        documents = [head(document, room) for document in documents]
+    # Answers of other words may have the same tokens, or have them as far as a row goes: no gradient comes of these.
+    alike = len({document.ids.tobytes() for document in documents}) < len(documents)
+    if not documents or alike or not all(document.targets.any() for document in documents):
+        tally.skipped["no_target"] += 1
+        return []
+    tally.truncated += longest > length
+    return documents
+
+
+def _pass_over(recipe: DataRecipe, where: str, tokens: int, tally: _Tally) -> None:
+    """Count a sample that is longer than a row as skipped; raises ValueError where that is to be an error."""
+    if recipe.data.overlong == "error":
+        raise ValueError(
+            f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
+            "data.overlong to 'skip' or 'truncate'"
+        )
+    tally.skipped["overlong"] += 1
+
+
+def _write_splits(
+    recipe: DataRecipe,
+    folder: Path,
+    spool: Spool,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
+    *,
+    together: int,
+) -> tuple[Split, Split]:
+    samples = spool.samples
+    used, sample_of = np.unique(samples, return_inverse=True)
+    held_out = _held_out(recipe, used)[sample_of]
+    length = recipe.data.sequence_length if recipe.data.packing else None
+    splits = [
+        spool.write_shards(folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed, together=together)
+        for name, chosen in (("train", ~held_out), ("validation", held_out))
+    ]
+    # The first document of each sample that is held out.
+    shown = np.flatnonzero(held_out & (np.diff(samples, prepend=-1) != 0))[:_MAX_SHOWN]
+    found = [_shown(spool.document(int(document)), tokenizer, encoder.leading) for document in shown]
+    stored = json.dumps([sample._asdict() for sample in found if sample], ensure_ascii=False, indent=1)
+    (folder / SAMPLES).write_text(stored + "\n", encoding="utf-8")
+    return splits[0], splits[1]
+
+
+def _held_out(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which samples validate: those whose draw is below the fraction, at least one and never all.
+
+    A sample's draw depends on the seed and its number alone, so rows that are appended to a source move none across.
+    """
+    fraction = recipe.data.validation_fraction
+    draws = np.array([_draw(recipe.seed, int(sample)) for sample in samples])
+    held_out = draws < fraction
+    if fraction > 0 and draws.size >= 2:
+        held_out[np.argmin(draws)] = True
+        held_out[np.argmax(draws)] = False
+    return held_out if draws.size >= 2 else np.zeros(draws.size, dtype=np.bool_)
+
+
+def _draw(seed: int, number: int) -> float:
+    """A number in [0, 1), the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=7).digest()) / 2**56
+
+
+def _shown(document: Encoded, tokenizer: PreTrainedTokenizerBase, leading: list[int]) -> Sample | None:
+    """A document as a prompt and what follows it; one that is written throughout is cut in the middle."""
+    begin, end = document.written
+    ids = document.ids.tolist()
+    skipped = len(leading) if ids[: len(leading)] == leading else 0
+    if begin <= skipped:
+        begin = (begin + end + 1) // 2
+    if not skipped < begin < end:
+        return None
+    return Sample(
+        prompt=tokenizer.decode(ids[skipped:begin], clean_up_tokenization_spaces=False),
+        completion=tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        prompt_ids=ids[:begin],
+    )
+
+
+def _stop_tokens(tokenizer: PreTrainedTokenizerBase, encoder: Encoder) -> tuple[int, ...]:
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = encoder.turn_ends & special
+    if encoder.turn_ends and not ends:
+        warnings.warn(
+            "data.chat_template: no special token ends the assistant's turns, so the model does not learn to stop",
+            stacklevel=2,
+        )
+    return tuple(sorted({tokenizer.eos_token_id, *ends}))
+
+
+def _describe(name: str, split: Split, manifest: Manifest) -> str:
+    rows = f"{split.rows:,} rows"
+    if manifest.packing:
+        rows += f" of {manifest.sequence_length} tokens, {100 * split.fill(manifest.sequence_length):.1f} % full"
+    return f"{name}: {split.samples:,} samples, {split.tokens:,} tokens, {split.target_tokens:,} with loss, in {rows}"
+
+
+def _batches(items: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch

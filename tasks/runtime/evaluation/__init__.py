@@ -1,0 +1,1 @@
+"""Evaluate a model: validation loss, samples, lm-evaluation-harness tasks."""

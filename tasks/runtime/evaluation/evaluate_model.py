@@ -1,0 +1,168 @@
+"""Measure a model before and after training: loss on the validation split, what it writes, how well it does tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import PreparedData, collator
+from tasks.runtime.data import Sample as Prompt
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
+from tasks.runtime.models.build import adopt_tokenizer, build_model, has_fused_loss, patch
+from tasks.runtime.models.packing_support import learned_positions
+from tasks.runtime.objectives import Objective, validation_objective_of
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
+from tasks.runtime.training.trained_weights import build_trained_model
+
+log = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What is measured of one model. `means` over the validation split by name, the loss's too; {} when it is empty."""
+
+    means: dict[str, float]
+    written: list[str]
+    scores: dict[tuple[str, str], Score]
+
+
+def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
+    """The record with losses, samples and scores of the model before training and with `weights`, of `collect_weights`.
+
+    Raises ValueError when the run did not finish, or a task cannot be loaded.
+    """
+    record.require_complete()
+    prompts = data.samples(spec.evaluation.samples)
+    # One model in memory at a time.
+    before, data = _measure(spec, data, prompts, weights=None)
+    after, _ = _measure(spec, data, prompts, weights=weights)
+    samples = tuple(
+        Sample(prompt=prompt.prompt, reference=prompt.completion, before=first, after=second)
+        for prompt, first, second in zip(prompts, before.written, after.written, strict=True)
+    )
+    scores = tuple(
+        TaskScore(
+            task=task,
+            metric=metric,
+            before=before.scores[task, metric].value,
+            after=score.value,
+            error=score.error,
+            higher_is_better=score.higher_is_better,
+        )
+        for (task, metric), score in after.scores.items()
+    )
+    record = record.model_copy(
+        update={
+            "eval_loss_before": before.means.get("loss"),
+            "eval_loss_after": after.means.get("loss"),
+            "eval_metrics": {name: value for name, value in after.means.items() if name != "loss"},
+            "task_scores": scores,
+            "samples": samples,
+        }
+    )
+    _tell(record)
+    return record
+
+
+def _tell(record: CompletionRecord) -> None:
+    before, after = record.eval_loss_before, record.eval_loss_after
+    if before is None or after is None:
+        log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
+    else:
+        change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
+        log.info("validation loss %.4f before, %.4f after%s", before, after, change)
+    for name, value in record.eval_metrics.items():
+        log.info("validation %s %.4f after", name, value)
+    for score in record.task_scores:
+        log.info("%s: %s %.4f before, %.4f after", score.task, score.metric, score.before, score.after)
+    for sample in record.samples:
+        log.info("prompt: %s\n  after training: %s", _indented(sample.prompt), _indented(sample.after))
+
+
+def _indented(text: str) -> str:
+    """Text of a data set or a model, none of whose lines begins one of the log: programs read some of those."""
+    return "\n    ".join(text.strip().splitlines())
+
+
+def _measure(
+    spec: RunSpec, data: PreparedData, prompts: list[Prompt], *, weights: Path | None
+) -> tuple[Measured, PreparedData]:
+    """Also the data, with what the objective compares the trained model with: it is asked of the first one."""
+    tokenizer = data.tokenizer()
+    model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
+    adopt_tokenizer(model, tokenizer)
+    _leave_out_routers(model)
+    objective = validation_objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+    if weights is None:
+        data = objective.begin_validation(model, data, spec)
+    means = validation_means(model, objective, data, spec)
+    written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
+    return Measured(means, written, task_scores(model, tokenizer, spec)), data
+
+
+def _leave_out_routers(model: PreTrainedModel) -> None:
+    """Have a mixture of experts tell the loss of tokens alone: its exponential is a perplexity."""
+    config = model.config.get_text_config()
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
+
+
+@torch.inference_mode()
+def validation_means(
+    model: PreTrainedModel, objective: Objective, data: PreparedData, spec: RunSpec
+) -> dict[str, float]:
+    """Loss and metrics of the objective over the validation split; {} when the split has no item."""
+    totals: dict[str, float] = {}
+    items = 0
+    for batch in _validation_batches(data, spec, model.device):
+        count = int(objective.count(batch))
+        if count:
+            # Divided by one: sums, so that every item weighs the same.
+            share = objective.share(model, batch, torch.ones((), device=model.device))
+            for name, value in {"loss": share.loss, **share.metrics}.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+            items += count
+    return {name: total / items for name, total in totals.items()}
+
+
+def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device) -> Iterator[Batch]:
+    loader = DataLoader(
+        data.validation, batch_size=spec.training.micro_batch_size, collate_fn=collator(spec.model.attention)
+    )
+    for batch in islice(loader, spec.evaluation.max_batches):
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, spec: RunSpec
+) -> str:
+    """The model's most likely continuation of the prompt, without the prompt, as long as there are positions for it."""
+    ids = torch.tensor([prompt.prompt_ids], device=model.device)
+    most, positions = spec.evaluation.max_new_tokens, learned_positions(model)
+    if positions is not None and (left := positions - ids.shape[1]) < most:
+        log.warning("evaluation.max_new_tokens %d: the model has positions for %d after this prompt", most, left)
+        if left <= 0:
+            return ""
+        most = left
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=GenerationConfig(
+            max_new_tokens=most,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=list(data.manifest.stop_token_ids) or None,
+            pad_token_id=data.manifest.pad_token_id,
+        ),
+    )
+    return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))

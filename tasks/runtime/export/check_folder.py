@@ -1,0 +1,89 @@
+"""Reads an exported model as anybody else would, and compares it with the one that was trained.
+
+A process of its own, which has nothing of the training but the folder: what it reads is what the next person reads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Tokens of the text that both read.
+TOKENS = 64
+# By type: how far logits may differ, as a share of the greatest. The same arithmetic in the same order differs by none.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+_TEXT = (
+    "The exported model must read this text as the trained one did: the same tokens, and for each of them the same "
+    "expectation of what comes next, whatever was merged, cast or renamed on the way to the folder. 0123456789 {}[]()\n"
+)
+
+
+def expected_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+    """What a model makes of a short text: `input_ids` [1, T] and `logits` [1, T, V], both on the CPU."""
+    ids = tokenizer(_TEXT, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :TOKENS]
+    with torch.inference_mode():
+        logits = model.eval()(input_ids=ids.to(model.device)).logits
+    return {"input_ids": ids, "logits": logits.cpu().contiguous()}
+
+
+def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
+    """What is different, or None where nothing is, rounding aside."""
+    for name in expected:
+        if expected[name].shape != found[name].shape or expected[name].dtype != found[name].dtype:
+            return f"{name} are {_form(found[name])}, not {_form(expected[name])}"
+    if not torch.equal(expected["input_ids"], found["input_ids"]):
+        return "the tokenizer makes other tokens of a text"
+    wanted, got = expected["logits"].float(), found["logits"].float()
+    most, allowed = float((wanted - got).abs().max()), _TOLERANCE[expected["logits"].dtype] * float(wanted.abs().max())
+    # Written so that NaN is a difference.
+    return None if most <= allowed else f"logits differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
+
+
+def verify(folder: Path, expected: dict[str, Tensor], device: torch.device, attention: str) -> None:
+    """Raises ValueError when a fresh process reads anything else from `folder` than was expected of the model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "expected.safetensors"
+        save_file(expected, file)
+        done = subprocess.run(
+            [sys.executable, "-m", "tasks.runtime.export.check_folder", str(folder), str(file), str(device), attention],
+            text=True,
+            capture_output=True,
+        )
+    if done.returncode == 0:
+        wrong = json.loads(done.stdout.splitlines()[-1])
+    else:
+        wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
+    if wrong is not None:
+        raise ValueError(
+            f"the exported model in {folder} is not the trained one: {wrong}. It is not put in place; the run's "
+            "checkpoints are whole. Start the run again to export once more"
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def main() -> None:
+    """Print what is different as a line of JSON."""
+    folder, file, device, attention = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation=attention, use_safetensors=True, trust_remote_code=False
+    )
+    print(json.dumps(difference(load_file(file), expected_of(model.to(device), tokenizer))))
+
+
+if __name__ == "__main__":
+    main()

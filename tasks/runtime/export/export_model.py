@@ -1,0 +1,198 @@
+"""Write the trained model as a plain Hugging Face folder, with its tokenizer and where it comes from."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from transformers import GenerationConfig
+from transformers.utils import cached_file
+
+from strata_platform.redact import redacted
+from strata_platform.spec import RunSpec, dump_spec
+from strata_platform.spec.model import Lora
+from tasks.runtime.data import PreparedData
+from tasks.runtime.export.check_folder import expected_of, verify
+from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_targets
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.models.build import PRESETS, adopt_tokenizer
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.report import render_report
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.trained_weights import build_trained_model
+
+log = logging.getLogger(__name__)
+
+
+def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
+    """Write `model/`, `report.html` and `record.json` to the run's folder, and say where they are.
+
+    `weights` is what `collect_weights` made. The model folder appears whole or not at all, and only when a process of
+    its own reads from it what was trained; an earlier one is replaced. Then it is copied to where the spec says.
+    Raises ValueError when the run did not finish, the folder is not the model, or a place does not take the copy.
+    """
+    record.require_complete()
+    require_targets(spec)
+    folder = RunFolder.of(spec)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    # A fixed name: what a killed export left is as large as the model, and goes with the next one.
+    temporary = folder.root / ".model.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    _write(spec, data, weights, temporary)
+    (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
+    # Others get it with the model: where the run's folder was is nothing to them.
+    record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
+    _replace(temporary, folder.model)
+
+    record.save(folder.record)
+    html = render_report(record, read_points(weights / folder.metrics.name), redacted(dump_spec(spec)))
+    folder.report.write_text(html, encoding="utf-8")
+    log.info("model:  %s", folder.model)
+    log.info("report: %s", folder.report)
+    log.info("record: %s (%s, %d of %d steps)", folder.record, record.status, record.steps, record.steps_asked)
+    publish(spec, folder.model)
+    return folder
+
+
+def _write(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
+    """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
+    device, tokenizer = Processes().device, data.tokenizer()
+    model = build_trained_model(spec, weights)
+    adopt_tokenizer(model, tokenizer)
+    model.config.use_cache = True
+    _stop_at(model.generation_config, data.manifest.stop_token_ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model.config.get_text_config() is not model.config:
+        _copy_processor(spec, folder)
+    expected = expected_of(model.to(device), tokenizer)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    verify(folder, expected, device, spec.model.attention)
+    log.info("verified: a fresh process reads the same model from its folder")
+
+
+def _copy_processor(spec: RunSpec, folder: Path) -> None:
+    """What a model that also sees or hears makes its input with: who serves it wants that for texts, too."""
+    name, kept = spec.model.name, []
+    for file in PROCESSOR_FILES:
+        found = cached_file(
+            name,
+            file,
+            revision=spec.model.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            kept.append(shutil.copyfile(found, folder / file))
+    if not kept:
+        log.warning(
+            "model.name %r takes more than texts, and none of %s could be read; who serves the exported model may want "
+            "them: put them into its folder", name, ", ".join(PROCESSOR_FILES),
+        )  # fmt: skip
+
+
+def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:
+    """Have what the model writes end where it learned to end, and where its makers say."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    found = sorted({*tokens, *(end for end in ends if end is not None)})
+    config.eos_token_id = found[0] if len(found) == 1 else found or None
+
+
+def model_card(spec: RunSpec, record: CompletionRecord) -> str:
+    """A model card: what it was trained from, on what, how far, and how to load it.
+
+    It is for others: of a local file or folder it has the name, and not where that was.
+    """
+    base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{_without_folder(spec)}`"
+    if spec.model.revision is not None:
+        base += f" at `{spec.model.revision}`"
+    if isinstance(spec.adapter, Lora):
+        kind = "DoRA" if spec.adapter.use_dora else "LoRA"
+        base += f" by {kind} of rank {spec.adapter.r}, merged,"
+    sources = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
+    source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["strata", spec.objective.type],
+        **_origin(spec),
+    )
+    return f"""---
+{about.to_yaml()}
+---
+
+# {spec.name}
+
+{record.parameters / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
+and {record.tokens:,} tokens. {_losses(record)}
+{_scores(record)}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` holds the completion record.
+"""
+
+
+def _without_folder(spec: RunSpec) -> str:
+    """The model's name, of a folder the last part alone."""
+    folder = Path(spec.model.name)
+    return folder.absolute().name if folder.is_dir() else spec.model.name
+
+
+def _origin(spec: RunSpec) -> dict[str, Any]:
+    """What the Hub knows origin and licence of a model by: its licence is that of the model it was made from."""
+    name, folder = spec.model.name, Path(spec.model.name)
+    if name in PRESETS:
+        return {}
+    is_local = folder.is_dir()
+    origin = {} if is_local else {"base_model": name}
+    try:
+        card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=spec.model.revision)
+        known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    # There is no card, or no network, or what its author took for YAML.
+    except Exception as error:
+        log.info("model card: without a licence, as no card of %s could be read (%s)", name, type(error).__name__)
+        return origin
+    licence = {
+        key: known[key] for key in ("license", "license_name", "license_link") if isinstance(known.get(key), str)
+    }
+    if not is_local and "://" not in licence.get("license_link", "://"):
+        licence["license_link"] = f"https://huggingface.co/{name}/blob/main/{licence['license_link']}"
+    return origin | licence
+
+
+def _losses(record: CompletionRecord) -> str:
+    before, after = record.eval_loss_before, record.eval_loss_after
+    if before is None or after is None:
+        return "It was not validated."
+    told = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
+    told += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
+    return ", ".join(told) + "."
+
+
+def _scores(record: CompletionRecord) -> str:
+    rows = [f"| {s.task} | {s.metric} | {s.before:.4f} | {s.after:.4f} |" for s in record.task_scores]
+    head = ["", "| task | metric | before | after |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows, ""]) if rows else ""
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Put the folder `new` in the place of `old`. Between the two renames there is none, never a mixture."""
+    retired = old.with_name(f".{old.name}.old")
+    shutil.rmtree(retired, ignore_errors=True)
+    if old.exists():
+        old.rename(retired)
+    new.rename(old)
+    shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""Hand an exported model on: to the Hub, and to an object store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.tokenizer import TOKENIZER_FILES
+from tasks.runtime.process.object_store_url import open_url
+
+log = logging.getLogger(__name__)
+
+# What an earlier model in a repository may have that a library would load in place of the new one's files, or on top.
+_EARLIER = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
+RECORD = "strata_record.json"
+"""What every exported model has, and nothing else: the record of its run."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a model that takes more than texts has beside a tokenizer."""
+# Names of all that an export writes, as patterns.
+_EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
+             "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
+
+
+def require_targets(spec: RunSpec) -> None:
+    """Raises ValueError when what `export` names cannot be opened, or has what is no earlier model of this run.
+
+    Before anything is trained, and not at its end.
+    """
+    if spec.export.push_to_hub is not None:
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise ValueError(
+                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token that may write there; set the "
+                "environment variable HF_TOKEN, also where the model is exported, or leave export.push_to_hub out"
+            )
+    if spec.export.url is not None:
+        address, store, root = _place(spec)
+        try:
+            there = _names(store, root)
+        # A store's client raises errors of its own, of no common class.
+        except Exception as error:
+            raise ValueError(
+                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; mend that, choose another "
+                "export.url, or leave it out"
+            ) from error
+        _require_exported(address, there)
+
+
+def publish(spec: RunSpec, model: Path) -> list[str]:
+    """Copy the folder `model` to where `export` says; returns the addresses.
+
+    Raises ValueError when one of them does not take it; the folder stays what it is.
+    """
+    places = []
+    if spec.export.push_to_hub is not None:
+        places.append(_attempt("export.push_to_hub", model, lambda: _to_hub(spec, model)))
+    if spec.export.url is not None:
+        places.append(_attempt("export.url", model, lambda: _to_store(spec, model)))
+    return places
+
+
+def _attempt(field: str, model: Path, copy: Callable[[], str]) -> str:
+    try:
+        place = copy()
+    # Errors of the Hub's client and of those of stores have no common class.
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{field}: the model could not be copied: {type(error).__name__}: {said}. It is in {model}, whole; mend "
+            "that and start the run again, which copies once more"
+        ) from error
+    log.info("copied to %s", place)
+    return place
+
+
+def _to_hub(spec: RunSpec, model: Path) -> str:
+    from huggingface_hub import HfApi
+
+    assert spec.export.push_to_hub is not None
+    hub, name = HfApi(), spec.export.push_to_hub
+    # Also where it is there already, whose visibility then stays.
+    address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
+    told = f"Add the model of run {spec.name}"
+    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_EARLIER))
+    return str(address)
+
+
+def _to_store(spec: RunSpec, model: Path) -> str:
+    """Its configuration comes last and goes first: a folder without one is no model.
+
+    Its record comes first and never goes: what a broken copy leaves is known by it.
+    """
+    address, store, root = _place(spec)
+    there = _names(store, root)
+    _require_exported(address, there)
+    for old in sorted({*there} - {RECORD}, key=lambda name: name != "config.json"):
+        store.rm_file(f"{root}/{old}")
+    names = [str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()]
+    for name in sorted(names, key=lambda name: (name != RECORD, name == "config.json", name)):
+        store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        store.put_file(str(model / name), f"{root}/{name}")
+    return address
+
+
+def _place(spec: RunSpec) -> tuple[str, Any, str]:
+    """Where `export.url` wants the model: the address, its file system, and the folder in that."""
+    url = str(spec.export.url)
+    store, root = open_url(url, "export.url")
+    return f"{url.rstrip('/')}/{spec.name}", store, f"{root.rstrip('/')}/{spec.name}"
+
+
+def _names(store: Any, root: str) -> list[str]:
+    """Files below the folder `root`, by their paths in it."""
+    store.invalidate_cache()
+    try:
+        # What ends so marks a folder that somebody made in a store that has none.
+        return sorted(path.removeprefix(root).lstrip("/") for path in store.find(root) if not path.endswith("/"))
+    except FileNotFoundError:
+        return []
+
+
+def _require_exported(address: str, there: list[str]) -> None:
+    """Raises ValueError when there are files that no export has written: what is replaced is removed for good."""
+    foreign = [name for name in there if RECORD not in there or not _is_exported(name)]
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
+        raise ValueError(
+            f"export.url: {address} is to be the exported model's alone, and has what no export wrote: "
+            f"{foreign[0] or 'it is a file'}{more}; choose another export.url or name, or move that away"
+        )
+
+
+def _is_exported(name: str) -> bool:
+    path = PurePosixPath(name)
+    # A pattern that is shorter than the path is matched with the end of it.
+    return any(len(path.parts) == pattern.count("/") + 1 and path.match(pattern) for pattern in _EXPORTED)

@@ -1,0 +1,253 @@
+"""Are the machines fit to train on? Asked before a model is loaded: a GPU that lost memory, computes wrongly or has a
+bad connection would otherwise be found hours later, as a hang or as a loss that nobody can explain.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.watchdog import Watchdog
+from tasks.runtime.run_folder.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+# Seconds that a process which ended just before may take to give back its memory.
+RELEASE_SECONDS = 10.0
+# Seconds after which the check hangs: connections between many nodes take their time.
+HANG_SECONDS = 300
+
+Link = tuple[int, int]
+"""Two processes."""
+
+
+class Unhealthy(RuntimeError):
+    """A GPU or a connection is not fit to train on; another machine may be."""
+
+
+@dataclass
+class Finding:
+    """What one process has found of its own device."""
+
+    place: str
+    """Which process, and where."""
+    problems: list[str] = field(default_factory=list)
+    teraflops: float = 0.0
+    free: float = 1.0
+    """Share of the device's memory."""
+
+
+def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+    """Look at memory, arithmetic and connections, in well under two seconds. A collective.
+
+    Raises `Unhealthy`, on every process, with the processes and nodes at fault.
+    """
+    if not spec.faults.health_check:
+        return
+    began = time.monotonic()
+    limit = min(HANG_SECONDS, spec.faults.hang_timeout)
+    # What an earlier start left there would be taken for what the processes say now.
+    start = processes.on_main(lambda: f"start-{time.time_ns()}")
+    watchdog = Watchdog(folder.hangs / start, processes.rank, processes.world_size, limit)
+    with closing(watchdog):
+        watchdog.start()
+        watchdog.expect("the health check")
+        found = processes.gather(_look(spec, processes))
+        _refuse(processes, lambda: _problems(found or []))
+        speed = _connections(spec, processes) if processes.world_size > 1 else None
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if found:
+        log.info("health: %s, %.1f s", summary(found, speed), time.monotonic() - began)
+
+
+def summary(found: list[Finding], speed: float | None) -> str:
+    """What was measured, of all devices.
+
+    >>> summary([Finding("", [], 700.0, 0.99), Finding("", [], 650.0, 0.98)], 340.0)
+    'memory 98 % free, matrix products 650 to 700 TFLOP/s, all-reduce 340 GB/s'
+    """
+    rates = sorted(finding.teraflops for finding in found)
+    spread = f"{rates[0]:.3g}" if len(rates) == 1 else f"{rates[0]:.3g} to {rates[-1]:.3g}"
+    free = min(finding.free for finding in found)
+    connected = "" if speed is None else f", all-reduce {speed:.3g} GB/s"
+    return f"memory {100 * free:.0f} % free, matrix products {spread} TFLOP/s{connected}"
+
+
+def place_of(processes: Processes) -> str:
+    """A process as its cluster knows it."""
+    where = f"GPU {processes.local_rank} of " if torch.cuda.is_available() else ""
+    return f"process {processes.rank} ({where}{os.environ.get('NODE_NAME') or socket.gethostname()})"
+
+
+def _look(spec: RunSpec, processes: Processes) -> Finding:
+    finding = Finding(place_of(processes))
+    try:
+        if torch.cuda.is_available():
+            finding.free = _free_share(processes.device, spec.faults.min_free_memory)
+            if finding.free < spec.faults.min_free_memory:
+                finding.problems.append(
+                    f"{100 * finding.free:.0f} % of its memory is free, and faults.min_free_memory is "
+                    f"{spec.faults.min_free_memory}: something else runs on it"
+                )
+        wrong, finding.teraflops = _products(processes.device)
+        if wrong:
+            finding.problems.append(f"{wrong} values of a matrix product are wrong")
+    # Whatever it is: the others wait to hear of it.
+    except RuntimeError as error:
+        finding.problems.append(str(error).partition("\n")[0])
+    return finding
+
+
+def _free_share(device: torch.device, enough: float) -> float:
+    """Waits a little for the memory of who was here before."""
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while True:
+        free, total = torch.cuda.mem_get_info(device)
+        if free >= enough * total or time.monotonic() > deadline:
+            return free / total
+        time.sleep(0.2)
+
+
+def _products(device: torch.device) -> tuple[int, float]:
+    """How many values of products with a known result are wrong, and TFLOP/s.
+
+    Factors are a_i s_k and s_k b_j, with signs s, so that every value is an integer that each type has: K a_i b_j.
+    """
+    size, times = (8192, 4) if device.type == "cuda" else (128, 1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    numbers = torch.arange(size, device=device)
+    signs = 1 - 2 * (numbers * numbers // 3 % 2)
+    rows, columns = numbers % 7 - 3, numbers % 5 - 2
+    left = (rows[:, None] * signs[None]).to(dtype)
+    right = (signs[:, None] * columns[None]).to(dtype)
+    expected = (size * rows).to(dtype)[:, None] * columns.to(dtype)[None]
+    wrong = torch.zeros_like(expected, dtype=torch.bool)
+
+    def multiply() -> None:
+        for _ in range(times):
+            wrong.logical_or_(left @ right != expected)
+
+    # The first time kernels are loaded.
+    multiply()
+    seconds = _timed(device, multiply, times=1)
+    return int(wrong.sum()), 2 * size**3 * times / seconds / 1e12
+
+
+def _problems(found: list[Finding]) -> str:
+    return "; ".join(f"{finding.place}: {problem}" for finding in found for problem in finding.problems)
+
+
+def _refuse(processes: Processes, told: Callable[[], str]) -> None:
+    """End every process by what the main one has to tell, if anything."""
+    problems = processes.on_main(told)
+    if problems:
+        raise Unhealthy(f"not fit to train on: {problems}. Nothing was started; take the node out of the cluster")
+
+
+def _connections(spec: RunSpec, processes: Processes) -> float:
+    """Bus bandwidth of an all-reduce in GB/s, as NCCL's tests count it; refuses wrong sums and what is too slow."""
+    device, number = processes.device, processes.world_size
+    size = (64 << 20) if device.type == "cuda" else (64 << 10)
+    values = torch.full((size,), float(processes.rank + 1), device=device)
+    # Also connects, which takes longer than the sum.
+    dist.all_reduce(values)
+    wrong = int((values != number * (number + 1) / 2).sum())
+    outcomes = processes.gather(f"{place_of(processes)}: {wrong} values of a sum over all are wrong" if wrong else "")
+    _refuse(processes, lambda: "; ".join(filter(None, outcomes or [])))
+    seconds = _timed(device, lambda: dist.all_reduce(values))
+    speed = 2 * (number - 1) / number * values.nbytes / seconds / 1e9
+    # What decides must be one number: some wait for others.
+    slowest = torch.tensor(speed)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
+    floor = spec.faults.min_bandwidth
+    if floor is not None and float(slowest) < floor:
+        links = processes.gather(_links(processes, values))
+        places = processes.gather(place_of(processes))
+        _refuse(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
+    return float(slowest)
+
+
+def _links(processes: Processes, values: torch.Tensor) -> dict[Link, float]:
+    """GB/s in each direction between this process and the next one of its rank, and the one before."""
+    rank, number = processes.rank, processes.world_size
+    found = {}
+    for turn in (0, 1):
+        # First 0-1, 2-3, ..., then 1-2, 3-4, ..., and the last with the first where that leaves both.
+        partner = rank + 1 if rank % 2 == turn else rank - 1
+        if turn == 1 and number % 2 == 0:
+            partner %= number
+        if not 0 <= partner < number or partner == rank:
+            continue
+        received = torch.empty_like(values)
+
+        def exchange(partner: int = partner, received: torch.Tensor = received) -> None:
+            sent = [dist.P2POp(dist.isend, values, partner), dist.P2POp(dist.irecv, received, partner)]
+            for work in dist.batch_isend_irecv(sent):
+                work.wait()
+
+        exchange()
+        found[min(rank, partner), max(rank, partner)] = values.nbytes / _timed(values.device, exchange) / 1e9
+    return found
+
+
+def _merged(links: list[dict[Link, float]]) -> dict[Link, float]:
+    merged: dict[Link, float] = {}
+    for found in links:
+        for link, speed in found.items():
+            merged[link] = min(speed, merged.get(link, speed))
+    return merged
+
+
+def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[str]) -> str:
+    blamed = to_blame(links)
+    by = " and ".join(places[rank] for rank in blamed) if blamed else "no process more than others"
+    listed = ", ".join(f"{a}-{b} {links[a, b]:.3g}" for a, b in sorted(links, key=lambda link: links[link])[:8])
+    return (
+        f"all processes together reach {speed:.3g} GB/s in an all-reduce, and faults.min_bandwidth is {floor:g}; "
+        f"slowed down by {by} (GB/s between neighbors, slowest first: {listed})"
+    )
+
+
+def to_blame(links: Mapping[Link, float]) -> list[int]:
+    """The processes that the slow links have in common, or both ends of the only one; none where all are alike.
+
+    >>> to_blame({(0, 1): 40.0, (1, 2): 4.0, (2, 3): 5.0, (0, 3): 41.0})
+    [2]
+    """
+    if not links:
+        return []
+    slow = [link for link, speed in links.items() if speed < 0.5 * max(links.values())]
+    if len(links) == 1:
+        slow = list(links)
+    ends = [rank for link in slow for rank in link]
+    # With two neighbors each, a process that is slow itself is an end of two slow links.
+    return sorted({rank for rank in ends if ends.count(rank) > 1} or set(ends))
+
+
+def _timed(device: torch.device, work: Callable[[], object], times: int = 3) -> float:
+    """Median seconds of `work`."""
+    taken = []
+    for _ in range(times):
+        _wait(device)
+        began = time.monotonic()
+        work()
+        _wait(device)
+        taken.append(time.monotonic() - began)
+    return statistics.median(taken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

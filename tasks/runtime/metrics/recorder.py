@@ -1,0 +1,252 @@
+"""Metrics of every step, without a synchronisation at every step.
+
+Losses stay on the device until `log_every` steps are gathered, then travel to the host in one copy: after one reduction
+over the processes the main one writes them to the metrics file, tells the trackers and prints a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec
+from tasks.runtime.metrics.metrics_file import MetricsFile, read_points
+from tasks.runtime.metrics.mfu import Mfu
+from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.trackers import Trackers
+from tasks.runtime.objectives import Share
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+
+if TYPE_CHECKING:
+    from tasks.runtime.metrics.trackers.prometheus import Prometheus
+
+log = logging.getLogger(__name__)
+
+_LOSS = "loss"
+
+
+@dataclass(slots=True)
+class _Step:
+    step: int
+    values: dict[str, Tensor]
+    grad_norm: Tensor | None
+    learning_rate: float
+    targets: Tensor
+    tokens: int
+    withheld: Tensor | None
+
+
+class Recorder:
+    """Collects a run's steps. Every process calls every method; only the main one writes."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        processes: Processes,
+        attempt: int,
+        *,
+        mfu: Mfu | None = None,
+        prometheus: Prometheus | None = None,
+    ) -> None:
+        self._mfu, self._prometheus = mfu, prometheus
+        self._spec, self._folder, self._processes, self.attempt = spec, folder, processes, attempt
+        self._pending: list[_Step] = []
+        self._values: dict[str, Tensor] = {}
+        self._targets: Tensor | None = None
+        self._tokens = 0
+        self._steps = 0
+        self._totals = (0, 0)
+        self._data_wait = 0.0
+        self._flushed_at, self._flushed_step = 0.0, 0
+        self._file: MetricsFile | None = None
+        self._trackers: Trackers | None = None
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training goes on after `step`, up to `steps`; once more where a run goes back."""
+        self._steps = steps
+        self._totals = self._processes.on_main(lambda: self._totals_after(step))
+        if self._processes.is_main and self._file is None:
+            self._file = MetricsFile(self._folder.metrics)
+            self._trackers = Trackers(self._spec, self._folder, done=step)
+        if self._prometheus is not None:
+            self._prometheus.begin(steps)
+        self._flushed_at, self._flushed_step = time.monotonic(), step
+
+    def _totals_after(self, step: int) -> tuple[int, int]:
+        done = [point for point in read_points(self._folder.metrics) if point.step <= step]
+        return (done[-1].tokens, done[-1].target_tokens) if done else (0, 0)
+
+    @property
+    def step_is_open(self) -> bool:
+        """Whether a step has begun since the last `end_step`."""
+        return self._targets is not None
+
+    def begin_step(self, targets: Tensor) -> None:
+        """A step of so many target tokens, over all processes, begins."""
+        self._values, self._targets, self._tokens = {}, targets, 0
+
+    def add_micro_batch(self, share: Share, *, tokens: int) -> None:
+        """This process's share of the step grows by a micro-batch of so many `tokens`."""
+        for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
+            self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
+        self._tokens += tokens * self._processes.shares
+
+    @property
+    def share(self) -> Tensor:
+        """This process's share of the loss of the step that is open."""
+        return self._values[_LOSS]
+
+    def add_data_wait(self, seconds: float) -> None:
+        """This process waited so long for data."""
+        self._data_wait += seconds
+
+    def end_step(
+        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, withheld: Tensor | None
+    ) -> list[MetricPoint]:
+        """An optimizer step is done, or was not taken where `withheld` is 1. Returns what is written by that."""
+        assert self._targets is not None
+        norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
+        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, withheld))
+        self._targets = None
+        return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
+
+    def flush(self) -> list[MetricPoint]:
+        """Write what is pending, and return it. A collective: every process calls it at the same step."""
+        steps, self._pending = self._pending, []
+        if not steps:
+            return []
+        names = list(steps[0].values)
+        sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
+        memory, data_wait = _peak_memory(self._processes), self._data_wait
+        most = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
+        if self._processes.world_size > 1:
+            # Shares of one mean: each process has divided by what all have.
+            dist.all_reduce(sums)
+            sums /= self._processes.copies
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], most.tolist())
+        self._data_wait = 0.0
+        if self._file is not None and self._trackers is not None:
+            self._file.write(points)
+            self._trackers.log(points)
+            for point in points:
+                tell(point=point.to_dict())
+            self._show(points[-1])
+        if self._prometheus is not None:
+            self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)
+        return points
+
+    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[MetricPoint]:
+        """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
+        now, count = time.monotonic(), steps[-1].step - self._flushed_step
+        rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
+        of_all: dict[str, Any] = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            "tokens_per_second": rate,
+            "step_seconds": (now - self._flushed_at) / count,
+            "memory_bytes": int(most[0]),
+            "data_wait_seconds": most[1] / count,
+            "mfu": self._mfu.of(rate) if self._mfu else None,
+        }
+        points = []
+        tokens, targets = self._totals
+        for step, told in zip(steps, values, strict=True):
+            tokens, targets = tokens + step.tokens, targets + int(step.targets)
+            norm = None if step.grad_norm is None else float(step.grad_norm)
+            # One strategy looks at the gradients itself, when it is to take the step.
+            ruined = norm is not None and not math.isfinite(norm)
+            point = MetricPoint(
+                step=step.step,
+                loss=told.pop(_LOSS),
+                learning_rate=step.learning_rate,
+                grad_norm=norm,
+                tokens=tokens,
+                target_tokens=targets,
+                metrics=told,
+                skipped=int(ruined or (step.withheld is not None and bool(step.withheld))),
+                **of_all,
+            )
+            points.append(point)
+        self._totals = (tokens, targets)
+        self._flushed_at, self._flushed_step = now, steps[-1].step
+        return points
+
+    def note(self, name: str, values: Mapping[str, Any]) -> None:
+        """Numbers of the run and of no step, for the trackers; what is not a number is left out."""
+        if self._trackers is not None:
+            numbers = {f"{name}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
+            self._trackers.note(numbers, step=self._steps)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""
+        if self._file is not None:
+            self._file.sync()
+
+    def rolled_back(self) -> None:
+        """The run went back to a checkpoint; `begin` comes next."""
+        if self._prometheus is not None:
+            self._prometheus.rolled_back()
+
+    def restart_clock(self) -> None:
+        """Leave out of the next rate what was done since `flush`: a checkpoint, not training."""
+        now = time.monotonic()
+        if self._prometheus is not None:
+            self._prometheus.saved(now - self._flushed_at)
+        self._flushed_at = now
+
+    def close(self) -> None:
+        """Close the files. Pending steps of a broken attempt are dropped: they are after its last checkpoint."""
+        if self._file is not None:
+            self._file.close()
+        if self._trackers is not None:
+            self._trackers.close(complete=self._flushed_step == self._steps)
+        if self._prometheus is not None:
+            self._prometheus.close()
+
+    def _show(self, point: MetricPoint) -> None:
+        left = (self._steps - point.step) * point.step_seconds
+        width = len(str(self._steps))
+        log.info(
+            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s%s  memory %.2f GiB  %s left",
+            width,
+            point.step,
+            self._steps,
+            point.loss,
+            "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items()),
+            point.learning_rate,
+            f"{point.tokens_per_second:,.0f}",
+            "" if point.mfu is None else f"  mfu {100 * point.mfu:.1f} %",
+            point.memory_bytes / 2**30,
+            f"{int(left) // 60}:{int(left) % 60:02d}",
+        )
+
+
+def _peak_memory(processes: Processes) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(processes.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def throughput(points: list[MetricPoint]) -> float:
+    """Median tokens per second over a run's steps; 0 when it has none."""
+    return statistics.median(point.tokens_per_second for point in points) if points else 0.0
+
+
+def utilization(points: list[MetricPoint]) -> float | None:
+    """Median MFU over a run's steps; None when it was not measured."""
+    measured = [point.mfu for point in points if point.mfu is not None]
+    return statistics.median(measured) if measured else None

@@ -1,0 +1,80 @@
+"""MLflow: a run of the experiment `tracking.project`, the same one for every attempt."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.metrics.trackers.tracker import Values, identity, settings_of
+from tasks.runtime.run_folder.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+# What the server takes in one request.
+METRICS, PARAMS, CHARACTERS = 1000, 100, 6000
+
+T = TypeVar("T")
+
+
+class Mlflow:
+    """Metrics by step, and the fields of the spec as parameters; on the server that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
+        # Read when the package is imported: its makers are not among those whom the spec names.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric = MlflowClient(), Metric
+        known = identity(folder, "mlflow")
+        if not known.exists():
+            # At once: whatever fails from here on is tried again, and would begin one run after the other.
+            known.write_text(self._begin(spec))
+        self._run_id = known.read_text()
+        self._client.update_run(self._run_id, status="RUNNING")
+        # What the run has stays: another value is refused there.
+        there = self._client.get_run(self._run_id).data.params
+        fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(settings_of(spec)) if name not in there]
+        for params in chunks(fields, PARAMS):
+            self._client.log_batch(self._run_id, params=params)
+        log.info("tracking: mlflow run %s of experiment %s", self._run_id, spec.tracking.project)
+
+    def _begin(self, spec: RunSpec) -> str:
+        experiment = self._client.get_experiment_by_name(spec.tracking.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(spec.tracking.project)
+        run_id: str = self._client.create_run(number, run_name=spec.name).info.run_id
+        return run_id
+
+    def log(self, values: Sequence[Values]) -> None:
+        """Send them."""
+        metrics = [
+            self._metric(name, value, int(time * 1000), step)
+            for step, time, told in values
+            for name, value in told.items()
+        ]
+        for some in chunks(metrics, METRICS):
+            self._client.log_batch(self._run_id, metrics=some)
+
+    def close(self, *, complete: bool) -> None:
+        """End the run there."""
+        self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The innermost values by their paths: `model.name`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """`items` in order, at most `size` at a time."""
+    return (items[begin : begin + size] for begin in range(0, len(items), size))
+
+
+begin = Mlflow

@@ -1,0 +1,157 @@
+"""Metrics of each process for Prometheus: that of local rank i serves them on `tracking.prometheus_port` + i."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec
+from tasks.runtime.process.ranks import Processes
+
+log = logging.getLogger(__name__)
+
+# What is served of the last step on record, by its name there. All processes serve the same.
+_OF_A_STEP = {
+    "step": ("strata_step", "Optimizer steps done."),
+    "loss": ("strata_loss", "Mean loss of the last step: of its target tokens, in nats, or of what it counts."),
+    "learning_rate": ("strata_learning_rate", "Learning rate of the last step."),
+    "grad_norm": ("strata_grad_norm", "Global gradient norm of the last step, before clipping."),
+    "tokens": ("strata_tokens", "Tokens since the run's first step, padding included."),
+    "tokens_per_second": ("strata_tokens_per_second", "Tokens that all processes train on in a second."),
+    "step_seconds": ("strata_step_seconds", "Seconds that a step takes."),
+    "mfu": ("strata_mfu_ratio", "Model FLOPs utilization of all devices, 0 to 1."),
+}
+
+# What is served of a warm-up: name, what it says, its label, and the values of that with their names in the report.
+_OF_WARMUP = (
+    (
+        "strata_warmup_kernels",
+        "Kernels of this pod's warm-up, by what became of them.",
+        "state",
+        {
+            "planned": "planned",
+            "cache": "cache_hits",
+            "image": "image_hits",
+            "store": "store_hits",
+            "compiled": "compiled",
+            "failed": "failed",
+        },
+    ),
+    (
+        "strata_warmup_seconds",
+        "Seconds before training: planning, making kernels ready, of that waiting for the store, loading modules.",
+        "part",
+        {"plan": "plan_seconds", "kernels": "seconds", "store": "store_seconds", "modules": "module_wait_seconds"},
+    ),
+    (
+        "strata_warmup_graphs",
+        "Graphs of torch.compile, by whether this process found or compiled them.",
+        "state",
+        {"found": "graphs_found", "compiled": "graphs_compiled", "not_kept": "graphs_not_kept"},
+    ),
+)
+
+
+class Prometheus:
+    """The values, and the endpoint that serves them."""
+
+    def __init__(self, spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> None:
+        """A port that is taken costs the endpoint and a warning. `warmup` tells what is known of it at each scrape."""
+        assert spec.tracking.prometheus_port is not None
+        self._registry = CollectorRegistry()
+        self._labels = {"run": spec.name, "rank": str(processes.rank), "framework": spec.runtime.framework}
+        self._of_a_step = {field: self._gauge(*told) for field, told in _OF_A_STEP.items()}
+        self._target = self._gauge("strata_target_steps", "Optimizer steps that the run is to do.")
+        self._memory = self._gauge(
+            "strata_memory_peak_bytes",
+            "Peak so far of this process: allocated on the GPU, resident on the CPU.",
+        )
+        self._data_wait = self._counter("strata_data_wait_seconds", "Seconds that this process waited for its data.")
+        self._saving = self._counter("strata_checkpoint_seconds", "Seconds that training stood still for checkpoints.")
+        self._skipped = self._counter("strata_skipped_steps", "Steps not taken, for their loss or gradients.")
+        self._rollbacks = self._counter("strata_rollbacks", "Returns to a checkpoint, to pass over data.")
+        self._registry.register(_Warmup(self._labels, warmup))
+        self._serve(spec.tracking.prometheus_port + processes.local_rank)
+
+    def begin(self, steps: int) -> None:
+        """The run is to do so many steps."""
+        self._target.labels(**self._labels).set(steps)
+        # What is first served as 1 has never risen.
+        for counter in (self._skipped, self._rollbacks):
+            counter.labels(**self._labels)
+
+    def report(self, points: Sequence[MetricPoint], *, memory_bytes: int, data_wait_seconds: float) -> None:
+        """Steps are on record; the memory, and the wait since the last report, are this process's own."""
+        self._skipped.labels(**self._labels).inc(sum(point.skipped for point in points))
+        for field, gauge in self._of_a_step.items():
+            value = getattr(points[-1], field)
+            if value is not None:
+                gauge.labels(**self._labels).set(value)
+        self._memory.labels(**self._labels).set(memory_bytes)
+        self._data_wait.labels(**self._labels).inc(data_wait_seconds)
+
+    def rolled_back(self) -> None:
+        """The run went back to a checkpoint."""
+        self._rollbacks.labels(**self._labels).inc()
+
+    def saved(self, seconds: float) -> None:
+        """Training stood still for so long."""
+        self._saving.labels(**self._labels).inc(seconds)
+
+    def close(self) -> None:
+        """Serve no longer."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _serve(self, port: int) -> None:
+        self._server: Any = None
+        try:
+            self._server, self._thread = start_http_server(port, registry=self._registry)
+        except OSError as error:
+            log.warning(
+                "tracking.prometheus_port: no metrics are served by this process, because it cannot listen on port %d "
+                "(%s); choose another port, of which a pod takes one for each of its processes",
+                port,
+                error,
+            )
+
+    def _gauge(self, name: str, said: str) -> Gauge:
+        return Gauge(name, said, tuple(self._labels), registry=self._registry)
+
+    def _counter(self, name: str, said: str) -> Counter:
+        return Counter(name, said, tuple(self._labels), registry=self._registry)
+
+
+class _Warmup(Collector):
+    """What is known of a warm-up when it is asked for; of the pod's first process alone but for what is its own."""
+
+    def __init__(self, labels: Mapping[str, str], report: Callable[[], Mapping[str, Any]]) -> None:
+        self._labels, self._report = labels, report
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One family after the other."""
+        report = {**self._report()}
+        for name in ("compiled", "failed"):
+            if name in report:
+                report[name] = sum(not kernel.get("hit") for kernel in report[name])
+        for name, said, label, keys in _OF_WARMUP:
+            family = GaugeMetricFamily(name, said, labels=(*self._labels, label))
+            for value, key in keys.items():
+                if key in report:
+                    family.add_metric((*self._labels.values(), value), report[key])
+            yield family
+        missed = GaugeMetricFamily(
+            "strata_warmup_later_misses",
+            "Kernels that this process had to compile during training.",
+            labels=tuple(self._labels),
+        )
+        missed.add_metric(tuple(self._labels.values()), report["later_compiles"])
+        yield missed

@@ -1,0 +1,40 @@
+"""TensorBoard: event files in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.utils.tensorboard import SummaryWriter
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.metrics.trackers.tracker import Values
+from tasks.runtime.run_folder.folder import RunFolder
+
+
+class TensorBoard:
+    """A file of events; those of steps that are done once more are hidden."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
+        self._folder = str(folder.tensorboard)
+        self._writer = SummaryWriter(self._folder, purge_step=done + 1)
+        self._newest: dict[str, int] = {}
+
+    def log(self, values: Sequence[Values]) -> None:
+        """Write them."""
+        for step, time, told in values:
+            if any(step <= self._newest.get(name, 0) for name in told):
+                # The run went back to a checkpoint. Only the beginning of a file hides what others have.
+                self._writer.close()
+                self._writer = SummaryWriter(self._folder, purge_step=step)
+                self._newest.clear()
+            for name, value in told.items():
+                self._writer.add_scalar(name, value, step, walltime=time)
+                self._newest[name] = step
+        self._writer.flush()
+
+    def close(self, *, complete: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+begin = TensorBoard

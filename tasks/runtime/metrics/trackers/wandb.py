@@ -1,0 +1,48 @@
+"""Weights & Biases: a run of the project `tracking.project`, the same one for every attempt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from uuid import uuid4
+
+import wandb
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.metrics.trackers.tracker import Values, identity, settings_of
+from tasks.runtime.run_folder.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+class Wandb:
+    """Plots over `train/step`: W&B's own step cannot go back, as a run that continues after a checkpoint does."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
+        known = identity(folder, "wandb")
+        if not known.exists():
+            known.write_text(uuid4().hex)
+        self._run = wandb.init(
+            project=spec.tracking.project,
+            name=spec.name,
+            id=known.read_text(),
+            resume="allow",
+            dir=str(folder.root),
+            config=settings_of(spec),
+            # What a run says on the console it says itself.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("train/*", step_metric="train/step")
+        log.info("tracking: wandb %s", f"offline, in {folder.root}/wandb" if self._run.offline else self._run.url)
+
+    def log(self, values: Sequence[Values]) -> None:
+        """Hand them to the client, which sends them."""
+        for step, _, told in values:
+            self._run.log({"train/step": step, **told})
+
+    def close(self, *, complete: bool) -> None:
+        """Wait until all is sent, and end the run there."""
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+begin = Wandb

@@ -1,0 +1,4 @@
+"""Optimizers, their state tensors, and learning-rate schedules.
+
+May import `process` only.
+"""

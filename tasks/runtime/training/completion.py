@@ -1,0 +1,108 @@
+"""The completion record of a run that is at its end: what it did, on what, with what."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strata_kernels import PatchReport
+from tasks.runtime import checkpoint
+from tasks.runtime.data import PreparedData
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.metrics.recorder import throughput, utilization
+from tasks.runtime.objectives import Objective
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.record import CompletionRecord
+
+if TYPE_CHECKING:
+    from tasks.runtime.training.session import Session
+
+
+def write_record(
+    run: Session,
+    data: PreparedData,
+    parameters: tuple[int, int],
+    objective: Objective,
+    patched: PatchReport | None,
+    steps: int,
+    attempt: int,
+    warmup: dict[str, Any],
+) -> CompletionRecord:
+    """What the run did, by its metrics and its last checkpoint; written to its folder. For the main process.
+
+    `parameters` are all, and those that learn.
+    """
+    points = read_points(run.folder.metrics)
+    latest = checkpoint.folders(run.folder.checkpoints)[-1]
+    done = checkpoint.step_of(latest)
+    record = CompletionRecord(
+        status="complete" if done == steps == points[-1].step else "incomplete",
+        name=run.spec.name,
+        spec_hash=run.spec.hash(),
+        steps=done,
+        steps_asked=steps,
+        tokens=points[-1].tokens,
+        target_tokens=points[-1].target_tokens,
+        train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
+        loss_unit=objective.unit,
+        checkpoint=str(latest),
+        restarts=attempt,
+        skipped_steps=sum(point.skipped for point in points),
+        rollbacks=len(checkpoint.facts_of(latest).get("guard", {}).get("passed_over", ())),
+        seconds=sum(point.step_seconds for point in points),
+        tokens_per_second=throughput(points),
+        mfu=utilization(points),
+        data_wait_seconds=sum(point.data_wait_seconds for point in points),
+        peak_memory_bytes=max(point.memory_bytes for point in points),
+        parameters=parameters[0],
+        trainable_parameters=parameters[1],
+        device=device_name(run.processes),
+        world_size=run.processes.world_size,
+        data=_counts(data),
+        kernels=dict(patched.counts) if patched else {},
+        warmup=warmup,
+        versions=versions(),
+    )
+    record.save(run.folder.record)
+    return record
+
+
+def _counts(data: PreparedData) -> dict[str, int]:
+    """Every sample that was read is used or in one of the skips."""
+    manifest = data.manifest
+    return {
+        "read": manifest.samples_read,
+        "used": manifest.samples_used,
+        **{f"skipped_{reason}": number for reason, number in manifest.skipped.items()},
+        "truncated": manifest.truncated,
+        "train_rows": manifest.train.rows,
+        "train_tokens": manifest.train.tokens,
+        "train_target_tokens": manifest.train.target_tokens,
+        "validation_rows": manifest.validation.rows,
+        "validation_target_tokens": manifest.validation.target_tokens,
+    }
+
+
+def device_name(processes: Processes) -> str:
+    """The device by the name its maker gave it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(processes.device)
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that decides the numbers."""
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in ("strata", "torch", "triton", "transformers", "accelerate", "lightning", "peft", "tokenizers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source"
+    for optional in ("bitsandbytes", "deepspeed", "lm-eval"):
+        with suppress(PackageNotFoundError):
+            found[optional] = version(optional)
+    return found

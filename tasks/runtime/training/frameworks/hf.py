@@ -1,0 +1,156 @@
+"""Training under the Hugging Face Trainer.
+
+The Trainer owns the loop: forward and backward passes, accumulation, the order of clipping, stepping and callbacks.
+Model, optimizer, data order, loss and checkpoints are those of every framework, handed in where it has a place for
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.training.job import Job
+
+
+def train(job: Job) -> None:
+    """Train `job.model` in place until `job.steps`."""
+    with _own_environment():
+        trainer = _Trainer(job)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Without the variables by which `accelerate launch` tells the Trainer how to split and convert a model.
+
+    They may be on the machine for other work, and the strategy, in which the model is already, is the spec's.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+class _Arguments(TrainingArguments):
+    """The Trainer's arguments, for a model that is on its device already."""
+
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
+def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
+    """What the Trainer needs to know of the loop; all else it is handed. It writes nothing to `folder`."""
+    values = _Arguments(
+        output_dir=str(folder),
+        seed=spec.seed,
+        max_steps=steps,
+        per_device_train_batch_size=spec.training.micro_batch_size,
+        gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
+        # Whether `_clip_grad_norm` is called, whose norm is the spec's.
+        max_grad_norm=0.0 if spec.optimizer.in_backward else 1.0,
+        save_strategy="no",
+        # Metrics, progress and trackers are the recorder's: the Trainer's logging waits for the GPU at every step.
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    )
+    # One process drives one GPU. Left to itself, the Trainer of a single process wraps the model in DataParallel on a
+    # machine that has more.
+    values._n_gpu = min(values.n_gpu, 1)
+    # Of a pod of Kubeflow's it reports to that whatever it is told.
+    values.report_to = []
+    return values
+
+
+class _Trainer(Trainer):
+    """The Trainer's loop over what the job brings."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(
+            model=job.bare,
+            args=arguments(job.spec, job.writer.root, job.steps),
+            train_dataset=job.data.train,
+            optimizers=(
+                job.optimizer,
+                LambdaLR(job.optimizer, lambda done: job.learning_rate_factor(job.start + done)),
+            ),
+            callbacks=[_Begin(job)],
+        )
+        self._job = job
+        # Else the Trainer divides a share of the step's mean by the micro-batches of a step, where a model's class
+        # says that its own loss is a mean over one.
+        self.model_accepts_loss_kwargs = True
+        # Wrapped already; the marker keeps accelerate from doing it again where the wrapper is the model itself.
+        self.model_wrapped = job.model
+        job.model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return self._job.loader()
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
+        return self._job.count(batch_samples)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert num_items_in_batch is not None and not return_outputs
+        return self._job.loss(model, inputs, num_items_in_batch)
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert num_items_in_batch is not None
+        with self._job.strategy.backward_pass(model, last=self.accelerator.sync_gradients):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | None:
+        return self._job.clip_gradients()
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | None:
+        # Where clipping is off, the Trainer would compute the norm for its log alone.
+        return grad_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        # The one place where the Trainer has the norm and the rate of the step just done. It comes here at the end of
+        # an epoch, too, when no step is open.
+        if self._job.recorder.step_is_open:
+            self._job.end_step(self.state.global_step, grad_norm, kwargs["learning_rate"])
+
+
+class _Begin(TrainerCallback):
+    """Lets the Trainer count on from the steps that are done."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.global_step = self._job.start
+        self._job.begin()

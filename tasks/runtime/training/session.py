@@ -1,0 +1,130 @@
+"""A process in a job: its shape checked, warmed up, connected, alone in its folder; and what leaves that again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from uuid import uuid4
+
+import torch
+
+from strata_platform.runs import Stage
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.object_store import take_back
+from tasks.runtime.checkpoint.upload import Mirror, mirror_of
+from tasks.runtime.faults.health_check import check_health
+from tasks.runtime.faults.oom_advice import advice_for
+from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.trackers import require_trackers
+from tasks.runtime.parallel import require_installed
+from tasks.runtime.process.deterministic import deterministic
+from tasks.runtime.process.exit_codes import explain, is_out_of_memory
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.signals import end_with_agent, preemptible
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.warmup.pod import ensure_warm
+from tasks.runtime.warmup.training_process import Warmed, warmed
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process's place in the job, for as long as the job runs."""
+
+    spec: RunSpec
+    folder: RunFolder
+    processes: Processes
+    warmed: Warmed
+    mirror: Mirror | None
+    """For the main process."""
+
+
+@contextmanager
+def session(spec: RunSpec) -> Iterator[Session]:
+    """Check the job's shape, warm up, join the process group, lock the run; leave all at the end.
+
+    SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
+    """
+    processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
+    folder = RunFolder.of(spec)
+    processes.require(spec)
+    require_trackers(spec)
+    require_installed(spec)
+    mirror = mirror_of(spec, folder)
+    if not torch.cuda.is_available():
+        # Unset, accelerate makes a guess of its own and warns of it.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    end_with_agent()
+    with preemptible(), ExitStack() as held:
+        if spec.training.deterministic:
+            held.enter_context(deterministic())
+        tell(stage=Stage.WARM_UP)
+        # Before the process group exists: a long compilation must not look like a hanging collective.
+        report = ensure_warm(spec, folder)
+        held.callback(processes.disconnect)
+        processes.connect()
+        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, mirror, alone=alone)))
+        if mirror is not None:
+            held.callback(mirror.close)
+        _require_shared(spec, folder, processes)
+        with _explained(spec, processes):
+            check_health(spec, folder, processes)
+            with warmed(spec, folder, processes, report) as warm:
+                yield Session(spec, folder, processes, warm, mirror)
+
+
+@contextmanager
+def _claimed(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
+    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
+
+    In a store nobody can see whether somebody is at work. So a start that ends before its first step takes back what it
+    claimed there, and no other finds it.
+    """
+    if mirror is not None:
+        mirror.fetch_run()
+    folder.claim(spec, alone=alone)
+    if mirror is not None:
+        mirror.put_spec()
+    try:
+        yield
+    except BaseException:
+        if spec.checkpoint.url and alone and not folder.begun:
+            take_back(spec.checkpoint.url, spec.name, folder.spec)
+        raise
+
+
+@contextmanager
+def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
+    """Say of errors of the GPU and its libraries what they mean and what to do; want of memory has one type."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
+            share = torch.cuda.get_per_process_memory_fraction(processes.device)
+            capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
+            raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
+        known = explain(error)
+        if known:
+            error.add_note(f"{type(error).__name__} means: {known.sentence}")
+        raise
+
+
+def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+    """Raises ValueError when the run's folder is not one and the same for all processes."""
+    if processes.world_size == 1:
+        return
+    # A new name: a network file system may remember for seconds that a file of an old name was not there.
+    mark = folder.root / processes.on_main(lambda: f".shared-{uuid4().hex}")
+    if processes.is_main:
+        mark.touch()
+    processes.barrier()
+    shared = processes.all_true(mark.exists())
+    if processes.is_main:
+        mark.unlink()
+    if not shared:
+        raise ValueError(
+            f"output {spec.output!r} is not the same folder for all {processes.world_size} processes, which read their "
+            "checkpoints there; set output to a folder on a volume that every pod of the run mounts"
+        )

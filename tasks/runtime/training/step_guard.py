@@ -1,0 +1,161 @@
+"""Steps that would ruin a model: which they are, and what follows them.
+
+A step whose loss or gradients are not finite, or whose loss is a spike where the spec watches for that, is not taken.
+That is decided on the device, and on all processes alike; the host learns of it with the metrics, and then skips the
+step, goes back to a checkpoint, or ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.order import Passed
+from tasks.runtime.process.ranks import Processes
+
+log = logging.getLogger(__name__)
+
+# Of normally distributed values, in medians of their distances from the median.
+_DEVIATION = 1.4826
+# Losses that are all but equal have deviations that mean nothing; this share of their median is one at least.
+_LEAST_DEVIATION = 1e-3
+
+
+class RollBack(Exception):
+    """The run is to go back to its last checkpoint, and to pass over the data up to step `bad`."""
+
+    def __init__(self, bad: int, reason: str) -> None:
+        super().__init__(f"step {bad}: {reason}")
+        self.bad = bad
+
+
+class Guard:
+    """Judges the steps of a run; every process has the same one."""
+
+    def __init__(self, spec: RunSpec, processes: Processes, facts: dict[str, Any]) -> None:
+        """`facts` are those of the checkpoint that the run continues from; none at its start."""
+        self._spec, self._processes = spec, processes
+        self.recall(facts)
+
+    def recall(self, facts: dict[str, Any]) -> None:
+        """Go on as at the checkpoint that has these facts."""
+        kept = facts.get("guard", {"losses": [], "skips": 0, "passed_over": []})
+        # Filled from the end; what is missing is NaN, and then so is every median.
+        losses = kept["losses"][-self._spec.faults.spike_window :]
+        missing = self._spec.faults.spike_window - len(losses)
+        self._losses = torch.tensor([math.nan] * missing + losses, dtype=torch.float64, device=self._processes.device)
+        self._skips: int = kept["skips"]
+        self.passed_over: list[Passed] = [(step, steps) for step, steps in kept["passed_over"]]
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint notes, so that what continues from it judges as this would."""
+        losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
+        return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.passed_over}}
+
+    def judge(self, share: Tensor, norm: Tensor) -> Tensor:
+        """Whether a step is not to be taken: 1 or 0, fp32, on the device. A collective that does not wait for it.
+
+        `share` is this process's part of the step's loss, and `norm` that of its gradients.
+        """
+        told = torch.stack([share.double(), (~norm.isfinite()).to(share.device, torch.float64, non_blocking=True)])
+        if self._processes.world_size > 1:
+            dist.all_reduce(told)
+        loss, ruined = told.unbind()
+        loss = loss / self._processes.copies
+        withheld = ~loss.isfinite() | (ruined > 0)
+        if self._spec.faults.spike != "ignore":
+            withheld = withheld | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
+            self._losses = torch.where(withheld, self._losses, torch.cat([self._losses[1:], loss[None]]))
+        return withheld.float()
+
+    def follow(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
+        """What follows steps that are done, of `steps` in all, with a checkpoint of step `newest`, 0 for none.
+
+        Raises `RollBack` when the run is to go back, ValueError when it ends here; both on every process.
+        """
+        back: RollBack | None = None
+        for point in points:
+            reason = _reason(point)
+            if reason is None:
+                self._skips = 0
+                continue
+            field, why = reason
+            action = self._spec.nonfinite if field == "nonfinite" else self._spec.faults.spike
+            # In the very first steps there is nothing to go back to.
+            if action == "rollback" and newest == 0 and point.skipped:
+                action = "skip"
+            if action == "rollback" and newest > 0:
+                back = RollBack(point.step, why)
+                if not point.skipped:
+                    # The weights are lost: what is wrong with the steps after it is its doing.
+                    break
+            elif action == "skip":
+                self._skip(point, why, steps)
+            else:
+                raise ValueError(_end(point, field, why, action))
+        if back is not None:
+            raise back
+
+    def pass_over(self, step: int, fault: RollBack) -> None:
+        """After `step`, which has a checkpoint, leave out the data of the steps up to the one at fault.
+
+        Raises ValueError when the run has gone back as often as it may.
+        """
+        limit = self._spec.faults.max_rollbacks
+        if len(self.passed_over) >= limit:
+            raise ValueError(
+                f"{fault}; the run has gone back {limit} times already, and faults.max_rollbacks allows no more. Start "
+                "anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio, look at the "
+                "data, or raise faults.max_rollbacks and start it again"
+            )
+        self.passed_over.append((step, fault.bad - step))
+
+    def _skip(self, point: MetricPoint, why: str, steps: int) -> None:
+        self._skips += 1
+        limit = self._spec.faults.max_skips
+        if self._skips > limit or self._skips == steps:
+            raise ValueError(
+                f"step {point.step}: {why}, as in the {self._skips - 1} steps before; none of them was taken, and "
+                f"faults.max_skips is {limit}. Start anew under another name with a lower optimizer.lr or a higher "
+                "schedule.warmup_ratio, or look at the data; the last checkpoint is of before"
+            )
+        if self._processes.is_main:
+            log.warning("step %d is skipped: %s (%d in a row)", point.step, why, self._skips)
+
+
+def spike_limit(losses: Tensor, deviations: float) -> Tensor:
+    """The loss above which the next one is a spike; NaN while one of `losses` [N] is missing, which is NaN."""
+    median = losses.median()
+    deviation = _DEVIATION * (losses - median).abs().median()
+    return median + deviations * torch.maximum(deviation, _LEAST_DEVIATION * median.abs())
+
+
+def _reason(point: MetricPoint) -> tuple[str, str] | None:
+    """The field that says what follows, and why; None for a step as any other."""
+    values = [value for value in (point.loss, point.grad_norm) if value is not None]
+    if not all(map(math.isfinite, values)):
+        norm = "" if point.grad_norm is None else f" and the gradient norm {point.grad_norm}"
+        return "nonfinite", f"the loss is {point.loss}{norm}"
+    if point.skipped:
+        return "spike", f"the loss of {point.loss:.4f} is far above those before"
+    return None
+
+
+def _end(point: MetricPoint, field: str, why: str, action: str) -> str:
+    state = "the step was not taken" if point.skipped else "the weights are lost"
+    if action == "rollback":
+        more = "There is no checkpoint to go back to; lower checkpoint.every, or start"
+    else:
+        more = f"Set faults.{field} to 'rollback' and start it again, to continue from its last checkpoint; or start"
+    return (
+        f"step {point.step}: {why}; {state}, and faults.{field} is {action!r}. {more} anew under another name with a "
+        "lower optimizer.lr or a higher schedule.warmup_ratio"
+    )

@@ -1,0 +1,343 @@
+"""Train: look back, build, load, train, record."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from strata_kernels import PatchReport
+from strata_platform.runs import Stage
+from strata_platform.spec import RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.checkpoint.writer import CheckpointWriter
+from tasks.runtime.data import PreparedData, collator
+from tasks.runtime.metrics.mfu import mfu_of
+from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.recorder import Recorder
+from tasks.runtime.metrics.trackers import serve_prometheus
+from tasks.runtime.models.activation_checkpointing import compile_layers
+from tasks.runtime.models.build import (
+    adopt_tokenizer,
+    build_empty_model,
+    build_model,
+    build_saved_model,
+    freeze_beyond_texts,
+    has_fused_loss,
+    prepare_for_training,
+    require_embeddings,
+    saved_dtype,
+)
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.models.packing_support import require_apart, require_positions
+from tasks.runtime.models.quantization import quantized
+from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document, with_documents
+from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
+from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.parallel import strategy_of
+from tasks.runtime.parallel.context import require_attention
+from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.process.rng import seed_generators
+from tasks.runtime.process.signals import Notice, Preempted, deferred
+from tasks.runtime.process.watchdog import Watchdog
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.completion import device_name, write_record
+from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.job import Job
+from tasks.runtime.training.session import Session
+from tasks.runtime.training.step_guard import Guard
+
+log = logging.getLogger(__name__)
+
+
+def train(run: Session, data: PreparedData) -> CompletionRecord:
+    """Train to the spec's last step, from the newest whole checkpoint if there is one, and return the record.
+
+    Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
+
+    Raises:
+        ValueError: the data has too few rows for one batch, the run's folder may not be continued, or the loss is not
+            finite.
+    """
+    steps = total_steps(run.spec, len(data.train))
+    resume_from, finished = run.processes.on_main(lambda: _look_back(run, data, steps))
+    if finished:
+        log.info("all %d steps are done already (%s)", steps, resume_from)
+        return finished
+    run.processes.on_main(lambda: require_embeddings(run.spec, data))
+    run.processes.on_main(lambda: require_same_tokens(run.spec, data))
+    run.processes.on_main(lambda: require_divisible(run.spec))
+    run.processes.on_main(lambda: require_attention(run.spec))
+    run.processes.on_main(lambda: require_positions(run.spec))
+    if commit := data.manifest.commit:
+        run.processes.on_main(lambda: run.folder.note_commit(commit))
+    attempt = run.processes.on_main(run.folder.begin_attempt)
+    model, base = _model(run, resume_from)
+    adopt_tokenizer(model, data.tokenizer())
+    freeze_beyond_texts(model)
+    patched = prepare_for_training(model, run.spec)
+    _announce(run, model, patched, steps, resume_from)
+    tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
+    # Now: some strategies leave a model that has no weights between its passes.
+    parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
+    recorder = Recorder(
+        run.spec,
+        run.folder,
+        run.processes,
+        attempt,
+        mfu=mfu_of(model, run.spec, run.processes, device_name(run.processes)),
+        prometheus=serve_prometheus(run.spec, run.processes, run.warmed.to_dict),
+    )
+    objective = objective_of(run.spec, fused=has_fused_loss(patched))
+    with closing(recorder):
+        # Killed between the last checkpoint and the record: nothing is left to train.
+        if not resume_from or checkpoint.step_of(resume_from) < steps:
+            run.warmed.ready()
+            job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
+            stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
+            with closing(job.watchdog), closing(job.writer):
+                with stopping as job.notice:
+                    job.run(framework_of(run.spec))
+                    job.watchdog.expect("the end", math.inf)
+                _stop_before_copying(run, job)
+                job.writer.finish()
+            run.warmed.close()
+            recorder.note("warmup", run.warmed.to_dict())
+        else:
+            # The last checkpoint may be here and not in the store.
+            run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
+    warmup = run.warmed.to_dict()
+    return run.processes.on_main(
+        lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
+    )
+
+
+def _stop_before_copying(run: Session, job: Job) -> None:
+    """Raises `Preempted`, on every process, when one was told to stop in the last step and copies may still wait.
+
+    While they do nobody looks at the notice any more, and a store that is away is waited for.
+    """
+    if run.spec.checkpoint.url and not run.processes.all_true(not job.notice.given):
+        log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
+        raise Preempted("SIGTERM")
+
+
+def build_job(
+    run: Session,
+    data: PreparedData,
+    model: PreTrainedModel,
+    base: str,
+    objective: Objective,
+    recorder: Recorder,
+    *,
+    steps: int,
+    resume_from: Path | None,
+) -> Job:
+    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective.
+
+    `base` identifies the weights that the run started from, or trains an adapter in.
+    """
+    adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    collate = collator(run.spec.model.attention)
+    if go_by_document(run.spec, model.config, run.processes.device):
+        log.info("attention: from document to document, without masks")
+        attend_by_document(model)
+        collate = with_documents(collate)
+    compile_layers(model, run.spec)
+    strategy = strategy_of(run.spec, run.processes)
+    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
+    wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
+    facts = checkpoint.facts_of(resume_from) if resume_from else {}
+    continues = resume_from is not None
+    start = Start(
+        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts, collate=collate
+    )
+    data = objective.begin(start)
+    writer = CheckpointWriter(
+        run.folder.checkpoints,
+        model,
+        optimizer,
+        run.processes,
+        keep_last=run.spec.checkpoint.keep_last,
+        keep_every=run.spec.checkpoint.keep_every,
+        mirror=run.mirror if run.processes.is_main else None,
+        facts={
+            "spec_hash": run.spec.hash(),
+            "data_hash": data.manifest.content_hash,
+            "base": base,
+            **objective.facts(),
+        },
+    )
+    watchdog = Watchdog(
+        run.folder.hangs / f"attempt-{recorder.attempt}",
+        run.processes.rank,
+        run.processes.world_size,
+        run.spec.faults.hang_timeout,
+    )
+    load = partial(_load, run, model, optimizer)
+    return Job(
+        spec=run.spec,
+        processes=run.processes,
+        bare=model,
+        model=wrapped,
+        strategy=strategy,
+        objective=objective,
+        optimizer=optimizer,
+        data=data,
+        collate=collate,
+        start=checkpoint.step_of(resume_from) if resume_from else 0,
+        steps=steps,
+        recorder=recorder,
+        writer=writer,
+        watchdog=watchdog,
+        guard=Guard(run.spec, run.processes, facts),
+        load=load,
+        step_ended=run.warmed.step_ended,
+        set_random_states=load(resume_from),
+    )
+
+
+def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
+    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them.
+
+    Under an adapter a checkpoint has no other weights: they are read anew. Also says which weights the run started
+    from. A collective.
+    """
+    spec = run.spec
+    if spec.adapter.type == "none" and resume_from:
+        return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
+    dtype = saved_dtype(resume_from) if resume_from else None
+    # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
+    reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
+    model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
+    if not resume_from:
+        # As it is: what is quantized computes nothing on the host.
+        run.processes.on_main(lambda: require_apart(model, spec))
+    with quantized(model, spec):
+        add_adapter(model, spec)
+    if resume_from:
+        expected = checkpoint.facts_of(resume_from)["base"]
+        run.processes.on_main(lambda: require_base(model, spec, expected))
+    return model, run.processes.on_main(lambda: base_fingerprint(model))
+
+
+def _load(
+    run: Session, model: PreTrainedModel, optimizer: torch.optim.Optimizer, resume_from: Path | None
+) -> Callable[[], None]:
+    """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
+    rank = run.processes.rank
+    if resume_from is None:
+        return lambda: seed_generators(run.spec.seed, run.processes.share, 0)
+    index = Index(resume_from)
+    load_model(index, model)
+    load_optimizer(index, model, optimizer)
+    continued = have_the_same_ranks(checkpoint.facts_of(resume_from), run.processes)
+
+    def set_random_states() -> None:
+        seed_generators(run.spec.seed, run.processes.share, checkpoint.step_of(resume_from))
+        if continued:
+            load_random_states(index, rank)
+
+    return set_random_states
+
+
+def have_the_same_ranks(facts: Mapping[str, Any], processes: Processes) -> bool:
+    """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
+    there = facts["world_size"], facts.get("copies", processes.copies)
+    return there == (processes.world_size, processes.copies)
+
+
+def total_steps(spec: RunSpec, rows: int) -> int:
+    """Optimizer steps of the run: those that read as many rows as its passes have."""
+    if rows < spec.training.micro_batch_size * spec.readers:
+        raise ValueError(
+            f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
+            f"{spec.training.micro_batch_size} x {spec.readers} processes that read rows; "
+            "lower training.micro_batch_size or give more data"
+        )
+    if spec.passes is None:
+        assert spec.training.steps is not None
+        return spec.training.steps
+    return math.ceil(spec.passes * rows / spec.rows_per_step)
+
+
+def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
+    """The checkpoint to continue from, and the record of a run that is complete; clears away what a killed save left.
+
+    For the main process: what it finds, the others are told.
+    """
+    if run.mirror is not None:
+        run.mirror.fetch_newest()
+    latest = checkpoint.latest(run.folder.checkpoints)
+    if latest and run.spec.checkpoint.resume == "never":
+        raise ValueError(
+            f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
+            "set it to 'auto' to continue, choose another name, or remove the folder"
+        )
+    if latest and checkpoint.facts_of(latest)["data_hash"] != data.manifest.content_hash:
+        raise ValueError(
+            f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
+            "tokenizer, what the chat template prints, Python or a package changed. Restore them, or the folder of the "
+            f"prepared data, to continue that run, choose another name, or remove {run.folder.root}"
+        )
+    done = checkpoint.step_of(latest) if latest else 0
+    if done in (0, steps) and run.folder.record.exists():
+        record = CompletionRecord.load(run.folder.record)
+        if record.status == "complete" and latest:
+            # The folder may have another place since.
+            return latest, record.model_copy(update={"checkpoint": str(latest)})
+        if record.status == "complete":
+            raise ValueError(
+                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has no "
+                f"whole checkpoint; restore that, choose another name, or remove {run.folder.root} to train anew"
+            )
+    if not latest and run.folder.begun:
+        log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
+    checkpoint.discard_after(run.folder.checkpoints, done)
+    if run.mirror is not None:
+        run.mirror.discard_after(done)
+        if latest:
+            run.mirror.add_what_waited(latest)
+    run.folder.record.unlink(missing_ok=True)
+    return latest, None
+
+
+def _announce(
+    run: Session, model: PreTrainedModel, patched: PatchReport | None, steps: int, resume_from: Path | None
+) -> None:
+    if not run.processes.is_main:
+        return
+    log.info(
+        "model %s, %.1f M parameters, %s, on %d x %s",
+        run.spec.model.name,
+        model.num_parameters() / 1e6,
+        str(model.dtype).removeprefix("torch."),
+        run.processes.world_size,
+        device_name(run.processes),
+    )
+    if run.spec.adapter.type != "none":
+        learning = model.num_parameters(only_trainable=True)
+        log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
+    if run.spec.optimizer.paged and run.processes.device.type == "cpu":
+        log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
+    log.info("kernels: %s", patched.summary() if patched else "off")
+    log.info(
+        "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
+        steps,
+        run.spec.rows_per_step,
+        f"{run.spec.rows_per_step * run.spec.data.sequence_length:,}",
+        run.spec.training.gradient_accumulation_steps,
+        run.spec.runtime.framework,
+    )
+    if resume_from:
+        log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)

@@ -1,0 +1,63 @@
+"""The trained weights on their way from the checkpoint to evaluation and export."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import load_model, read_model_tensors
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.models.build import build_model, build_saved_model, materialize
+from tasks.runtime.models.lora import add_adapter, require_base
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import CompletionRecord
+
+# In place of a model: an adapter's tensors by their names in the model, and in the header what model that is.
+ADAPTER = "adapter.safetensors"
+
+
+def collect_weights(spec: RunSpec, record: CompletionRecord) -> Path:
+    """A folder with the trained weights and the run's metrics: all that evaluation and export need, and no more.
+
+    The weights are a model in Hugging Face format, or an adapter alone.
+    """
+    folder = RunFolder.of(spec)
+    weights = folder.weights
+    shutil.rmtree(weights, ignore_errors=True)
+    weights.mkdir()
+    source = Path(record.checkpoint)
+    if spec.adapter.type == "none":
+        model = build_saved_model(source)
+        materialize(model, torch.device("cpu"))
+        load_model(Index(source), model)
+        model.save_pretrained(weights)
+    else:
+        base = checkpoint.facts_of(source)["base"]
+        save_file(read_model_tensors(Index(source)), weights / ADAPTER, metadata={"base": base})
+    shutil.copyfile(folder.metrics, weights / folder.metrics.name)
+    return weights
+
+
+def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
+    """The model of `collect_weights`, on the CPU, in the spec's dtype; an adapter is merged into its model.
+
+    Raises ValueError when the adapter's model has other weights now, or the adapter's own are not finite.
+    """
+    if spec.adapter.type == "none":
+        return build_model(spec, weights=str(weights))
+    model = build_model(spec)
+    adapted = add_adapter(model, spec)
+    assert adapted is not None
+    with safe_open(str(weights / ADAPTER), framework="pt") as file:
+        require_base(model, spec, file.metadata()["base"])
+    _, unexpected = model.load_state_dict(load_file(weights / ADAPTER), strict=False)
+    assert not unexpected, f"{unexpected} are of another adapter, which the run's folder does not allow"
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    return merged

@@ -1,0 +1,233 @@
+"""The graphs that `training.compile` makes: taken to a folder of this start, given on when they are made.
+
+PyTorch looks for them in a folder, and writes there what it compiles. That folder is new at every start, and filled
+from an archive: of the pod, of the image, of the store, whichever has one first. When the second step is done all
+processes of the pod have compiled all that they run, and the first of them archives the folder for the pod's next
+start; the first of the job also gives it to the store. So no start reads what a killed one left half written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from strata_kernels.warmup import graphs
+from strata_kernels.warmup.blobs import Folder
+from strata_kernels.warmup.budget import Patience
+from strata_kernels.warmup.store import Store
+from strata_platform.spec import RunSpec
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.warmup.store import open_store
+
+log = logging.getLogger(__name__)
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""PyTorch's environment variable."""
+IN_IMAGE = "graphs"
+"""The folder of a baked image that has archives, as those of a store."""
+
+_OURS = "strata-"
+# Where PyTorch writes by itself, and says so in the environment: a name that anybody could have made before.
+_BY_ITSELF = "torchinductor_"
+_LAYERS = Path(__file__).with_name("layers.py")
+_ARCHIVES = f"{_OURS}graphs"
+_POD_LIMIT = 1 << 30
+# Steps after which no process compiles any more: to begin the second one, all of them have ended the first.
+_SETTLED = 2
+
+
+def triton_directory() -> Path:
+    """Triton's cache directory."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
+
+
+def begin(directory: Path, name: str) -> None:
+    """Let `torch.compile`, here and in processes started from here, work in a new folder called after `name`.
+
+    It is in the folder that the environment gives to PyTorch, or in `directory`, where there is none or it takes
+    nothing. Raises OSError.
+    """
+    given = Path(os.environ.get(FOLDER) or directory).absolute()
+    if given.name.startswith(_OURS):
+        # Of an earlier run of this process.
+        given = given.parent
+    if given.name.startswith(_BY_ITSELF):
+        given = directory
+    folder = f"{_OURS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    try:
+        _empty(given / folder)
+    except OSError:
+        given = directory
+        _empty(given / folder)
+    os.environ[FOLDER] = str(given / folder)
+
+
+def _folder() -> Path | None:
+    """The folder of this start; any other is PyTorch's own, with graphs of whoever works on this machine."""
+    folder = Path(os.environ.get(FOLDER, ""))
+    return folder if folder.name.startswith(_OURS) else None
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def key_of(spec: RunSpec) -> str:
+    """Names the graphs of runs like this one. PyTorch's own keys decide which of them fit; this one finds the folder.
+
+    Beside fields of the spec, what PyTorch's keys do not hold: the policy by which layers are recomputed.
+    """
+    said = spec.model_dump(mode="json")
+    what = {
+        **{section: said[section] for section in ("model", "adapter", "objective", "parallel")},
+        "kernels": [spec.kernels.enabled, spec.kernels.exclude],
+        "training": {name: value for name, value in said["training"].items() if name not in ("steps", "epochs")},
+        "sequence_length": spec.data.sequence_length,
+        # Each process of a pod has graphs of its own: they name the GPU by its number.
+        "processes": spec.topology.nproc_per_node,
+        "layers": graphs.sources(_LAYERS),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
+    """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report.
+
+    {} where none could be made.
+    """
+    start = time.perf_counter()
+    folder, environment, key = _folder(), graphs.environment(), key_of(spec)
+    if folder is None:
+        return {}
+    origin, count = None, 0
+    for name, store in _places(spec, environment, images, patience):
+        if name == "store":
+            files = patience.ask("read", partial(store.pull, key))
+        else:
+            files = _pull(store, key, patience.problems)
+        patience.problems += store.refusals()
+        if files:
+            try:
+                graphs.write(folder, files)
+            except OSError as error:
+                patience.problems.append(f"{folder} takes no graphs: {error}")
+                # The last file may be torn.
+                _empty(folder)
+                break
+            origin, count = name, len(files)
+            if name == "store":
+                patience.ask("renew marks in", store.renew)
+            break
+    return {"graphs_from": origin, "graph_files": count, "graph_seconds": time.perf_counter() - start}
+
+
+def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: Patience) -> Iterator[tuple[str, Store]]:
+    yield "cache", _of_pod(environment)
+    for image in images:
+        yield "image", _of_machine(image / IN_IMAGE, environment)
+    store = open_store(spec.kernels.store, environment, graphs.GRAPHS, patience.problems)
+    if store is not None:
+        yield "store", store
+
+
+def _of_pod(environment: str) -> Store:
+    """Beside kernels, where what a pod keeps for its next start belongs; the folder of a start goes with it."""
+    return _of_machine(triton_directory() / _ARCHIVES, environment)
+
+
+def _of_machine(folder: Path, environment: str) -> Store:
+    """Whoever can write there can change what runs anyway."""
+    return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graphs.GRAPHS, trusted=True)
+
+
+def _pull(store: Store, key: str, problems: list[str]) -> graphs.Files | None:
+    try:
+        return store.pull(key)
+    except OSError as error:
+        problems.append(f"graphs kept on this machine could not be read: {error}")
+        return None
+
+
+class Giver:
+    """Gives on what this process and those beside it compile. Training waits for it only at its end."""
+
+    def __init__(self, spec: RunSpec, processes: Processes) -> None:
+        self._spec, self._processes = spec, processes
+        self._folder = _folder()
+        self._steps = self._given = 0
+        self._before = graphs.counted()
+        self._thread: Thread | None = None
+        self._patience = Patience(spec.kernels.store.timeout)
+        self._pushed = 0
+
+    def step_ended(self) -> None:
+        """Call after every step."""
+        self._steps += 1
+        if self._steps == _SETTLED:
+            self._give()
+
+    def close(self) -> None:
+        """Give on what was compiled since, and wait until it is given."""
+        self._give()
+        if self._thread is not None:
+            self._thread.join()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the record: what this process found and compiled, and the archives that it gave to the store."""
+        now = graphs.counted()
+        return {
+            "graphs_found": now.found - self._before.found,
+            "graphs_compiled": now.compiled - self._before.compiled,
+            "graphs_not_kept": now.not_kept - self._before.not_kept,
+            "graphs_pushed": self._pushed,
+            "graph_problems": self._patience.problems,
+        }
+
+    def _give(self) -> None:
+        compiled = graphs.counted().compiled - self._before.compiled
+        if compiled == self._given or self._processes.local_rank != 0 or self._folder is None:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        self._given = compiled
+        self._thread = Thread(target=self._archive, args=(self._folder,), daemon=True, name="graphs")
+        self._thread.start()
+
+    def _archive(self, folder: Path) -> None:
+        environment, key = graphs.environment(), key_of(self._spec)
+        problems = self._patience.problems
+        files: graphs.Files = {}
+        try:
+            files = graphs.read(folder)
+            pod = _of_pod(environment)
+            pod.replace(key, files)
+            pod.trim()
+        except OSError as error:
+            problems.append(f"{folder} could not be archived: {error}")
+        if files and self._processes.is_main:
+            self._push(environment, key, files)
+        for problem in problems:
+            log.warning("graphs: %s", problem)
+
+    def _push(self, environment: str, key: str, files: graphs.Files) -> None:
+        store = open_store(self._spec.kernels.store, environment, graphs.GRAPHS, self._patience.problems)
+        if store is None:
+            return
+
+        def push() -> bool:
+            store.replace(key, files)
+            return True
+
+        if self._patience.ask("push to", push):
+            self._pushed += 1
+            self._patience.ask("trim", store.trim)

@@ -1,0 +1,283 @@
+"""Compile a run's kernels once per pod, before its training processes start, and fetch the graphs of `torch.compile`.
+
+The warm-up is a process of its own (`tasks.runtime.warmup.compile_process`): its crash, its hang or its CUDA context
+stays out of the training processes. Whatever happens there, training starts, and the report says what happened. Without
+a GPU there are no kernels, and graphs alone are fetched without a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strata_kernels.warmup.budget import Patience
+from strata_kernels.warmup.describe import Description, difference, hearing_misses
+from strata_platform.spec import RunSpec
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.record import write_json
+from tasks.runtime.warmup import inductor_cache
+
+log = logging.getLogger(__name__)
+
+# Names the report of the warm-up that was made or tried, for the processes that are started from there.
+DONE = "STRATA_WARMUP_DONE"
+BAKED = "STRATA_BAKED_KERNELS"
+"""Environment variable: the folder that kernels were baked into when the image was built."""
+
+# What a warm-up sets for all processes of its pod.
+_LEFT = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
+# How the names begin that `torch.compile` gives to its kernels.
+_GENERATED = "triton_"
+# What a cache directory must have room for: some hundred kernels.
+_ROOM = 32 << 20
+# Where the pod may write, whatever becomes of its disk: memory first.
+_TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
+
+
+def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
+    """Warm up this pod, unless its launcher has done so, and return the report; {} on all but the pod's first process.
+
+    The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR, and
+    TORCHINDUCTOR_CACHE_DIR where graphs are compiled. Never raises: a failed warm-up costs compile time during
+    training, nothing else.
+    """
+    reason = _reason_to_skip(spec)
+    report = report_in(folder)
+    done = os.environ.get(DONE) == str(report)
+    os.environ[DONE] = str(report)
+    if reason is not None and not done:
+        log.info("warm-up: %s", reason)
+    if reason is not None and not keeps_graphs(spec):
+        return {"skipped": reason}
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    try:
+        if not done:
+            with _one_of_the_pod(report) as turn:
+                if turn.is_mine:
+                    _warm_up(spec, report, reason)
+                else:
+                    os.environ.update(turn.variables)
+        return _read(report) if first else {}
+    except OSError as error:
+        return _given_up(f"its report was not to be had: {error}") if first else {}
+
+
+def keeps_graphs(spec: RunSpec) -> bool:
+    """Whether the graphs of `torch.compile` are fetched and kept; otherwise PyTorch caches them by itself."""
+    return spec.training.compile and spec.kernels.warmup
+
+
+@contextlib.contextmanager
+def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
+    """Kernels that this process compiles while the context is open, each with how it differs from those planned.
+
+    Those that `torch.compile` generates are left out: no plan can have them.
+    """
+    planned = _planned(_kernels_of(report_in(folder)))
+    found: list[dict[str, str]] = []
+
+    def heard(kernel: Description) -> None:
+        if kernel.name.startswith(_GENERATED):
+            return
+        found.append({"kernel": kernel.name, "difference": difference(kernel, planned)})
+        log.warning("compiled during training: %s: %s", kernel.name, found[-1]["difference"])
+
+    with hearing_misses(heard):
+        yield found
+
+
+def _warm_up(spec: RunSpec, report: Path, reason: str | None) -> None:
+    """Kernels, unless there is a reason not to, and graphs; write the report."""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    problems: list[str] = []
+    if keeps_graphs(spec):
+        try:
+            inductor_cache.begin(_own_folders()[-1] / "graphs", str(report))
+        except (OSError, IndexError) as error:
+            problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
+    if torch.cuda.is_available():
+        result = _warm_kernels(spec, report)
+    else:
+        result = {"skipped": reason}
+        if not problems:
+            patience = Patience(spec.kernels.store.timeout, problems)
+            result |= inductor_cache.take(spec, _baked(), patience) | {"store_seconds": patience.spent}
+    if problems:
+        log.warning("warm-up: %s", "; ".join(problems))
+        result["problems"] = [*problems, *result.get("problems", ())]
+    if origin := result.get("graphs_from"):
+        log.info("warm-up: graphs of torch.compile came from the %s, %d files", origin, result["graph_files"])
+    write_json(report, result)
+
+
+def _baked() -> list[Path]:
+    return [Path(os.environ[BAKED])] if os.environ.get(BAKED) else []
+
+
+def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
+    """Into the first directory that takes them; returns the report."""
+    deadline = time.monotonic() + spec.kernels.warmup_timeout
+    configured = inductor_cache.triton_directory()
+    problems: list[str] = []
+    result: dict[str, Any] = {}
+    for directory in [configured, *(folder / "triton" for folder in _own_folders())]:
+        problem = _no_room(directory)
+        if problem is None:
+            os.environ["TRITON_CACHE_DIR"] = str(directory)
+            # A directory that only cannot be written may still be read.
+            images = [*_baked(), *([] if directory == configured else [configured])]
+            result = _run(spec, report, images, max(deadline - time.monotonic(), 1.0))
+            problem = result.get("unwritable")
+        if problem is None:
+            break
+        problems.append(f"{directory} cannot be used: {problem}")
+        log.warning("warm-up: %s", problems[-1])
+    else:
+        os.environ["TRITON_CACHE_DIR"] = str(configured)
+        result = result or _given_up("no directory takes what Triton writes")
+    if problems:
+        result["problems"] = [*problems, *result.get("problems", ())]
+    return result
+
+
+def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dict[str, Any]:
+    """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
+    paths = (report, _kernels_of(report), plan_in(report))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tasks.runtime.warmup.compile_process", *map(str, paths), *map(str, images)],
+            input=spec.model_dump_json(),
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return _given_up(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
+    except OSError as error:
+        return _given_up(f"its process did not start: {error}")
+    if done.returncode != 0 or not report.exists():
+        return _given_up(f"its process ended with code {done.returncode}")
+    return _read(report)
+
+
+def _given_up(problem: str) -> dict[str, Any]:
+    log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
+    return {"skipped": problem}
+
+
+def report_in(folder: RunFolder) -> Path:
+    """This pod's report."""
+    return folder.root / f"warmup-{socket.gethostname()}.json"
+
+
+def _read(report: Path) -> dict[str, Any]:
+    return dict(json.loads(report.read_text(encoding="utf-8")))
+
+
+def _kernels_of(report: Path) -> Path:
+    """What was planned, as the process of the warm-up describes it; for `later_misses`."""
+    return report.with_suffix(".kernels.json")
+
+
+def plan_in(report: Path) -> Path:
+    """The plan, whose modules every process then loads."""
+    return report.with_suffix(".plan.json")
+
+
+def _planned(kernels: Path) -> list[Description]:
+    try:
+        return [Description.from_dict(data) for data in json.loads(kernels.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+
+
+def _reason_to_skip(spec: RunSpec) -> str | None:
+    if not spec.kernels.enabled:
+        return "kernels.enabled is false; nothing to compile"
+    if not torch.cuda.is_available():
+        return "no GPU here; operators run their PyTorch reference, nothing to compile"
+    if not spec.kernels.warmup:
+        return "kernels.warmup is false; kernels are compiled when they are first used"
+    return None
+
+
+class _Turn:
+    """What a process of the pod finds when it is its turn: that it is the first, or what the first one left."""
+
+    def __init__(self, left: dict[str, str]) -> None:
+        self.is_mine = left.get("launch") != _launch()
+        self.variables = {name: left[name] for name in _LEFT if name in left}
+
+
+@contextlib.contextmanager
+def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
+    """Let one process of this pod in at a time; the kernel lets the next one in when the one before is killed."""
+    own = _own_folders()
+    if not own:
+        # Nowhere to wait for each other: each process compiles by itself what it does not find.
+        yield _Turn({})
+        return
+    name = hashlib.sha256(str(report).encode()).hexdigest()[:16]
+    with (own[0] / f"warmup-{name}.lock").open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        turn = _Turn(json.loads(text) if text else {})
+        yield turn
+        if turn.is_mine:
+            file.truncate(0)
+            left = {name: os.environ[name] for name in _LEFT if name in os.environ}
+            json.dump({"launch": _launch(), **left}, file)
+
+
+def _launch() -> str:
+    """Names the start of this pod's processes: the same for all that one torchrun starts, restarts included."""
+    if "LOCAL_RANK" not in os.environ:
+        return f"alone {os.getpid()} {time.time_ns()}"
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {parent} {started}"
+
+
+def _own_folders() -> list[Path]:
+    """Folders that this pod and this user alone have, the first in memory: also there when the disk is full."""
+    found = []
+    for parent in _TEMPORARY:
+        folder = parent / f"strata-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            status = folder.lstat()
+        except OSError:
+            continue
+        # Somebody else may have made it first: shared objects are loaded from there.
+        if status.st_uid == os.getuid() and status.st_mode & 0o7777 == 0o700 and os.access(folder, os.W_OK):
+            found.append(folder)
+    return found
+
+
+def _no_room(directory: Path) -> str | None:
+    """Why a directory takes no kernels, found by writing as much; None for one that does."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as files:
+            for _ in range(_ROOM >> 20):
+                file = files.enter_context(tempfile.TemporaryFile(dir=directory))
+                os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    except OSError as error:
+        return str(error)
+    return None
