@@ -10,7 +10,8 @@ from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.build import build_model
 from tasks.runtime.optim.adamw_8bit import has_eight_bits
-from tasks.runtime.optim.optimizer import build_optimizer, set_learning_rate
+from tasks.runtime.optim.lr_schedule import set_learning_rate
+from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed
 
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

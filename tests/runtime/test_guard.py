@@ -14,7 +14,8 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.metrics.metrics_file import read_points
-from tasks.runtime.optim.optimizer import build_optimizer, withhold
+from tasks.runtime.optim.gradients import withhold
+from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord

@@ -6,7 +6,9 @@ from torch import nn
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.build import build_model
-from tasks.runtime.optim.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
+from tasks.runtime.optim.gradients import clip_gradients
+from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
+from tasks.runtime.optim.optimizer import build_optimizer
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import build_model
 from tasks.runtime.optim import managed_memory, state_tensors
-from tasks.runtime.optim.optimizer import build_optimizer, set_learning_rate
+from tasks.runtime.optim.lr_schedule import set_learning_rate
+from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder

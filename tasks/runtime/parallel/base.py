@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.optim.optimizer import clip_gradients, withhold
+from tasks.runtime.optim.gradients import clip_gradients, withhold
 
 
 class InPlace:

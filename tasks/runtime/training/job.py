@@ -26,7 +26,7 @@ from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.order import training_loader
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
-from tasks.runtime.optim.optimizer import learning_rate_factor
+from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import Notice, Preempted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.runtime.optim.optimizer import set_learning_rate
+from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.training.job import Job
 
 

@@ -1,0 +1,43 @@
+"""Gradients between the backward pass and the optimizer's step: clip them, or skip the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def withhold(optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+    """Have the next step change nothing where `verdict`, a scalar of fp32, is 1.
+
+    The device decides where the optimizer's own kernels can, which is how PyTorch scales losses; else the host waits
+    for the verdict and drops the gradients, without which no parameter takes a step.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # There now: of a copy that is still under way a step on the host would not know.
+        optimizer.found_inf = verdict.to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
+    elif verdict.item():
+        optimizer.zero_grad()
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale gradients down to a global norm of `max_norm`, 0 for any, and return that before. A collective if split."""
+    learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
+    gradients = [[p.grad for p in alike if p.grad is not None] for alike in learned]
+    norms = [nn.utils.get_total_norm(alike) for alike in gradients]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for alike in learned if max_norm else ():
+        nn.utils.clip_grads_with_norm_(alike, max_norm, total)
+    return total
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """`parameters` in lists of those that the same processes hold, or that are no DTensors."""
+    lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(lists.values())
