@@ -6,7 +6,9 @@ but imports transformers when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from .ops._adamw_plan import Shard, StepPlan
 from .ops._lines import leave_out_lines as _leave_out_lines
+from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
 __all__ = [
     "LossAndPredictions",
     "PatchReport",
+    "Shard",
+    "StepPlan",
+    "adamw_step",
     "add_rms_norm",
     "cross_entropy",
     "cross_entropy_with_predictions",
     "geglu",
     "geglu_packed",
+    "join_weight",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_predictions",
@@ -38,9 +44,11 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "split_weight",
     "swiglu",
     "swiglu_packed",
     "unpatch_model",
+    "weight_step",
 ]
 
 _leave_out_lines(f"{__name__}.ops")

@@ -1,0 +1,254 @@
+"""The kernels of `adamw_step` and `weight_step`.
+
+The formulas stand in `adamw.py`. Axes: n tensors, the elements of a tensor in the order of its memory, chunks of a
+tensor, blocks of a chunk. One launch serves many tensors: a program takes one chunk, and finds its tensor's addresses
+and sizes in a table. A kernel before it takes what all chunks of a tensor share out of the step's number: bias
+corrections and the words that its random bits start from.
+
+Their bits are those of `_adamw_reference.py`: every operation is rounded once, in the same order, division and square
+root correctly, products are not fused with sums, and integers wrap around.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of the table of tensors, int64: addresses, then sizes and what names the elements' random bits.
+FIELDS = 10
+_FIELDS: tl.constexpr = tl.constexpr(FIELDS)
+_WEIGHT: tl.constexpr = tl.constexpr(0)
+_EXP_AVG: tl.constexpr = tl.constexpr(1)
+_EXP_AVG_SQ: tl.constexpr = tl.constexpr(2)
+_REMAINDER: tl.constexpr = tl.constexpr(3)
+_STEP: tl.constexpr = tl.constexpr(4)
+_NUMEL: tl.constexpr = tl.constexpr(5)
+_KEY: tl.constexpr = tl.constexpr(6)
+_OFFSET: tl.constexpr = tl.constexpr(7)
+_ROW: tl.constexpr = tl.constexpr(8)
+_WHOLE_ROW: tl.constexpr = tl.constexpr(9)
+
+# Columns of the table of scalars, int32: whether to skip the step, three fp32 by their bits, four random words.
+SCALARS = 8
+_SCALARS: tl.constexpr = tl.constexpr(SCALARS)
+
+# Multipliers of a 32-bit hash with little bias (C. Wellons, hash-prospector), and the golden ratio.
+_MIX_A: tl.constexpr = tl.constexpr(0x21F0AAAD)
+_MIX_B: tl.constexpr = tl.constexpr(0x735A2D97)
+_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B9)
+# Bits of a step's number: fp32 counts no further.
+_STEP_BITS: tl.constexpr = tl.constexpr(24)
+_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def _mix(b_x):
+    """A bijection of 32-bit words in which each bit of the result depends on all bits of the input."""
+    b_x = (b_x ^ (b_x >> 16)) * _MIX_A
+    b_x = (b_x ^ (b_x >> 15)) * _MIX_B
+    return b_x ^ (b_x >> 15)
+
+
+@triton.jit
+def _word(b_key, b_step, seed_low, seed_high, NUMBER: tl.constexpr):
+    """A random word of (seed, key, step); words of different NUMBER are independent."""
+    b_x = _mix((seed_low + tl.zeros_like(b_step)).to(tl.uint32) + (NUMBER + 1) * 0x3C6EF372)
+    b_x = _mix((b_x + _GOLDEN) ^ (seed_high + tl.zeros_like(b_step)).to(tl.uint32))
+    b_x = _mix((b_x + _GOLDEN) ^ b_key.to(tl.uint32))
+    b_x = _mix((b_x + _GOLDEN) ^ (b_key >> 32).to(tl.uint32))
+    return _mix((b_x + _GOLDEN) ^ b_step.to(tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _power(b_base, b_n):
+    """b_base ** b_n in fp64 by squaring, for integers 0 <= b_n < 2^24."""
+    b_y = b_base * 0.0 + 1.0
+    for i in range(_STEP_BITS):
+        b_y = tl.where((b_n >> i) & 1 != 0, b_y * b_base, b_y)
+        b_base = b_base * b_base
+    return b_y
+
+
+@triton.jit(do_not_specialize=["p_found_inf", "p_scale", "n", "seed_low", "seed_high"])
+def scalars_kernel(
+    p_tensors, p_scalars, p_found_inf, p_scale, n, seed_low, seed_high, lr, beta1, beta1_low, beta2, beta2_low,
+    ADVANCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of p_scalars, one per tensor; ADVANCE counts the tensors' steps up unless a gradient is not finite.
+
+    beta1 and beta1_low: the two fp32 whose sum is the decay rate.
+    """
+    o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_t = o_t < n
+    p_row = p_tensors + o_t.to(tl.int64) * _FIELDS
+    b_skip = (tl.load(p_found_inf) != 0.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
+    b_scale = tl.load(p_scale) + tl.zeros([BLOCK], tl.float32)
+    b_address = tl.load(p_row + _STEP, mask=m_t, other=0)
+    p_step = b_address.to(tl.pointer_type(tl.float32))
+    b_count = tl.load(p_step, mask=b_address != 0, other=0.0)
+    if ADVANCE:
+        b_count = tl.where(b_skip != 0, b_count, b_count + 1.0)
+        tl.store(p_step, b_count, mask=b_address != 0)
+    b_n = b_count.to(tl.int32)
+    b_zero = tl.zeros([BLOCK], tl.float64)
+    b_correction1 = 1.0 - _power(b_zero + beta1 + beta1_low, b_n)
+    b_correction2 = 1.0 - _power(b_zero + beta2 + beta2_low, b_n)
+    # A step of number 0 divides by none.
+    b_size = (b_zero + lr) / tl.where(b_n > 0, b_correction1, 1.0)
+    b_inverse = 1.0 / tl.where(b_n > 0, b_correction2, 1.0)
+    b_key = tl.load(p_row + _KEY, mask=m_t, other=0)
+    p_out = p_scalars + o_t.to(tl.int64) * _SCALARS
+    tl.store(p_out, b_skip, mask=m_t)
+    tl.store(p_out + 1, b_size.to(tl.float32).to(tl.int32, bitcast=True), mask=m_t)
+    tl.store(p_out + 2, b_inverse.to(tl.float32).to(tl.int32, bitcast=True), mask=m_t)
+    tl.store(p_out + 3, b_scale.to(tl.int32, bitcast=True), mask=m_t)
+    for i in tl.static_range(4):
+        tl.store(p_out + 4 + i, _word(b_key, b_n, seed_low, seed_high, i), mask=m_t)
+
+
+@triton.jit
+def _pointer(p_field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer whose address is in the table; bf16 is read as the upper half of fp32 bits."""
+    p = tl.load(p_field).to(tl.pointer_type(tl.float32 if DTYPE == "fp32" else tl.int16))
+    return tl.multiple_of(p, 16) if ALIGNED else p
+
+
+@triton.jit
+def _load(p, o, m, DTYPE: tl.constexpr, MASKED: tl.constexpr):
+    b = tl.load(p + o, mask=m, other=0) if MASKED else tl.load(p + o)
+    return b if DTYPE == "fp32" else (b.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(p, o, b, m, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(p + o, b, mask=m)
+    else:
+        tl.store(p + o, b)
+
+
+@triton.jit
+def _round(b, b_noise, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """b as it is stored: up where the 16 bits that bf16 lacks and 16 random bits make a carry, or to nearest even."""
+    if DTYPE == "fp32":
+        return b
+    b_bits = b.to(tl.int32, bitcast=True)
+    b_up = 0x7FFF + ((b_bits >> 16) & 1) if ROUNDING == "nearest" else b_noise
+    # A NaN could carry into the sign.
+    return (tl.where(b == b, b_bits + b_up, _NAN) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _step_block(
+    p_w, p_g, p_m, p_v, p_r, o, m, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+    decay, beta1, rest1, rest2, eps,
+    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROUNDING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    MASTER: tl.constexpr = W == "bf16" and ROUNDING == "master"
+    b_w = _load(p_w, o, m, W, MASKED)
+    if MASTER:
+        b_r = tl.load(p_r + o, mask=m, other=0) if MASKED else tl.load(p_r + o)
+        b_w = (b_w.to(tl.int32, bitcast=True) + b_r.to(tl.int32)).to(tl.float32, bitcast=True)
+    b_u = _load(p_g, o, m, G, MASKED) * scale
+    b_noise = tl.zeros_like(o)
+    if ROUNDING != "nearest" and (M == "bf16" or V == "bf16"):
+        b_noise = _noise(b_low, b_high, word0, word1)
+    if M != "none":
+        b_m = beta1 * _load(p_m, o, m, M, MASKED) + rest1 * b_u
+        b_v = _load(p_v, o, m, V, MASKED)
+        b_v += rest2 * (b_u * b_u - b_v)
+        _store(p_m, o, _round(b_m, b_noise & 0xFFFF, M, ROUNDING), m, MASKED)
+        _store(p_v, o, _round(b_v, (b_noise >> 16) & 0xFFFF, V, ROUNDING), m, MASKED)
+        b_u = tl.div_rn(b_m, tl.sqrt_rn(b_v * inverse) + eps)
+    b_w -= size * b_u + decay * b_w
+    if MASTER:
+        b_bits = tl.where(b_w == b_w, b_w.to(tl.int32, bitcast=True), _NAN)
+        _store(p_w, o, ((b_bits + 0x8000) >> 16).to(tl.int16), m, MASKED)
+        _store(p_r, o, b_bits.to(tl.int16), m, MASKED)
+    else:
+        if W == "bf16" and ROUNDING == "stochastic":
+            b_noise = _noise(b_low, b_high, word2, word3)
+        _store(p_w, o, _round(b_w, b_noise & 0xFFFF, W, ROUNDING), m, MASKED)
+
+
+@triton.jit
+def _noise(b_low, b_high, first, second):
+    """32 random bits for the element whose index has these halves: a hash with two keys."""
+    b_x = b_low + first + b_high * _GOLDEN
+    b_x = (b_x ^ (b_x >> 16)) * _MIX_A
+    b_x = ((b_x ^ (b_x >> 15)) + second + b_high * _MIX_B) * _MIX_B
+    return (b_x ^ (b_x >> 15)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _index(o, first, column, row, whole_row, CUT: tl.constexpr):
+    """The two halves of the elements' indices in the whole tensor."""
+    if CUT:
+        o_c = (column + o).to(tl.uint32)
+        b_row = o_c // row.to(tl.uint32)
+        b_i = first + b_row.to(tl.int64) * whole_row + (o_c - b_row * row.to(tl.uint32)).to(tl.int64)
+    else:
+        b_i = first + o
+    return b_i.to(tl.uint32), (b_i >> 32).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["gradients", "n"])
+def step_kernel(
+    p_chunks, p_tensors, p_scalars, gradients, n, decay, beta1, rest1, rest2, eps,
+    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROUNDING: tl.constexpr,
+    CUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A step of one chunk of one of n tensors.
+
+    p_chunks: [programs, 2], a program's tensor and chunk.
+    gradients: the address of the gradient of a single tensor, or of an array of the addresses of several.
+    decay: lr * weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
+    CUT: whether tensors may be shards with rows that are cut.
+    """
+    i_p = tl.program_id(0)
+    i_t = tl.load(p_chunks + 2 * i_p)
+    start = tl.load(p_chunks + 2 * i_p + 1).to(tl.int64) * CHUNK
+    p_row = p_tensors + i_t * _FIELDS
+    p_own = p_scalars + i_t * _SCALARS
+    skip = tl.load(p_own)
+    size = tl.load(p_own + 1).to(tl.float32, bitcast=True)
+    inverse = tl.load(p_own + 2).to(tl.float32, bitcast=True)
+    scale = tl.load(p_own + 3).to(tl.float32, bitcast=True)
+    word0 = tl.load(p_own + 4).to(tl.uint32, bitcast=True)
+    word1 = tl.load(p_own + 5).to(tl.uint32, bitcast=True)
+    word2 = tl.load(p_own + 6).to(tl.uint32, bitcast=True)
+    word3 = tl.load(p_own + 7).to(tl.uint32, bitcast=True)
+    n_o = tl.minimum(tl.load(p_row + _NUMEL) - start, CHUNK).to(tl.int32)
+    if skip != 0:
+        n_o = n_o * 0
+    row, whole_row = tl.load(p_row + _ROW), tl.load(p_row + _WHOLE_ROW)
+    first, column = tl.load(p_row + _OFFSET) + start, start * 0
+    if CUT:
+        first += start // row * (whole_row - row) - start % row
+        column += start % row
+
+    address = gradients
+    if n != 1:
+        address = tl.load(gradients.to(tl.pointer_type(tl.int64)) + i_t)
+    p_g = address.to(tl.pointer_type(tl.float32 if G == "fp32" else tl.int16))
+    p_g = (tl.multiple_of(p_g, 16) if ALIGNED else p_g) + start
+    p_w = _pointer(p_row + _WEIGHT, W, ALIGNED) + start
+    p_m = _pointer(p_row + _EXP_AVG, M, ALIGNED) + start
+    p_v = _pointer(p_row + _EXP_AVG_SQ, V, ALIGNED) + start
+    p_r = _pointer(p_row + _REMAINDER, "bf16", ALIGNED) + start
+    # Whole blocks are not masked: a mask of unknown length would have them read element by element.
+    for i in range(0, n_o // BLOCK * BLOCK, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_low, b_high = _index(o, first, column, row, whole_row, CUT)
+        _step_block(
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+            decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, False,
+        )  # fmt: skip
+    if n_o % BLOCK != 0:
+        o = n_o // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        b_low, b_high = _index(o, first, column, row, whole_row, CUT)
+        _step_block(
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+            decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, True,
+        )  # fmt: skip

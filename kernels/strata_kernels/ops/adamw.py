@@ -1,0 +1,225 @@
+"""AdamW on bf16 weights that loses no update, over many tensors at once and in place.
+
+    g = scale · gradient                            m ← β₁ m + (1 - β₁) g           v ← v + (1 - β₂) (g² - v)
+    u = m / (sqrt(v / (1 - β₂ᵗ)) + eps)             w ← w - (lr / (1 - β₁ᵗ) · u + lr · weight_decay · w)
+
+`weight_step` is the last line alone, w ← w - (lr · u + lr · weight_decay · w), for updates u that were computed
+elsewhere. All is computed in fp32, β₁ᵗ and β₂ᵗ in fp64.
+
+At a learning rate of 1e-5 most updates are smaller than half of a bf16 weight's last place, and rounding to nearest
+drops them. `rounding` says what is done about that:
+
+- "master": the weight is an fp32 whose upper half is stored as the bf16 weight and whose lower half as an int16
+  `remainder`, 2 bytes instead of another 4:
+
+      weight = (bits + 0x8000) >> 16        remainder = the low 16 bits, signed        bits = (weight << 16) + remainder
+
+  The bf16 weight is the fp32 one rounded to nearest (ties away from zero), and the pair has all of its bits: a step
+  gives the bits of the same step on an fp32 weight. `split_weight` and `join_weight` convert.
+- "stochastic": a bf16 weight is rounded up or down at random, right in the mean, and needs no other memory.
+- "nearest": to nearest even, which loses what the other two keep; it is what training in pure bf16 usually means.
+
+Moments may be bf16 as well. Nearest rounding would freeze them (with β₂ = 0.999, v changes by a thousandth, a quarter
+of a bf16's last place), so they are rounded stochastically in the modes "master" and "stochastic". Random bits are a
+hash of (seed, step, key of the tensor, index of the element in the whole tensor): repeating a step repeats its bits,
+and so does any other sharding of the tensor.
+
+Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2017 (arXiv:1711.05101). The split: NVIDIA's
+Transformer Engine, `FusedAdam(store_param_remainders=True)`. Stochastic rounding: Gupta et al., "Deep Learning with
+Limited Numerical Precision", 2015 (arXiv:1502.02551); Zamirai et al., "Revisiting BFloat16 Training", 2020
+(arXiv:2010.06192). Random numbers from counters: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _adamw_reference as reference
+from ._adamw_plan import Numbers, Rounding, Shard, StepPlan, Tensors, laid_out
+from ._launch import describe
+
+_ROUNDINGS = ("master", "stochastic", "nearest")
+
+
+def adamw_step(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    remainders: Sequence[Tensor | None] | None,
+    steps: Sequence[Tensor],
+    shards: Sequence[Shard],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    rounding: Rounding,
+    seed: int,
+    found_inf: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
+    plan: StepPlan | None = None,
+) -> None:
+    """`torch.optim.AdamW(fused=True).step()` on these tensors, rounded as `rounding` says; see the module.
+
+    Writes into all lists but the gradients and shards. On a GPU nothing waits for the device, and a step of any number
+    of tensors is two launches for each combination of dtypes.
+
+    Args:
+        weights: any shapes, bf16 | fp32, contiguous, or dense in another order of axes.
+        gradients: of the weights' shapes, bf16 | fp32; copied where their strides are not the weights'.
+        exp_avgs, exp_avg_sqs: of the weights' shapes and strides, bf16 | fp32.
+        remainders: int16, of the weights' shapes and strides, zero for a weight that was bf16 before; None for a weight
+            in fp32. In the mode "master" alone.
+        steps: fp32 tensors of one element on the weights' device, 0 before the first step; counted up here.
+        shards: which tensors these are, for random bits. Elements are counted in the order of memory.
+        lr, betas, eps, weight_decay: as torch.optim.AdamW's.
+        rounding: "master" | "stochastic" | "nearest". fp32 tensors are never rounded.
+        seed: of the random bits, a 64-bit integer.
+        found_inf: fp32 tensor of one element, or None. Unless it is 0, nothing changes, steps included.
+        gradient_scale: fp32 tensor of one element that gradients are multiplied by, such as a clipping coefficient.
+        plan: the same one at every call with these tensors spares the host most of its work.
+
+    Raises:
+        ValueError: the lists, shapes, strides, dtypes or devices do not fit, or a number is out of its range.
+
+    Example:
+        >>> weight, gradient = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+        >>> state = [torch.zeros_like(weight)], [torch.zeros_like(weight)], [torch.zeros(2, dtype=torch.int16)]
+        >>> settings = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        >>> steps, shards = [torch.zeros(())], [Shard(key=0)]
+        >>> adamw_step([weight], [gradient], *state, steps, shards, **settings, rounding="master", seed=0)
+        >>> weight, join_weight(weight, state[2][0])
+        (tensor([1., 1.], dtype=torch.bfloat16), tensor([1.0000, 1.0000]))
+    """
+    if not (0.0 <= betas[0] < 1.0 and 0.0 <= betas[1] < 1.0 and eps >= 0.0):
+        raise ValueError(f"betas must be in [0, 1) and eps at least 0, got betas {betas} and eps {eps}")
+    _run(
+        Tensors(weights, gradients, exp_avgs, exp_avg_sqs, remainders, steps, shards),
+        Numbers(lr, betas, eps, weight_decay, rounding, seed, advance=True),
+        found_inf,
+        gradient_scale,
+        plan,
+    )
+
+
+def weight_step(
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    remainders: Sequence[Tensor | None] | None,
+    shards: Sequence[Shard],
+    *,
+    lr: float,
+    weight_decay: float,
+    rounding: Rounding,
+    seed: int,
+    steps: Sequence[Tensor] | None = None,
+    found_inf: Tensor | None = None,
+    plan: StepPlan | None = None,
+) -> None:
+    """`w.mul_(1 - lr * weight_decay).sub_(lr * u)` on these tensors, rounded as `rounding` says; see the module.
+
+    Args:
+        weights, remainders, shards, lr, weight_decay, rounding, seed, found_inf, plan: as of `adamw_step`.
+        updates: of the weights' shapes, bf16 | fp32; copied where their strides are not the weights'.
+        steps: the numbers of the step, for random bits, each different from the one before; only read. Needed where
+            bf16 weights are rounded stochastically.
+
+    Raises:
+        ValueError: as `adamw_step`, or steps are missing.
+    """
+    _run(
+        Tensors(weights, updates, None, None, remainders, steps, shards),
+        Numbers(lr, (0.0, 0.0), 0.0, weight_decay, rounding, seed, advance=False),
+        found_inf,
+        None,
+        plan,
+    )
+
+
+def split_weight(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 x of any shape as (bf16 weight, int16 remainder); the weight is x rounded to nearest."""
+    if x.dtype != torch.float32:
+        raise ValueError(f"x must be fp32, got {describe(x)}")
+    return reference.split(x)
+
+
+def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 tensor that `split_weight` split, bit for bit but for the payload of NaNs."""
+    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16 or weight.shape != remainder.shape:
+        both = f"{describe(weight)} and {describe(remainder)}"
+        raise ValueError(f"weight must be bf16 and remainder int16, of one shape, got {both}")
+    return reference.join(weight, remainder)
+
+
+@torch.no_grad()
+def _run(
+    tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, scale: Tensor | None, plan: StepPlan | None
+) -> None:
+    if not tensors.weights:
+        return
+    plan = plan or StepPlan()
+    plan.update(tensors, numbers, _check)
+    _check_scalar("found_inf", found_inf, tensors.weights[0])
+    _check_scalar("gradient_scale", scale, tensors.weights[0])
+    plan.run(tensors, numbers, found_inf, scale)
+
+
+def _check(tensors: Tensors, numbers: Numbers) -> None:
+    """Raise ValueError unless the lists fit together."""
+    if numbers.rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {numbers.rounding!r}")
+    if not -(2**63) <= numbers.seed < 2**64:
+        raise ValueError(f"seed must be an integer of 64 bits, got {numbers.seed}")
+    lists = {
+        "gradients": tensors.gradients, "exp_avgs": tensors.exp_avgs, "exp_avg_sqs": tensors.exp_avg_sqs,
+        "remainders": tensors.remainders, "steps": tensors.steps, "shards": tensors.shards,
+    }  # fmt: skip
+    for name, some in lists.items():
+        if some is not None and len(some) != len(tensors.weights):
+            raise ValueError(f"{name} must be as many as the {len(tensors.weights)} weights, got {len(some)}")
+    for i, weight in enumerate(tensors.weights):
+        _check_tensor(i, weight, tensors, numbers)
+
+
+def _check_tensor(i: int, weight: Tensor, tensors: Tensors, numbers: Numbers) -> None:
+    """Raise ValueError unless the tensors of number i fit together."""
+    if not weight.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(weight):
+        raise ValueError(f"weights[{i}] must be dense, got strides {weight.stride()}: make it contiguous")
+    needs = tensors.remainders if numbers.rounding == "master" and weight.dtype == torch.bfloat16 else None
+    if numbers.rounding == "master" and weight.dtype == torch.bfloat16 and (needs is None or needs[i] is None):
+        raise ValueError(f"rounding 'master' needs remainders[{i}], int16 zeros like weights[{i}] at first")
+    if needs is None and tensors.remainders is not None and tensors.remainders[i] is not None:
+        raise ValueError(f"remainders[{i}] must be None: only a bf16 weight has one, and only with rounding 'master'")
+    if numbers.rounding == "stochastic" and weight.dtype == torch.bfloat16 and tensors.steps is None:
+        raise ValueError("rounding 'stochastic' needs steps, which its random bits depend on")
+    floats = (torch.bfloat16, torch.float32)
+    expected = (
+        ("weights", tensors.weights, floats),
+        ("gradients", tensors.gradients, floats),
+        ("exp_avgs", tensors.exp_avgs, floats),
+        ("exp_avg_sqs", tensors.exp_avg_sqs, floats),
+        ("remainders", tensors.remainders, (torch.int16,)),
+    )
+    for name, some, dtypes in expected:
+        if some is None or (tensor := some[i]) is None:
+            continue
+        if tensor.dtype not in dtypes or tensor.shape != weight.shape:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"{name}[{i}] must be {allowed} {list(weight.shape)}, got {describe(tensor)}")
+        if tensor.device != tensors.weights[0].device:
+            raise ValueError(f"{name}[{i}] is on {tensor.device}, weights[0] on {tensors.weights[0].device}: move one")
+        if name != "gradients" and laid_out(tensor, weight) is not tensor:
+            raise ValueError(
+                f"{name}[{i}] has strides {tensor.stride()}, its weight {weight.stride()}: lay it out alike"
+            )
+    if tensors.steps is not None:
+        _check_scalar(f"steps[{i}]", tensors.steps[i], weight)
+
+
+def _check_scalar(name: str, x: Tensor | None, weight: Tensor) -> None:
+    if x is not None and (x.dtype != torch.float32 or x.numel() != 1 or x.device != weight.device):
+        raise ValueError(f"{name} must be float32 of one element on {weight.device}, got {describe(x)} on {x.device}")
