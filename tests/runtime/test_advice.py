@@ -88,17 +88,17 @@ def test_a_step_keeps_its_rows_and_may_have_them_one_by_one(rows, passes, proces
 
 @pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
 def test_moments_may_give_way(type):
-    """29.9 GiB of them, in bfloat16; beside Muon they may not, and what gives way already is not advised."""
+    """44.9 GiB with the low bits of master weights; not beside Muon, and not where it is on already."""
     fields = {"optimizer": {"type": type}, "training": {"gradient_checkpointing": "full"}}
     said = advise(spec_of(**fields), LLAMA_8B, 70 * GIB)
     found = re.search(r"optimizer\.paged false -> true: about [\d.]+ GiB, ([\d.]+) less, (.*)", said)
     assert bool(found) == (type != "muon")
     if type == "adamw":
-        assert (found[1], found[2].partition(";")[0]) == ("29.9", "fits") and "another name" not in found[2]
+        assert (found[1], found[2].partition(";")[0]) == ("44.9", "fits") and "another name" not in found[2]
     if found:
         fields["optimizer"]["paged"] = True
         again = advise(spec_of(**fields), LLAMA_8B, 70 * GIB)
-        assert "optimizer" not in again.replace("optimizer.type", "")
+        assert "optimizer.paged false" not in again
 
 
 def test_tokens_of_a_step_stay_as_many():

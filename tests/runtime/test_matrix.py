@@ -286,4 +286,5 @@ def test_zero_keeps_exact_weights_beside_rounded_ones(trained, output, reference
     assert [loss for _, loss, *_ in curve(alone)] == pytest.approx([loss for _, loss, *_ in reference], rel=1e-2)
     index = Index(checkpoint.latest(RunFolder.of(alone).checkpoints))
     assert f"optimizer.master.{name}" not in index
+    assert index.dtype(f"optimizer.remainder.{name}") == torch.int16
     assert index.dtype(f"optimizer.exp_avg.{name}") == torch.bfloat16

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from strata_kernels.patch import patch_model
 from strata_kernels.targets import rounded_counts, rounded_targets
 from strata_kernels.warmup import Plan, record
-from strata_kernels.warmup.model import load_config, plan_model
+from strata_kernels.warmup.model import load_config, plan_model, plan_optimizer
 from strata_platform.spec import RunSpec
+from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.warmup.plan import plan_of
 
 CONFIG = {
@@ -65,7 +66,20 @@ RUNS = {
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS.keys())
 def test_a_configuration_has_the_plan_of_its_runs(folder, changes):
     """Whatever the strategy, the framework and what is recomputed: what was baked for a model serves them all."""
-    assert kernels(plan_of(spec(folder, **changes))) == from_config(folder)
+    # PyTorch's own optimizer steps weights in fp32.
+    fp32 = changes.get("model", {}).get("dtype") == "float32"
+    steps = kernels(plan_optimizer()) if fp32 else set()
+    assert kernels(plan_of(spec(folder, **changes))) | steps == from_config(folder)
+
+
+@pytest.mark.parametrize("precision", ROUNDINGS)
+@pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
+def test_the_plan_has_the_steps_of_the_optimizer(folder, type, precision):
+    found = plan_of(spec(folder, optimizer={"type": type, "precision": precision}))
+    options = [dict(s.options) | dict(s.arguments) for s in found.specializations if s.name == "step_kernel"]
+    moments = ["none", "bf16"] if type != "adamw" else ["bf16"]
+    assert sorted(o["M"] for o in options) == sorted(moments)
+    assert {o["ROUNDING"] for o in options} == {ROUNDINGS[precision]}
 
 
 def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
@@ -117,4 +131,4 @@ def test_a_plan_holds_every_number_of_targets(folder):
         for count in rounded_counts(8192)
     )
     assert any(not launched <= whole for launched in fewer), "the shape no longer tells counts apart"
-    assert kernels(plan) == whole.union(*fewer)
+    assert kernels(plan) == whole.union(*fewer) | kernels(plan_optimizer())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops._adamw_plan import Rounding, Shard
+from ..ops.adamw import adamw_step, weight_step
 from ..patch import patch_model
 from ..targets import rounded_counts
 from .plan import Plan, record
@@ -46,7 +48,7 @@ def load_config(source: str) -> PretrainedConfig:
 def plan_model(
     config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, batch: int, length: int, adapter: bool = False
 ) -> Plan:
-    """Every kernel that a training step of the patched model launches: forward, loss, backward.
+    """Every kernel that a training step of the patched model launches: forward, loss, backward, optimizer step.
 
     The strategy is in `dtype`, that in which layers compute (under FSDP not that of the weights); how weights are split
     and what is recomputed launch nothing else.
@@ -70,7 +72,24 @@ def plan_model(
     model.train()
     if adapter:
         _train_linear_layers(model)
-    return record_training(model, torch.zeros(batch, length, dtype=torch.int64, device="meta"))
+    plan = record_training(model, torch.zeros(batch, length, dtype=torch.int64, device="meta"))
+    return plan + plan_optimizer() if dtype == torch.bfloat16 else plan
+
+
+def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False) -> Plan:
+    """Every kernel that `adamw_step` launches on bf16 tensors, whatever their number and shapes.
+
+    weights_alone: those of `weight_step` as well, which adds updates that another optimizer has computed.
+    """
+    tensor, step = torch.zeros(16, dtype=torch.bfloat16, device="meta"), torch.zeros((), device="meta")
+    remainders = [torch.zeros(16, dtype=torch.int16, device="meta")] if rounding == "master" else None
+    settings: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.1, "rounding": rounding, "seed": 0}
+    moments: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "found_inf": step}
+    one, shards = [tensor], [Shard(0)]
+    plan = record(lambda: adamw_step(one, one, one, one, remainders, [step], shards, **settings, **moments))
+    if weights_alone:
+        plan += record(lambda: weight_step(one, one, remainders, shards, **settings, steps=[step]))
+    return plan
 
 
 def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:

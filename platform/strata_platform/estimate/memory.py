@@ -32,7 +32,7 @@ _BUFFERS = 0.6 * 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, by part; without moments that give way, those of `optimizer.paged`."""
+    """Bytes of one process at its peak, by part; without optimizer state in managed memory (`optimizer.paged`)."""
 
     weights: float
     gradients: float
@@ -80,7 +80,7 @@ def memory_of(spec: RunSpec, shape: ModelShape) -> Memory:
     return Memory(
         weights=_weights(spec, shape),
         gradients=now[0],
-        optimizer=0.0 if spec.optimizer.paged else moment_bytes(spec, shape) / split,
+        optimizer=0.0 if spec.optimizer.paged else optimizer_bytes(spec, shape) / split,
         activations=now[1],
         loss=now[2],
         gathered=now[3],
@@ -104,8 +104,8 @@ def part_of(spec: RunSpec, shape: ModelShape) -> ModelShape:
 
 
 def paged_bytes(spec: RunSpec, shape: ModelShape) -> float:
-    """Bytes of moments that give way: those of `optimizer.paged`, which the peak is without."""
-    return moment_bytes(spec, part_of(spec, shape)) / shards(spec) if spec.optimizer.paged else 0.0
+    """Bytes of optimizer state in managed memory (`optimizer.paged`), which the peak is without."""
+    return optimizer_bytes(spec, part_of(spec, shape)) / shards(spec) if spec.optimizer.paged else 0.0
 
 
 def shards(spec: RunSpec) -> int:
@@ -159,8 +159,19 @@ def layer_bytes(spec: RunSpec, shape: ModelShape) -> float:
     return packed / 2 + (shape.layer_parameters - packed) * compute_bytes(spec)
 
 
+def optimizer_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of optimizer state, before it is split: moments, and the low bits of master weights."""
+    return moment_bytes(spec, shape) + remainder_bytes(spec, shape)
+
+
+def remainder_bytes(spec: RunSpec, shape: ModelShape) -> float:
+    """Bytes of the 16 bits that make an fp32 master weight of each bfloat16 weight that learns."""
+    exact = spec.optimizer.precision == "fp32_master" and weight_bytes(spec) == 2
+    return 2.0 * trained_parameters(spec, shape) if exact else 0.0
+
+
 def moment_bytes(spec: RunSpec, shape: ModelShape) -> float:
-    """Bytes of what the optimizer keeps of all weights that learn, before it is split."""
+    """Bytes of the moments of all weights that learn."""
     trained, size = trained_parameters(spec, shape), weight_bytes(spec)
     if spec.optimizer.type == "muon":
         # One moment of the matrices between embeddings and head.

@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def paged(self) -> float:
-        """Bytes of moments that give way, and so are not in `memory`."""
+        """Bytes of optimizer state in managed memory, which are not in `memory`."""
         return paged_bytes(self.spec, self.shape)
 
     @property
@@ -98,7 +98,7 @@ class Estimate:
                 ),
                 (
                     self.spec.optimizer.paged,
-                    f"optimizer.paged: moments of {self.paged / 2**30:.1f} GiB on each GPU, which move to the host "
+                    f"optimizer.paged: state of {self.paged / 2**30:.1f} GiB on each GPU, which move to the host "
                     "where the GPU's memory lacks, and make steps slower",
                 ),
                 (

@@ -12,6 +12,7 @@ from strata_platform.estimate.memory import (
     moment_bytes,
     packed_weights,
     part_of,
+    remainder_bytes,
     shards,
     tokens_at_once,
     trained_parameters,
@@ -136,7 +137,7 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
     weights = trained_parameters(spec, shape) * weight_bytes(spec)
     # What Muon multiplies instead of a second moment moves about as much as that.
     moments = moment_bytes(spec, shape) if spec.optimizer.type == "adamw_8bit" else 2 * weights
-    moved = weights * (6 if spec.optimizer.max_grad_norm else 3) + 2 * moments
+    moved = weights * (6 if spec.optimizer.max_grad_norm else 3) + 2 * (moments + remainder_bytes(spec, shape))
     seconds = moved / split / gpu.update
     if spec.optimizer.type == "muon":
         # Five times X Xᵀ, its square, and that times X, of each matrix.

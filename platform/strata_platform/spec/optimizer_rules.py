@@ -135,4 +135,13 @@ def _paged(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-optimizer_rules = (_muon, _in_backward, _eight_bits, _paged)
+def _precision(spec: RunSpec) -> Iterator[Contradiction]:
+    yield Contradiction(
+        spec.optimizer.precision != "fp32_master" and spec.parallel.type == "deepspeed",
+        ("optimizer.precision", "parallel.type"),
+        f"'{spec.optimizer.precision}' saves the memory of fp32 master weights, and the engine of parallel.type "
+        "'deepspeed' always keeps them; set optimizer.precision to 'fp32_master', or parallel.type to 'fsdp'",
+    )
+
+
+optimizer_rules = (_muon, _in_backward, _eight_bits, _paged, _precision)

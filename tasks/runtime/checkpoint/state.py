@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.checkpoint.flat_shard import part_of
+from strata_kernels import join_weight, split_weight
+from tasks.runtime.checkpoint.flat_shard import Fragment, part_of, values_of
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.lora import has_adapter
 from tasks.runtime.optim.state_tensors import new_slot
@@ -24,7 +25,10 @@ MODEL = "model."
 """What the name of a tensor of the model begins with."""
 
 MASTER = "master"
-"""The slot of an optimizer that keeps exact weights beside the rounded ones that layers compute with."""
+"""The state tensor of an optimizer with fp32 master weights beside the bfloat16 ones that layers compute with."""
+
+REMAINDER = "remainder"
+"""The state tensor of an optimizer that keeps the low 16 bits of master weights alone."""
 
 
 @runtime_checkable
@@ -106,13 +110,20 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     else:
         # What the checkpoint does not have the optimizer had not then, either.
         optimizer.state.clear()
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    convert: list[Callable[[], None]] = []
     for key in index:
         if key.startswith(_OPTIMIZER):
             slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
             if name not in parameters:
                 raise ValueError(f"the checkpoint has {slot} of {name!r}, which this model does not have")
             shape, dtype = index.shape(key), index.dtype(key)
+            if isinstance(optimizer, KeepsOwnMemory) and slot == REMAINDER:
+                tensors |= _join_master(optimizer, parameters[name], key, convert)
+                continue
+            if not isinstance(optimizer, KeepsOwnMemory) and slot == MASTER:
+                tensors |= _split_master(optimizer, parameters[name], key, convert)
+                continue
             if f"{_OPTIMIZER}{MASTER}.{name}" in index and shape == parameters[name].shape:
                 # Moments of exact weights; those of rounded ones are rounded like them.
                 dtype = parameters[name].dtype
@@ -120,6 +131,46 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
             if tensor is not None:
                 tensors[key] = tensor
     index.read(tensors)
+    for each in convert:
+        each()
+
+
+def _split_master(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
+) -> dict[str, Tensor]:
+    """Read an fp32 master weight, to become the parameter and, of a bfloat16 one, the low bits beside it."""
+    master = new_slot(parameter, parameter.shape, torch.float32, paged=False)
+
+    def split() -> None:
+        if parameter.dtype == torch.bfloat16:
+            weight, low = split_weight(values_of(master))
+            state = optimizer.state[parameter]
+            state[REMAINDER] = new_slot(
+                parameter, parameter.shape, torch.int16, paged=getattr(optimizer, "paged", False)
+            )
+            values_of(state[REMAINDER]).copy_(low)
+            values_of(parameter).copy_(weight)
+        else:
+            values_of(parameter).copy_(values_of(master))
+
+    convert.append(split)
+    return {key: master}
+
+
+def _join_master(
+    optimizer: KeepsOwnMemory, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
+) -> dict[str, Tensor]:
+    """Read the low bits of a bfloat16 parameter, to make its fp32 master weight whole."""
+    master = optimizer.new_slot(parameter, MASTER, parameter.shape, torch.float32)
+    if not isinstance(master, Fragment):
+        return {}
+    low = Fragment(master.shape, master.start, torch.zeros_like(master.flat, dtype=torch.int16))
+
+    def join() -> None:
+        master.flat.copy_(join_weight(master.flat.bfloat16(), low.flat))
+
+    convert.append(join)
+    return {key: low}
 
 
 def load_random_states(index: Index, rank: int) -> None:
@@ -143,8 +194,6 @@ def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 def _new_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    if name == MASTER:
-        return None
     # Where the optimizer would have it; PyTorch's own do not say.
     tensor = new_slot(parameter, shape, dtype, paged=getattr(optimizer, "paged", False))
     optimizer.state[parameter][name] = tensor

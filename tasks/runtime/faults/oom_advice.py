@@ -74,7 +74,9 @@ def _changes(spec: RunSpec) -> Iterator[_Change]:
         for fewer in dict.fromkeys((_largest_divisor(rows, rows - 1), 1)):
             yield _Change({"training": _spread(rows * passes, fewer)}, "the same rows in a step")
     yield _Change({"training": {"gradient_checkpointing": "full"}}, "the same losses, about a quarter slower")
-    paged = "the same bits; moments that find no room beside the rest are in host memory, and steps are slower"
+    rounding = "the same losses but for noise; weights are rounded at random in place of exact master weights"
+    yield _Change({"optimizer": {"precision": "stochastic_rounding"}}, rounding)
+    paged = "the same bits; optimizer state that does not fit moves to host memory, and steps are slower"
     yield _Change({"optimizer": {"paged": True}}, paged)
     if spec.parallel.type == "ddp":
         yield _Change({"parallel": {"type": "fsdp"}}, "the same losses but for rounding, more traffic")

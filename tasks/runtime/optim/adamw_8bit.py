@@ -1,4 +1,4 @@
-"""AdamW with moments of eight bits, by bitsandbytes.
+"""AdamW with moments of eight bits, by bitsandbytes; the weights take its updates as `optimizer.precision` says.
 
 Both moments of 256 weights that follow each other share a scale, and are numbers in a table of 256 values. A matrix
 whose rows are multiples of 256 long has its scales by rows, too: one that is split between rows is split with them. So
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from strata_kernels import weight_step
+from tasks.runtime.optim.rounding import WeightRounding
 from tasks.runtime.optim.state_tensors import new_slot
 
 BLOCK = 256
@@ -45,6 +47,7 @@ class AdamW8bit(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        rounding: WeightRounding,
         paged: bool = False,
     ) -> None:
         """`groups` are as PyTorch's, of parameters that are whole or split between rows; see `has_eight_bits`.
@@ -55,6 +58,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
         self._update, self._table = functional.optimizer_update_8bit_blockwise, functional.create_dynamic_map
         self.paged = paged
+        self._rounding = rounding
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -80,12 +84,29 @@ class AdamW8bit(torch.optim.Optimizer):
         weights = _here(parameter)
         if not weights.numel():
             return
-        signed, unsigned = self._tables_on(weights.device)
+        remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
+        weight_step(
+            [weights],
+            [self._negative_update(parameter, state, group)],
+            [None if remainder is None else _here(remainder)],
+            [self._rounding.shard_of(parameter)],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            rounding=self._rounding.mode,
+            seed=self._rounding.seed,
+            steps=[state["step"].to(weights.device, torch.float32, non_blocking=True)],
+        )
+
+    def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        """What is subtracted from the weights at a learning rate of 1, without weight decay."""
         assert parameter.grad is not None
+        gradient = _here(parameter.grad)
+        update = torch.zeros_like(gradient)
+        signed, unsigned = self._tables_on(gradient.device)
         self._update(
             "adam",
-            _here(parameter.grad),
-            weights,
+            gradient,
+            update,
             _here(state["exp_avg"]),
             _here(state["exp_avg_sq"]),
             *group["betas"],
@@ -94,13 +115,13 @@ class AdamW8bit(torch.optim.Optimizer):
             0.0,
             group["eps"],
             int(state["step"]),
-            float(group["lr"]),
+            1.0,
             signed,
             unsigned,
             _here(state["exp_avg_scale"]).view(-1),
             _here(state["exp_avg_sq_scale"]).view(-1),
-            weight_decay=group["weight_decay"],
         )
+        return update.neg_()
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The values that eight bits stand for: of first moments, and of second ones, which have no sign."""

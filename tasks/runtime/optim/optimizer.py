@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
 from tasks.runtime.optim.chained import ChainedOptimizer
 from tasks.runtime.optim.gradients import by_mesh
 from tasks.runtime.optim.in_backward import step_in_backward
-from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.muon import ExactMuon
+from tasks.runtime.optim.rounding import WeightRounding, has_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +43,11 @@ def _adamw(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torc
         for decays in (True, False)
         for alike in by_mesh(trained)
     ]
-    kind = PagedAdamW if spec.optimizer.paged else torch.optim.AdamW
-    return kind(
-        [group for group in groups if group["params"]],
-        lr=spec.peak_lr,
-        betas=spec.optimizer.betas,
-        eps=spec.optimizer.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = {"lr": spec.peak_lr, "betas": spec.optimizer.betas, "eps": spec.optimizer.eps}
+    if _rounds(trained, spec):
+        return ExactAdamW(groups, **settings, rounding=WeightRounding.of(model, spec), paged=spec.optimizer.paged)
+    return (PagedAdamW if spec.optimizer.paged else torch.optim.AdamW)(groups, **settings, fused=True)
 
 
 def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch.optim.Optimizer:
@@ -63,13 +62,17 @@ def _muon(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) -> torch
     weights = {id(p) for name, p in model.named_parameters() if name.endswith("weight")} - outer
     hidden = {id(p): p.numel() for p in trained if p.ndim == 2 and id(p) in weights}
     _tell_share("matrices whose steps are orthogonalized have", hidden, trained)
-    muon = torch.optim.Muon(
-        [p for p in trained if id(p) in hidden],
-        lr=spec.peak_lr,
-        weight_decay=spec.optimizer.weight_decay,
-        momentum=spec.optimizer.muon_momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    matrices = [p for p in trained if id(p) in hidden]
+    settings: dict[str, Any] = {
+        "lr": spec.peak_lr,
+        "weight_decay": spec.optimizer.weight_decay,
+        "momentum": spec.optimizer.muon_momentum,
+    }
+    muon: torch.optim.Optimizer
+    if _rounds(matrices, spec):
+        muon = ExactMuon(matrices, **settings, rounding=WeightRounding.of(model, spec))
+    else:
+        muon = torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw")
     return ChainedOptimizer([muon, _adamw(model, [p for p in trained if id(p) not in hidden], spec)])
 
 
@@ -89,10 +92,16 @@ def _adamw_8bit(model: nn.Module, trained: list[nn.Parameter], spec: RunSpec) ->
         betas=spec.optimizer.betas,
         eps=spec.optimizer.eps,
         weight_decay=spec.optimizer.weight_decay,
+        rounding=WeightRounding.of(model, spec),
         paged=spec.optimizer.paged,
     )
     others = [p for p in trained if id(p) not in small]
     return ChainedOptimizer([eight_bits, *([_adamw(model, others, spec)] if others else [])])
+
+
+def _rounds(parameters: list[nn.Parameter], spec: RunSpec) -> bool:
+    """Whether steps of these are rounded. DeepSpeed's engine has its optimizer step fp32 master weights of its own."""
+    return has_bfloat16(parameters) and spec.parallel.type != "deepspeed"
 
 
 def _embeddings(model: nn.Module) -> set[int]:
@@ -113,20 +122,3 @@ _BUILDERS: dict[str, Callable[[nn.Module, list[nn.Parameter], RunSpec], torch.op
     "adamw_8bit": _adamw_8bit,
     "muon": _muon,
 }
-
-
-class PagedAdamW(torch.optim.AdamW):
-    """PyTorch's fused AdamW, whose moments are in memory that gives way; see `tasks.runtime.optim.managed_memory`."""
-
-    paged = True
-
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        # PyTorch makes the state of parameters that have none: the same that they get here.
-        for parameter in group["params"]:
-            if parameter.grad is not None and not self.state[parameter]:
-                dtypes = {"step": torch.float32, "exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
-                self.state[parameter] = {
-                    name: new_slot(parameter, torch.Size() if name == "step" else parameter.shape, dtype, paged=True)
-                    for name, dtype in dtypes.items()
-                }
-        return super()._init_group(group, *lists)

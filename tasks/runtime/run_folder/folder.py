@@ -35,7 +35,7 @@ _FREE = {
     "runtime": True,
     "parallel": True,
     "topology": True,
-    "optimizer": {"in_backward", "paged"},
+    "optimizer": {"in_backward", "paged", "precision"},
     "training": {
         "micro_batch_size",
         "gradient_accumulation_steps",

@@ -13,13 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from strata_kernels.warmup import Plan, record
-from strata_kernels.warmup.model import record_counts
+from strata_kernels.warmup.model import plan_optimizer, record_counts
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
-from tasks.runtime.models.build import build_meta_model, has_fused_loss, prepare_for_training
+from tasks.runtime.models.build import build_meta_model, dtype_of, has_fused_loss, prepare_for_training
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document
 from tasks.runtime.objectives import objective_of
+from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.parallel.tensor import cut
 
 
@@ -50,7 +51,14 @@ def plan_of(spec: RunSpec) -> Plan:
                 "document_room": _meta(length, 0),
             }
             plan += record(lambda: step(None))
-        return plan
+    return plan + _optimizer_plan(spec)
+
+
+def _optimizer_plan(spec: RunSpec) -> Plan:
+    if dtype_of(spec) != torch.bfloat16 or spec.parallel.type == "deepspeed":
+        # PyTorch's own optimizer.
+        return Plan(())
+    return plan_optimizer(ROUNDINGS[spec.optimizer.precision], weights_alone=spec.optimizer.type != "adamw")
 
 
 @contextmanager

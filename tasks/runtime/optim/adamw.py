@@ -1,0 +1,106 @@
+"""AdamW in two forms: PyTorch's fused one for fp32 weights, the kernel layer's for bfloat16 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strata_kernels import StepPlan, adamw_step
+from tasks.runtime.optim.rounding import WeightRounding, local
+from tasks.runtime.optim.state_tensors import new_slot
+
+
+class ExactAdamW(torch.optim.Optimizer):
+    """AdamW whose bfloat16 weights and moments lose no update, one kernel launch for all tensors of a group.
+
+    State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype; with fp32 master
+    weights `remainder`, int16, of its shape. Like PyTorch's fused optimizers it takes `found_inf`, a scalar on the
+    device: where that is 1, a step changes nothing.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        rounding: WeightRounding,
+        paged: bool = False,
+    ) -> None:
+        """`groups` as PyTorch's. With `paged` the state is in managed memory, see `optim.managed_memory`."""
+        self.paged = paged
+        self._rounding = rounding
+        # What PyTorch's own scaling of losses looks for, and `skip_step` with it.
+        self._step_supports_amp_scaling = True
+        self.found_inf: Tensor | None = None
+        self._shards: dict[nn.Parameter, Any] = {}
+        self._plans: dict[tuple[nn.Parameter, ...], StepPlan] = {}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of every parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            parameters = tuple(parameter for parameter in group["params"] if parameter.grad is not None)
+            if parameters:
+                self._step(parameters, group)
+        return loss
+
+    def _step(self, parameters: tuple[nn.Parameter, ...], group: dict[str, Any]) -> None:
+        states = [self._state_of(parameter) for parameter in parameters]
+        remainders = [
+            self._rounding.remainder_of(p, s, paged=self.paged) for p, s in zip(parameters, states, strict=True)
+        ]
+        adamw_step(
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [None if remainder is None else local(remainder) for remainder in remainders],
+            [state["step"] for state in states],
+            [self._shard_of(parameter) for parameter in parameters],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            rounding=self._rounding.mode,
+            seed=self._rounding.seed,
+            found_inf=self.found_inf,
+            plan=self._plans.setdefault(parameters, StepPlan()),
+        )
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "exp_avg" not in state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = new_slot(parameter, parameter.shape, parameter.dtype, paged=self.paged)
+            state["step"] = torch.zeros((), device=local(parameter).device)
+        return state
+
+    def _shard_of(self, parameter: nn.Parameter) -> Any:
+        if parameter not in self._shards:
+            self._shards[parameter] = self._rounding.shard_of(parameter)
+        return self._shards[parameter]
+
+
+class PagedAdamW(torch.optim.AdamW):
+    """PyTorch's fused AdamW with its moments in managed memory, see `tasks.runtime.optim.managed_memory`."""
+
+    paged = True
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        # PyTorch creates the state of parameters that have none; here it exists already, in managed memory.
+        for parameter in group["params"]:
+            if parameter.grad is not None and not self.state[parameter]:
+                dtypes = {"step": torch.float32, "exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
+                self.state[parameter] = {
+                    name: new_slot(parameter, torch.Size() if name == "step" else parameter.shape, dtype, paged=True)
+                    for name, dtype in dtypes.items()
+                }
+        return super()._init_group(group, *lists)

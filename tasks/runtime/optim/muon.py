@@ -1,0 +1,77 @@
+"""Muon for bfloat16 weights: PyTorch's computes the update, the kernel layer adds it without losing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strata_kernels import weight_step
+from tasks.runtime.optim.rounding import WeightRounding, local
+
+
+class ExactMuon(torch.optim.Optimizer):
+    """`torch.optim.Muon`, whose weights take updates as `optimizer.precision` says.
+
+    State of a parameter: `momentum_buffer`, of its shape and dtype; `step`, fp32 scalar; with fp32 master weights
+    `remainder`, int16, of its shape. PyTorch's optimizer steps a matrix of zeros at a rate of 1, which gives the update
+    alone: bfloat16 products of five Newton-Schulz iterations, so no digits are lost by keeping it in bfloat16.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        rounding: WeightRounding,
+    ) -> None:
+        self._rounding = rounding
+        options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        self._muon = torch.optim.Muon(parameters, lr=1.0, weight_decay=0.0, **options)  # type: ignore[arg-type]
+        self._options = {name: value for name, value in self._muon.param_groups[0].items() if name != "params"}
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of every parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=local(parameter).device)
+        state["step"] += 1
+        remainder = self._rounding.remainder_of(parameter, state)
+        weight_step(
+            [local(parameter)],
+            [local(self._negative_update(parameter, state))],
+            [None if remainder is None else local(remainder)],
+            [self._rounding.shard_of(parameter)],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            rounding=self._rounding.mode,
+            seed=self._rounding.seed,
+            steps=[state["step"]],
+        )
+
+    def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
+        """What is subtracted from the parameter at a learning rate of 1."""
+        update = torch.zeros_like(parameter, requires_grad=False)
+        update.grad = parameter.grad
+        self._muon.param_groups = [{**self._options, "params": [update]}]
+        kept = {name: tensor for name, tensor in state.items() if name == "momentum_buffer"}
+        self._muon.state[update] = kept
+        self._muon.step()
+        state.update(kept)
+        self._muon.state.clear()
+        return update.neg_()
