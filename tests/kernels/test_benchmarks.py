@@ -8,7 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from benchmarks import ops, report
+from benchmarks import ops, optimizer_step, report
 from benchmarks.measure import Gate, Limits
 from benchmarks.operators import OPERATORS, Operator, in_case
 from benchmarks.peers import NAMES, PEERS, Candidate, candidate
@@ -202,3 +202,22 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ops.parse(["--only", "rope,rmsnorm"])
     assert "unknown rmsnorm; known are rms_norm" in capsys.readouterr().err
+
+
+def test_the_gate_of_the_optimizer_step_tells_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_step, "GATE_SIZES", (3, 40))
+    assert not optimizer_step.gate(CPU)
+    step = optimizer_step.State.step
+
+    def wrong(state: optimizer_step.State, rounding: str, plan: object) -> None:
+        step(state, rounding, plan)
+        if rounding == "master":
+            state.weights[1][5] += torch.rand(())
+
+    monkeypatch.setattr(optimizer_step.State, "step", wrong)
+    assert len(optimizer_step.gate(CPU)) == 16
+
+
+def test_the_optimizer_steps_model_fits_into_memory() -> None:
+    assert sum(optimizer_step.sizes(2**40)) == 8_030_261_248
+    assert sum(optimizer_step.sizes(40 * 10**9)) * optimizer_step.KEPT <= 40 * 10**9

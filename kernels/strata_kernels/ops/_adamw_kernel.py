@@ -29,13 +29,14 @@ _OFFSET: tl.constexpr = tl.constexpr(7)
 _ROW: tl.constexpr = tl.constexpr(8)
 _WHOLE_ROW: tl.constexpr = tl.constexpr(9)
 
-# Columns of the table of scalars, int32: whether to skip the step, three fp32 by their bits, four random words.
-SCALARS = 8
+# Columns of the table of scalars, int32: whether to skip the step, three fp32 by their bits, three random words.
+SCALARS = 7
 _SCALARS: tl.constexpr = tl.constexpr(SCALARS)
 
 # Multipliers of a 32-bit hash with little bias (C. Wellons, hash-prospector), and the golden ratio.
 _MIX_A: tl.constexpr = tl.constexpr(0x21F0AAAD)
 _MIX_B: tl.constexpr = tl.constexpr(0x735A2D97)
+_MIX_C: tl.constexpr = tl.constexpr(0xD35A2D97)
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B9)
 # Bits of a step's number: fp32 counts no further.
 _STEP_BITS: tl.constexpr = tl.constexpr(24)
@@ -103,7 +104,7 @@ def scalars_kernel(
     tl.store(p_out + 1, b_size.to(tl.float32).to(tl.int32, bitcast=True), mask=m_t)
     tl.store(p_out + 2, b_inverse.to(tl.float32).to(tl.int32, bitcast=True), mask=m_t)
     tl.store(p_out + 3, b_scale.to(tl.int32, bitcast=True), mask=m_t)
-    for i in tl.static_range(4):
+    for i in tl.static_range(3):
         tl.store(p_out + 4 + i, _word(b_key, b_n, seed_low, seed_high, i), mask=m_t)
 
 
@@ -141,7 +142,7 @@ def _round(b, b_noise, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _step_block(
-    p_w, p_g, p_m, p_v, p_r, o, m, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+    p_w, p_g, p_m, p_v, p_r, o, m, b_i, scale, size, inverse, word0, word1, word2,
     decay, beta1, rest1, rest2, eps,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROUNDING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -151,13 +152,12 @@ def _step_block(
         b_r = tl.load(p_r + o, mask=m, other=0) if MASKED else tl.load(p_r + o)
         b_w = (b_w.to(tl.int32, bitcast=True) + b_r.to(tl.int32)).to(tl.float32, bitcast=True)
     b_u = _load(p_g, o, m, G, MASKED) * scale
-    b_noise = tl.zeros_like(o)
-    if ROUNDING != "nearest" and (M == "bf16" or V == "bf16"):
-        b_noise = _noise(b_low, b_high, word0, word1)
+    b_hash = _hash(b_i, word0)
     if M != "none":
         b_m = beta1 * _load(p_m, o, m, M, MASKED) + rest1 * b_u
         b_v = _load(p_v, o, m, V, MASKED)
         b_v += rest2 * (b_u * b_u - b_v)
+        b_noise = _noise(b_hash, word1, _MIX_B)
         _store(p_m, o, _round(b_m, b_noise & 0xFFFF, M, ROUNDING), m, MASKED)
         _store(p_v, o, _round(b_v, (b_noise >> 16) & 0xFFFF, V, ROUNDING), m, MASKED)
         b_u = tl.div_rn(b_m, tl.sqrt_rn(b_v * inverse) + eps)
@@ -167,30 +167,32 @@ def _step_block(
         _store(p_w, o, ((b_bits + 0x8000) >> 16).to(tl.int16), m, MASKED)
         _store(p_r, o, b_bits.to(tl.int16), m, MASKED)
     else:
-        if W == "bf16" and ROUNDING == "stochastic":
-            b_noise = _noise(b_low, b_high, word2, word3)
-        _store(p_w, o, _round(b_w, b_noise & 0xFFFF, W, ROUNDING), m, MASKED)
-
-
-@triton.jit
-def _noise(b_low, b_high, first, second):
-    """32 random bits for the element whose index has these halves: a hash with two keys."""
-    b_x = b_low + first + b_high * _GOLDEN
-    b_x = (b_x ^ (b_x >> 16)) * _MIX_A
-    b_x = ((b_x ^ (b_x >> 15)) + second + b_high * _MIX_B) * _MIX_B
-    return (b_x ^ (b_x >> 15)).to(tl.int32, bitcast=True)
+        b_noise = _noise(b_hash, word2, _MIX_C) & 0xFFFF
+        _store(p_w, o, _round(b_w, b_noise, W, ROUNDING), m, MASKED)
 
 
 @triton.jit
 def _index(o, first, column, row, whole_row, CUT: tl.constexpr):
-    """The two halves of the elements' indices in the whole tensor."""
+    """The elements' indices in the whole tensor, modulo 2^32."""
     if CUT:
         o_c = (column + o).to(tl.uint32)
-        b_row = o_c // row.to(tl.uint32)
-        b_i = first + b_row.to(tl.int64) * whole_row + (o_c - b_row * row.to(tl.uint32)).to(tl.int64)
-    else:
-        b_i = first + o
-    return b_i.to(tl.uint32), (b_i >> 32).to(tl.uint32)
+        return first + o_c + o_c // row * (whole_row - row)
+    return first + o.to(tl.uint32)
+
+
+@triton.jit
+def _hash(b_i, word):
+    """The first half of the hash of an index, which all of an element's random bits share."""
+    b_x = b_i + word
+    b_x = (b_x ^ (b_x >> 16)) * _MIX_A
+    return b_x ^ (b_x >> 15)
+
+
+@triton.jit
+def _noise(b_x, word, MIX: tl.constexpr):
+    """32 random bits out of the first half of a hash."""
+    b_x = (b_x ^ word) * MIX
+    return (b_x ^ (b_x >> 15)).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["gradients", "n"])
@@ -218,15 +220,16 @@ def step_kernel(
     word0 = tl.load(p_own + 4).to(tl.uint32, bitcast=True)
     word1 = tl.load(p_own + 5).to(tl.uint32, bitcast=True)
     word2 = tl.load(p_own + 6).to(tl.uint32, bitcast=True)
-    word3 = tl.load(p_own + 7).to(tl.uint32, bitcast=True)
     n_o = tl.minimum(tl.load(p_row + _NUMEL) - start, CHUNK).to(tl.int32)
     if skip != 0:
         n_o = n_o * 0
     row, whole_row = tl.load(p_row + _ROW), tl.load(p_row + _WHOLE_ROW)
     first, column = tl.load(p_row + _OFFSET) + start, start * 0
     if CUT:
-        first += start // row * (whole_row - row) - start % row
         column += start % row
+        first += start // row * (whole_row - row) - column
+    first, column = first.to(tl.uint32), column.to(tl.int32)
+    row, whole_row = row.to(tl.uint32), whole_row.to(tl.uint32)
 
     address = gradients
     if n != 1:
@@ -240,15 +243,15 @@ def step_kernel(
     # Whole blocks are not masked: a mask of unknown length would have them read element by element.
     for i in range(0, n_o // BLOCK * BLOCK, BLOCK):
         o = i + tl.arange(0, BLOCK)
-        b_low, b_high = _index(o, first, column, row, whole_row, CUT)
+        b_i = _index(o, first, column, row, whole_row, CUT)
         _step_block(
-            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, scale, size, inverse, word0, word1, word2,
             decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, False,
         )  # fmt: skip
     if n_o % BLOCK != 0:
         o = n_o // BLOCK * BLOCK + tl.arange(0, BLOCK)
-        b_low, b_high = _index(o, first, column, row, whole_row, CUT)
+        b_i = _index(o, first, column, row, whole_row, CUT)
         _step_block(
-            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_low, b_high, scale, size, inverse, word0, word1, word2, word3,
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, scale, size, inverse, word0, word1, word2,
             decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, True,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from ._launch import is_recording, launch, takes_kernel
 
 Rounding = Literal["master", "stochastic", "nearest"]
 
+_dtype = attrgetter("dtype")
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
 
 
@@ -44,7 +46,8 @@ class Shard:
     offset: the index of the shard's first element in the whole tensor, in row-major order.
     row: the length of the shard's rows, and whole_row of the rows that they are cut from; 0 where rows are whole.
 
-    Element i of the shard has the index offset + i // row · whole_row + i % row.
+    Element i of the shard has the index offset + i // row · whole_row + i % row. Indices count modulo 2^32: elements
+    that far apart share their random bits.
     """
 
     key: int
@@ -145,10 +148,15 @@ class StepPlan:
 
 def _facts(tensors: Tensors, numbers: Numbers) -> Any:
     """What a plan depends on: equal facts, equal plan. Of the gradients' addresses only the alignment matters."""
-    lists = (tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.remainders, tensors.steps)
-    kept = [[None if t is None else (t.data_ptr(), t.numel(), t.dtype) for t in some or ()] for some in lists]
-    given = [(t.data_ptr() & 15, t.numel(), t.dtype) for t in tensors.gradients]
-    return kept, given, list(tensors.shards), numbers.rounding, is_recording()
+    states = (tensors.exp_avgs, tensors.exp_avg_sqs, tensors.remainders, tensors.steps)
+    facts: list[Any] = [numbers.rounding, is_recording(), [*tensors.shards]]
+    facts += [[*map(Tensor.numel, some)] for some in (tensors.weights, tensors.gradients)]
+    facts += [[*map(_dtype, tensors.gradients)], [address & 15 for address in map(Tensor.data_ptr, tensors.gradients)]]
+    for some in (tensors.weights, *states):
+        present = [t for t in some or () if t is not None]
+        facts += [[*map(Tensor.data_ptr, present)], [*map(_dtype, present)]]
+    facts.append([t is None for t in tensors.remainders or ()])
+    return facts
 
 
 class _Bucket:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 _NAN = 0x7FC00000
 # Of the hash of 32-bit words; see the kernels.
-_MIX_A, _MIX_B, _GOLDEN = 0x21F0AAAD, 0x735A2D97, 0x9E3779B9
+_MIX_A, _MIX_B, _MIX_C, _GOLDEN = 0x21F0AAAD, 0x735A2D97, 0xD35A2D97, 0x9E3779B9
 
 
 class Scalars(NamedTuple):
@@ -21,7 +20,7 @@ class Scalars(NamedTuple):
     scale: float
     size: float
     inverse: float
-    words: tuple[int, int, int, int]
+    words: tuple[int, int, int]
 
 
 def to_fp32(x: float) -> float:
@@ -62,7 +61,7 @@ def scalars_reference(
 ) -> Scalars:
     """As `scalars_kernel`, for a step that is taken. betas: each as the two fp32 whose sum it is."""
     corrections = [1.0 - _powered(high + low, step) if step else 1.0 for high, low in betas]
-    words = tuple(_worded(seed, key, step, number) for number in range(4))
+    words = tuple(_worded(seed, key, step, number) for number in range(3))
     return Scalars(to_fp32(scale), to_fp32(lr / corrections[0]), to_fp32(1.0 / corrections[1]), words)  # type: ignore[arg-type]
 
 
@@ -78,7 +77,7 @@ class Shares:
 
 
 # Elements that a thread of the CPU computes at a time: their fp32 stay in its cache.
-_CACHED = 2**14
+_CACHED = 2**15
 
 
 def step_reference(
@@ -93,17 +92,19 @@ def step_reference(
     rounding: str,
 ) -> None:
     """As `step_kernel`, for one tensor. All are [elements]; place: the offset, row and whole row of the elements."""
+    rounded = (m, v, w if rounding == "stochastic" else None)
+    is_random = rounding != "nearest" and any(x is not None and x.dtype == torch.bfloat16 for x in rounded)
     at_once = _CACHED * torch.get_num_threads() if w.device.type == "cpu" else 2**24
     for start in range(0, w.numel(), at_once):
         part = slice(start, start + at_once)
         w_part = w[part]
-        noise = partial(_noise, start, w_part, place, scalars.words)
+        hashed = _hash(start, w_part, place, scalars.words[0]) if is_random else None
         u = g[part].float() * scalars.scale
         if m is not None and v is not None:
             exp_avg = (m[part].float() * shares.beta1).add_(u * shares.rest1)
             exp_avg_sq = v[part].float()
             exp_avg_sq = exp_avg_sq + u.square_().sub_(exp_avg_sq).mul_(shares.rest2)
-            bits = noise(0) if rounding != "nearest" and torch.bfloat16 in (m.dtype, v.dtype) else None
+            bits = None if hashed is None else _noise(hashed, scalars.words[1], _MIX_B)
             _store_rounded(m[part], exp_avg, bits)
             _store_rounded(v[part], exp_avg_sq, None if bits is None else bits >> 16)
             u = exp_avg.div_(_root(exp_avg_sq.mul_(scalars.inverse)).add_(shares.eps))
@@ -114,7 +115,8 @@ def step_reference(
             w_part.copy_(high)
             r[part].copy_(low)
         else:
-            _store_rounded(w_part, value, noise(2) if rounding == "stochastic" and w.dtype != value.dtype else None)
+            bits = None if hashed is None else _noise(hashed, scalars.words[2], _MIX_C)
+            _store_rounded(w_part, value, bits)
 
 
 def _root(x: Tensor) -> Tensor:
@@ -122,19 +124,19 @@ def _root(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def _noise(start: int, w: Tensor, place: tuple[int, int, int], words: tuple[int, ...], first: int) -> Tensor:
-    """32 random bits for each element of w, whose first one is number `start` of the shard, from two of the words."""
+def _hash(start: int, w: Tensor, place: tuple[int, int, int], word: int) -> Tensor:
+    """The first half of the hash of each element's index; the first element of w is number `start` of the shard."""
     offset, row, whole_row = place
     index = torch.arange(start, start + w.numel(), device=w.device)
     if row != whole_row:
-        rows = index // row
-        index += rows.mul_(whole_row - row)
-    index += offset
-    high = (index >> 32).int()
-    x = index.int().add_(high * signed(_GOLDEN)).add_(words[first])
-    x = _fold(x, 16).mul_(_MIX_A)
-    x = _fold(x, 15).add_(high.mul_(_MIX_B)).add_(words[first + 1]).mul_(_MIX_B)
-    return _fold(x, 15)
+        index += (index // row).mul_(whole_row - row)
+    x = (index + offset).int().add_(word)
+    return _fold(_fold(x, 16).mul_(_MIX_A), 15)
+
+
+def _noise(x: Tensor, word: int, mix: int) -> Tensor:
+    """32 random bits out of the first half of a hash."""
+    return _fold((x ^ word).mul_(signed(mix)), 15)
 
 
 def _fold(x: Tensor, bits: int) -> Tensor:
