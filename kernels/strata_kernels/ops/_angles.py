@@ -117,9 +117,18 @@ def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
+def unfilled_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An unfilled tensor in the memory layout of x: [B, H, S, D], but contiguous where its features would lie apart.
+
+    Kernels write heads whose features are adjacent.
+    """
+    y = torch.empty_like(x, dtype=dtype)
+    return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """A copy of y in the memory layout of x, which is that of a kernel's result."""
-    return torch.empty_like(x, dtype=y.dtype).copy_(y)
+    """A copy of y in the memory layout of a kernel's result for x."""
+    return unfilled_like(x, y.dtype).copy_(y)
 
 
 def _alignment(x: Tensor) -> int:
@@ -134,7 +143,8 @@ def heads_adjacent(x: Tensor) -> int:
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Those of batch, position and head of every [B, H, S, D]."""
+    """Those of batch, position and head of every [B, H, S, D], whose features kernels take to be adjacent."""
+    assert all(x.stride(3) == 1 or x.numel() == 0 for x in tensors), [x.stride() for x in tensors]
     return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
 
 

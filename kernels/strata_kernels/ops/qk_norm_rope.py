@@ -37,6 +37,7 @@ from ._angles import (
     rotate_reference,
     strides,
     tiles,
+    unfilled_like,
 )
 from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._norm import gradient_like, is_transformed, norm_backward, norm_reference
@@ -73,8 +74,8 @@ def _output_dtype(x: Tensor, weight: Tensor, cast: str) -> torch.dtype:
 def _fake(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    y_q = torch.empty_like(q, dtype=_output_dtype(q, q_weight, cast))
-    return y_q, torch.empty_like(k, dtype=_output_dtype(k, k_weight, cast))
+    y_q = unfilled_like(q, _output_dtype(q, q_weight, cast))
+    return y_q, unfilled_like(k, _output_dtype(k, k_weight, cast))
 
 
 def _triton(
@@ -114,7 +115,7 @@ def _backward_fake(
     eps: float, offset: float, weight_grad: bool, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_wq, d_wk = (gradient_like(weight, weight_grad, q) for weight in (q_weight, k_weight))
-    return torch.empty_like(q), torch.empty_like(k), d_wq, d_wk
+    return unfilled_like(q), unfilled_like(k), d_wq, d_wk
 
 
 def _backward_triton(
@@ -246,7 +247,8 @@ def qk_norm_rope(
 
     What the norm gives is rounded as there; the rotation is in fp32 and rounded once. Nothing but the arguments is kept
     for the backward pass. Neither q nor k is written to, nor copied where the features of a head are adjacent. The
-    results keep the memory layout. Under `torch.func` all is plain PyTorch.
+    results keep the memory layout; where features are not adjacent in it, they are contiguous. Under `torch.func` all
+    is plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.

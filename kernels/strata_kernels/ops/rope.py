@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +38,7 @@ from ._angles import (
     rotate_reference,
     strides,
     tiles,
+    unfilled_like,
 )
 from ._launch import launch, takes_kernel
 from ._norm import is_transformed
@@ -90,7 +90,7 @@ _LAUNCH = Launch(pairs=1024, warps=4)
 
 
 def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+    return unfilled_like(q), unfilled_like(k)
 
 
 def _triton(q: Tensor, k: Tensor, inverse: bool, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,8 @@ def rope(
     """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU fused, in fp32 and rounded once.
 
     Neither q nor k is written to, nor copied where the features of a head are adjacent: they may be parts of one
-    projection. The results keep the memory layout. Under `torch.func` all is plain PyTorch.
+    projection. The results keep the memory layout; where features are not adjacent in it, they are contiguous. Under
+    `torch.func` all is plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.

@@ -1,0 +1,192 @@
+"""Every operator beside PyTorch's own way to compute it, on small tensors.
+
+A new operator needs a line in OPERATORS; `test_layouts.py` says so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import strata_kernels
+
+EPS = 1e-5
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """How an operator and PyTorch are called with the same tensors.
+
+    trained: names and shapes of tensors that get a gradient.
+    given: names and values of those that get none.
+    results: shapes of the results.
+    """
+
+    ours: Function
+    torchs: Function
+    trained: dict[str, tuple[int, ...]]
+    results: tuple[tuple[int, ...], ...]
+    given: dict[str, Tensor]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Random values for `trained`, then `given`."""
+        return {**{name: torch.randn(shape) for name, shape in self.trained.items()}, **self.given}
+
+    def differentiate(self, function: Function, tensors: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
+        """The results of `ours` or `torchs`, and the gradients of the trained tensors."""
+        leaves = [x.detach().requires_grad_() for x in tensors[: len(self.trained)]]
+        results = function(*leaves, *tensors[len(self.trained) :])
+        results = results if isinstance(results, tuple) else (results,)
+        return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, incoming)]
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return torch_rms_norm(h, weight), h
+
+
+def torch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As transformers writes it; angles [B, S, D / 2]."""
+    cos, sin = (a[:, None].repeat(1, 1, 1, 2) for a in (cos, sin))
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return rotate(q), rotate(k)
+
+
+def torch_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Neighboring features are a pair; q and k are [B, S, H, D], angles a table [rows, D] that holds each twice."""
+    cos, sin = (a[:, ::2][positions][:, :, None] for a in (cos, sin))
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+
+    return rotate(q), rotate(k)
+
+
+def torch_qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    return torch_rope(torch_rms_norm(q, q_weight), torch_rms_norm(k, k_weight), cos, sin)
+
+
+def torch_losses(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """[...] from logits [..., V]."""
+    losses = functional.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, reduction="none")
+    return losses.view(target.shape)
+
+
+def torch_linear_losses(
+    x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, class_weight: Tensor, row_weight: Tensor
+) -> Tensor:
+    return torch_losses(functional.linear(x, weight, bias), target, class_weight) * row_weight
+
+
+def linear_losses(reduction: str) -> Function:
+    def run(
+        x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, class_weight: Tensor, row_weight: Tensor
+    ) -> Tensor:
+        return strata_kernels.linear_cross_entropy(
+            x, weight, target, bias=bias, class_weight=class_weight, row_weight=row_weight, reduction=reduction
+        )
+
+    return run
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, PACKED, D, HIDDEN = (2, 3, 8), (2, 3, 16), (8,), (5, 8)
+Q, K, LOGITS, CLASSES = (2, 3, 3, 8), (2, 2, 3, 8), (2, 2, 7), (7,)
+ANGLE, TABLE = torch.randn(2, 3, 4, generator=GENERATOR), torch.randn(5, 8, generator=GENERATOR)
+ANGLES = {"cos": ANGLE.cos(), "sin": ANGLE.sin()}
+TABLES = {"cos": TABLE.cos(), "sin": TABLE.sin(), "positions": torch.tensor([[0, 4, 2], [3, 0, 1]])}
+TARGET = {"target": torch.tensor([[3, -100], [6, 0]])}
+CLASS_WEIGHT = {"class_weight": torch.rand(CLASSES, generator=GENERATOR) + 0.5}
+LINEAR = {"x": (2, 2, 8), "weight": (7, 8), "bias": CLASSES}
+LINEAR_GIVEN = {**TARGET, **CLASS_WEIGHT, "row_weight": torch.rand(2, 2, generator=GENERATOR)}
+
+
+def _gated(ours: Function, activation: Function) -> Operator:
+    return Operator(ours, lambda g, u: activation(g) * u, {"gate": X, "up": X}, (X,), {})
+
+
+def _packed(ours: Function, activation: Function) -> Operator:
+    def plain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return Operator(ours, plain, {"x": PACKED}, (X,), {})
+
+
+OPERATORS = {
+    "rms_norm": Operator(
+        lambda x, w: strata_kernels.rms_norm(x, w, EPS, cast="gemma"), torch_rms_norm, {"x": X, "weight": D}, (X,), {}
+    ),
+    "add_rms_norm": Operator(
+        lambda x, r, w: strata_kernels.add_rms_norm(x, r, w, EPS, cast="gemma"),
+        torch_add_rms_norm, {"x": X, "residual": X, "weight": D}, (X, X), {},
+    ),
+    "layer_norm": Operator(
+        lambda x, w, b: strata_kernels.layer_norm(x, w, b, EPS),
+        lambda x, w, b: functional.layer_norm(x, w.shape, w, b, EPS), {"x": X, "weight": D, "bias": D}, (X,), {},
+    ),
+    "swiglu": _gated(strata_kernels.swiglu, functional.silu),
+    "swiglu_packed": _packed(strata_kernels.swiglu_packed, functional.silu),
+    "swiglu and projection": Operator(
+        lambda g, u, w, b: strata_kernels.swiglu(g, u, weight=w, bias=b),
+        lambda g, u, w, b: functional.linear(functional.silu(g) * u, w, b),
+        {"gate": X, "up": X, "weight": HIDDEN, "bias": (5,)}, ((2, 3, 5),), {},
+    ),
+    "geglu": _gated(strata_kernels.geglu, functional.gelu),
+    "geglu_packed": _packed(
+        lambda x: strata_kernels.geglu_packed(x, "tanh"), lambda x: functional.gelu(x, approximate="tanh")
+    ),
+    "relu_squared": Operator(
+        strata_kernels.relu_squared, lambda x: functional.relu(x).square(), {"x": X}, (X,), {}
+    ),
+    "rope": Operator(
+        lambda *tensors: strata_kernels.rope(*tensors, rotary_dim=8), torch_rope, {"q": Q, "k": K}, (Q, K), ANGLES
+    ),
+    "rope by positions": Operator(
+        lambda q, k, cos, sin, positions: strata_kernels.rope(
+            q, k, cos, sin, positions=positions, interleaved=True, layout="bshd"
+        ),
+        torch_interleaved, {"q": (2, 3, 3, 8), "k": (2, 3, 1, 8)}, ((2, 3, 3, 8), (2, 3, 1, 8)), TABLES,
+    ),
+    "qk_norm_rope": Operator(
+        lambda *tensors: strata_kernels.qk_norm_rope(*tensors, rotary_dim=8, eps=EPS, cast="gemma"),
+        torch_qk_norm_rope, {"q": Q, "k": K, "q_weight": D, "k_weight": D}, (Q, K), ANGLES,
+    ),
+    "cross_entropy": Operator(
+        lambda z, t, w: strata_kernels.cross_entropy(z, t, weight=w, reduction="sum"),
+        lambda z, t, w: torch_losses(z, t, w).sum(), {"logits": LOGITS}, ((),), {**TARGET, **CLASS_WEIGHT},
+    ),
+    "cross_entropy of rows": Operator(
+        lambda z, t, w: strata_kernels.cross_entropy(z, t, weight=w, reduction="none"),
+        torch_losses, {"logits": LOGITS}, ((2, 2),), {**TARGET, **CLASS_WEIGHT},
+    ),
+    "cross_entropy_with_predictions": Operator(
+        lambda z, t, w: strata_kernels.cross_entropy_with_predictions(z, t, weight=w, reduction="sum").loss,
+        lambda z, t, w: torch_losses(z, t, w).sum(), {"logits": LOGITS}, ((),), {**TARGET, **CLASS_WEIGHT},
+    ),
+    "linear_cross_entropy": Operator(
+        linear_losses("sum"), lambda *tensors: torch_linear_losses(*tensors).sum(), LINEAR, ((),), LINEAR_GIVEN
+    ),
+    "linear_cross_entropy_with_predictions": Operator(
+        lambda x, w, target: strata_kernels.linear_cross_entropy_with_predictions(x, w, target).loss,
+        lambda x, w, target: functional.cross_entropy(functional.linear(x, w).flatten(0, -2), target.flatten()),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TARGET,
+    ),
+    "linear_cross_entropy of rows": Operator(
+        linear_losses("none"), torch_linear_losses, LINEAR, ((2, 2),), LINEAR_GIVEN
+    ),
+}  # fmt: skip
