@@ -22,7 +22,7 @@ FILES = {
     "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py", "test_projected.py"],
     "optimizer": ["test_adamw.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
-    "layouts": ["test_layouts.py", "test_patched_models.py"],
+    "layouts": ["test_layouts.py", "test_patched_models.py", "test_double_backward.py"],
 }
 
 

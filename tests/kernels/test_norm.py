@@ -275,16 +275,6 @@ def test_is_a_well_formed_operator(name, device) -> None:
     torch.library.opcheck(*backward)
 
 
-@each
-def test_second_derivatives_are_refused(name, device) -> None:
-    inputs = randoms(name, 2, 8, device=device, grad=True)
-    results = NORMS[name][0](*inputs)
-    y = results[0] if isinstance(results, tuple) else results
-    (dx,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @compiles
 @each
 def test_a_width_compiles_each_kernel_once_whatever_the_rows(name) -> None:

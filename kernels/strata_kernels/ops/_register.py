@@ -13,11 +13,11 @@ checkpointing the two are alike, and an eager call costs less of the CPU.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import function as torch_function
 
@@ -155,12 +155,17 @@ def is_observed() -> bool:
     return torch.compiler.is_compiling() or has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, free of charge where no graph of the backward pass is built."""
-    guarded = torch_function.once_differentiable(backward)
+def plain_gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], incoming: Any) -> tuple[Any, ...]:
+    """The gradients of `function(*inputs)`, which is plain PyTorch, differentiable themselves; None for None.
 
-    @functools.wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
-        return guarded(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+    For a backward pass with create_graph=True of an operator whose backward operator has no derivative.
+    """
+    given = [i for i, x in enumerate(inputs) if x is not None]
 
-    return run
+    def of_given(*tensors: Tensor) -> Any:
+        every = dict(zip(given, tensors, strict=True))
+        return function(*(every.get(i) for i in range(len(inputs))))
+
+    pull = torch.func.vjp(of_given, *(inputs[i] for i in given))[1]
+    gradients = dict(zip(given, pull(incoming), strict=True))
+    return tuple(gradients.get(i) for i in range(len(inputs)))

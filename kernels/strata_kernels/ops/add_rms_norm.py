@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._launch import describe
 from ._norm import is_transformed, norm_forward, norm_reference, normalized_like, statistics_like, unfilled
-from ._register import once_differentiable, register
-from .rms_norm import Cast, check, rms_norm_bwd
+from ._register import register
+from .rms_norm import Cast, check, rms_norm_bwd, rms_norm_gradients
 
 
 def _fake(
@@ -34,20 +35,24 @@ def _run(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, weight, _, ctx.offset, _ = inputs
+    _, _, weight, *ctx.settings = inputs
     _, h, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(h, weight, stats)
 
 
-@once_differentiable
 def _autograd(ctx: Any, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return dh, dh, None, None, None, None
     h, weight, stats = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        dx, dw = rms_norm_gradients(dy, h, weight, *ctx.settings)
+        dx = dx if dh is None else dx + dh
+        return dx, dx, dw, None, None, None
     weight_grad = ctx.needs_input_grad[2]
-    dx, dw = rms_norm_bwd(dy, dh, h, weight, stats, ctx.offset, weight_grad)
+    _, offset, _ = ctx.settings
+    dx, dw = rms_norm_bwd(dy, dh, h, weight, stats, offset, weight_grad)
     return dx, dx, dw if weight_grad else None, None, None, None
 
 

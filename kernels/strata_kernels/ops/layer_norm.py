@@ -11,8 +11,10 @@ The kernels are those of `_norm.py`. Bytes moved per element at the least: forwa
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._launch import DTYPES, describe, has_dtype
@@ -26,7 +28,7 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._register import once_differentiable, register
+from ._register import plain_gradients, register
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"
@@ -56,17 +58,23 @@ def _backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _ = inputs
+    x, weight, bias, ctx.eps = inputs
     stats = output[1]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, bias, stats)
 
 
-@once_differentiable
+def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return norm_reference(x, None, weight, bias, eps, 0.0, _CAST, center=True)[0]
+
+
 def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
+    if torch.is_grad_enabled():
+        *inputs, _ = ctx.saved_tensors
+        return *plain_gradients(partial(_plain, eps=ctx.eps), inputs, dy), None
     _, weight_grad, bias_grad, _ = ctx.needs_input_grad
     dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, weight_grad, bias_grad)
     return dx, dw if weight_grad else None, db if bias_grad else None, None
@@ -119,6 +127,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         if given.device != x.device:
             raise ValueError(f"{name} is on {given.device} and x on {x.device}: move one of them")
     if is_transformed():
-        return norm_reference(x, None, weight, bias, eps, 0.0, _CAST, center=True)[0]
+        return _plain(x, weight, bias, eps)
     y: Tensor = _layer_norm(x, weight, bias, eps)[0]
     return y

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -42,7 +43,7 @@ from ._angles import (
 from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._norm import gradient_like, is_transformed, norm_backward, norm_reference
 from ._qk_norm_rope import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
-from ._register import once_differentiable, register
+from ._register import plain_gradients, register
 from .rms_norm import Cast
 
 
@@ -193,14 +194,17 @@ def _backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.eps, ctx.offset, _, cos, sin, positions = inputs[:10]
+    *tensors, ctx.eps, ctx.offset, ctx.cast, cos, sin, positions = inputs[:10]
     ctx.rotation = inputs[10:]
     ctx.save_for_backward(*tensors, cos, sin, positions)
 
 
-@once_differentiable
 def _autograd(ctx: Any, d_yq: Tensor, d_yk: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, cos, sin, positions = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        angles = Angles(cos, sin, positions, *ctx.rotation)
+        plain = partial(_reference, eps=ctx.eps, offset=ctx.offset, cast=ctx.cast, angles=angles)
+        return *plain_gradients(plain, tensors, (d_yq, d_yk)), *[None] * (3 + len(Angles._fields))
     weight_grad = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     d_q, d_k, d_wq, d_wk = _qk_norm_rope_bwd(
         d_yq, d_yk, *tensors, ctx.eps, ctx.offset, weight_grad, cos, sin, positions, *ctx.rotation

@@ -11,8 +11,10 @@ The kernels are those of `_norm.py`. Bytes moved per element at the least: forwa
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from ._launch import DTYPES, describe, has_dtype
@@ -26,7 +28,7 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._register import once_differentiable, register
+from ._register import plain_gradients, register
 
 Cast = Literal["llama", "gemma", "none"]
 
@@ -55,7 +57,7 @@ def _backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.offset, _ = inputs
+    x, weight, *ctx.settings = inputs
     stats = output[1]
     ctx.mark_non_differentiable(stats)
     # Otherwise the gradient of the statistics arrives as a tensor of zeros, at the price of a kernel.
@@ -63,13 +65,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, stats)
 
 
-@once_differentiable
+def _plain(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    return norm_reference(x, None, weight, None, eps, offset, cast, center=False)[0]
+
+
+def rms_norm_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[Any, ...]:
+    """dx and dw in plain PyTorch, differentiable."""
+    return plain_gradients(partial(_plain, eps=eps, offset=offset, cast=cast), (x, weight), dy)
+
+
 def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
     x, weight, stats = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return *rms_norm_gradients(dy, x, weight, *ctx.settings), None, None, None
     weight_grad = ctx.needs_input_grad[1]
-    dx, dw = rms_norm_bwd(dy, None, x, weight, stats, ctx.offset, weight_grad)
+    _, offset, _ = ctx.settings
+    dx, dw = rms_norm_bwd(dy, None, x, weight, stats, offset, weight_grad)
     return dx, dw if weight_grad else None, None, None, None
 
 
@@ -133,6 +148,6 @@ def rms_norm(
     """
     check(x, weight, cast)
     if is_transformed():
-        return norm_reference(x, None, weight, None, eps, offset, cast, center=False)[0]
+        return _plain(x, weight, eps, offset, cast)
     y: Tensor = _rms_norm(x, weight, eps, offset, cast)[0]
     return y
