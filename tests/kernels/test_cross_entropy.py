@@ -111,6 +111,15 @@ def test_matches_fp64(options, shape, dtype, problem, within_bar, poisoned) -> N
         within_bar(*each)
 
 
+@pytest.mark.parametrize("offset", [1e3, 1e5, 1e6])
+@pytest.mark.parametrize("shape", [(5, 300), (2, 5001)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "smoothing", "z-loss", "sum", "none"])
+def test_logits_far_from_zero(options, shape, offset, problem, compare) -> None:
+    """lse loses their digits: neither loss nor gradient may be made from it."""
+    logits, target, options = problem(shape, torch.float32, OPTIONS[options])
+    compare(called(cross_entropy, target, options), called(plain, target, options), [logits + offset])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_incoming_gradients_of_rows(dtype, problem, compare, poisoned) -> None:
     logits, target, options = problem((16, 200), dtype, {"reduction": "none"})
@@ -298,7 +307,7 @@ def test_is_a_well_formed_operator(problem) -> None:
         torch.library.opcheck(operators.cross_entropy.default, inputs)
     torch.library.opcheck(operators.cross_entropy_rows.default, (logits, weight, target, *flags, True))
     rows = torch.rand(6).to(logits)
-    inputs = (rows.view(2, 3), logits.detach(), weight, target, rows, rows, *flags)
+    inputs = (rows.view(2, 3), logits.detach(), weight, target, rows, rows, rows, *flags)
     torch.library.opcheck(operators.cross_entropy_rows_bwd.default, inputs)
 
 
@@ -434,6 +443,39 @@ def test_masked_part_of_the_vocabulary(device) -> None:
     torch.testing.assert_close(dlogits[:, 10000:], dkept)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:invalid value:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)  # NumPy's, in the interpreter
+@pytest.mark.parametrize("classes", [300, 5001])
+def test_predictions_of_rows_that_are_not_finite(classes, device) -> None:
+    """The first NaN, as `argmax` has it; within one part of a row, and in the last one."""
+    logits = torch.randn(8, classes, device=device)
+    logits[0, 7] = logits[1, -3] = logits[2, 4:9] = logits[3, 2] = torch.nan
+    logits[2, -1] = torch.nan
+    logits[3, :2] = logits[4, 5:7] = logits[4, -2] = torch.inf
+    logits[5] = -torch.inf
+    logits[6, :-1] = -torch.inf
+    logits[7] = torch.nan
+    target = torch.zeros(8, dtype=torch.int64, device=device)
+    expected = logits.argmax(-1)
+    assert torch.equal(cross_entropy_with_predictions(logits, target).predictions, expected)
+    half = classes // 2
+    parts = [
+        rows_module.shard_statistics(z, target, Options(-100, 0.0, 0.0, 0.0), Shard(start, classes), predict=True)
+        for start, z in ((0, _padded(logits[:, :half])), (half, _padded(logits[:, half:])))
+    ]
+    combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
+    assert torch.equal(combined.prediction, expected)
+    assert rows_module.shard_loss(combined, target, Options(-100, 0.0, 0.0, 0.0)).isnan().tolist() == [
+        *[True] * 6, False, True
+    ]  # fmt: skip
+
+
+def _padded(z: Tensor) -> Tensor:
+    """In rows as the kernels want them for parts of the vocabulary."""
+    return z.new_zeros(z.shape[0], padded(z.shape[1]))[:, : z.shape[1]].copy_(z)
+
+
 @pytest.mark.parametrize("wrong", [20, -1, 2**40])
 def test_target_outside_the_vocabulary(wrong, problem) -> None:
     logits, target, _ = problem((5, 20))
@@ -479,13 +521,18 @@ def test_a_program_waits_only_for_those_before_it(classes) -> None:
     assert lag >= call.kwargs["PARTS"]
 
 
-@pytest.mark.parametrize("options", [(-100, 0.0, 0.0, 0.0), (-100, 0.2, 0.02, 3.0)], ids=["plain", "all"])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("cut", [300, 4999])
-def test_shards_of_the_vocabulary(cut, weighted, options, device, within_bar) -> None:
+@pytest.mark.parametrize(
+    ("cut", "offset", "options"),
+    [
+        *((cut, 0.0, options) for cut in (300, 4999) for options in ((-100, 0.0, 0.0, 0.0), (-100, 0.2, 0.02, 3.0))),
+        (300, 1e6, (-100, 0.2, 0.02, 0.0)),
+    ],
+)
+def test_shards_of_the_vocabulary(cut, offset, weighted, options, device, within_bar) -> None:
     total = 700 if cut == 300 else 9700
     options, bounds = Options(*options), ((0, cut), (cut, total))
-    logits, target = 2 * torch.randn(5, total, device=device), torch.randint(total, (5,), device=device)
+    logits, target = offset + 2 * torch.randn(5, total, device=device), torch.randint(total, (5,), device=device)
     target[1] = -100
     weight = torch.rand(total, device=device) if weighted else None
     scale = torch.rand(5, device=device)
@@ -499,24 +546,19 @@ def test_shards_of_the_vocabulary(cut, weighted, options, device, within_bar) ->
         )  # fmt: skip
         return [losses.detach(), *torch.autograd.grad(losses, z, scale.to(z.dtype))]
 
-    buffers = [torch.zeros(5, padded(b - a), device=device)[:, : b - a].copy_(logits[:, a:b]) for a, b in bounds]
+    buffers = [_padded(logits[:, a:b]) for a, b in bounds]
     weights = [None if weight is None else weight[a:b].contiguous() for a, b in bounds]
     parts = [
         rows_module.shard_statistics(z, target, options, Shard(a, total), weight=w, predict=True)
         for z, w, (a, _) in zip(buffers, weights, bounds, strict=True)
     ]
-    lse = torch.stack([part.lse for part in parts]).logsumexp(0)
-    share = sum(part.share for part in parts) if weighted else None
-    losses = rows_module.shard_loss(
-        Statistics(lse, sum(part.linear for part in parts), share, None, None), target, options
-    )
+    combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
+    losses = rows_module.shard_loss(combined, target, options)
     for z, w, (a, _) in zip(buffers, weights, bounds, strict=True):
-        rows_module.shard_gradient(z, target, scale, lse, share, options, Shard(a, total), weight=w)
+        rows_module.shard_gradient(z, target, scale, combined, options, Shard(a, total), weight=w)
     for ours, theirs, exact in zip((losses, torch.cat(buffers, 1)), whole(logits), whole(logits.double()), strict=True):
         within_bar(ours, theirs, exact)
-    larger = parts[0].largest >= parts[1].largest
-    predictions = parts[0].prediction.where(larger, parts[1].prediction)
-    assert torch.equal(predictions, logits.argmax(1).where(target != -100, -1))
+    assert torch.equal(combined.prediction, logits.argmax(1).where(target != -100, -1))
 
 
 Z, T, W = torch.ones(3, 5), torch.zeros(3, dtype=torch.int64), torch.ones(5)

@@ -205,6 +205,23 @@ def test_runs_repeat_bit_for_bit(reduction, problem, gradients, small_panels) ->
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5, 1e6])
+@pytest.mark.parametrize("together", [True, False], ids=["panels", "chunks"])
+def test_logits_far_from_zero(together, offset, device, compare_trained, small_panels) -> None:
+    """Logits that fp32 holds exactly, whatever is added up first: small integers times sixteenths."""
+    x = torch.randint(-2, 3, (6, 8), device=device).float()
+    weight = torch.randint(-8, 9, (150, 8), device=device) / 16
+    bias = torch.full((150,), offset, device=device)
+    target = torch.randint(150, (6,), device=device)
+    budget = 150 * 6 * 4 if together else 2**30
+    assert plan_rows(6, 150, 8, 4, True, True, budget).together == together
+
+    def call(function: Callable[..., Tensor], **chunks: int) -> Callable[..., Tensor]:
+        return lambda x, weight, bias: function(x, weight, target, bias=bias, label_smoothing=0.1, **chunks)
+
+    compare_trained(call(linear_cross_entropy, chunk_bytes=budget), call(plain), [x, weight, bias])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_compiled_equals_eager(reduction, problem, gradients) -> None:
     inputs, target = problem(7, 30, 8)

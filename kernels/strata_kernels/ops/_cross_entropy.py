@@ -6,14 +6,14 @@ formulas stand in `cross_entropy`, how the work is cut in `_cross_entropy_kernel
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ._cross_entropy_kernel import LOWEST, Results, launch_rows
 from ._cross_entropy_kernel import Options as Options
-from ._cross_entropy_kernel import Results, launch_rows
 from ._cross_entropy_kernel import Shard as Shard
 from ._cross_entropy_kernel import padded as padded
 from ._launch import accumulator, takes_kernel
@@ -22,18 +22,41 @@ from ._launch import accumulator, takes_kernel
 class Statistics(NamedTuple):
     """What a shard of the vocabulary adds to the losses of the rows, each [N], fp32 (fp64 for fp64); ignored rows: 0.
 
-    lse: log Σ_v exp z_v over the shard's columns; over all shards it is the logsumexp of theirs.
-    linear: (1 - ε) w_target z_target + (ε / V) Σ_v w_v z_v over the shard's columns; over all shards the sum of theirs.
-    share: (1 - ε) w_target + (ε / V) Σ_v w_v, likewise; None without class weights, where it is one over all shards.
-    largest: the largest logit; None unless asked for.
-    prediction: int64, the first of its columns, counted in the whole vocabulary; -1 in ignored rows; None likewise.
+    Apart, largest and log_sum keep the digits that their sum, the logsumexp, loses where logits are far from zero.
+
+    largest: the largest logit m of the shard's columns, or a finite number where all are -inf; NaN where predictions
+        are asked for and a logit is NaN.
+    log_sum: log Σ_v exp(z_v - m) over the shard's columns.
+    linear: (1 - ε) w_target (z_target - m) + (ε / V) Σ_v w_v (z_v - m) over the shard's columns.
+    share: (1 - ε) w_target + (ε / V) Σ_v w_v, likewise; None for one: the whole vocabulary without class weights.
+    prediction: int64, the first column of the largest logit, counted in the whole vocabulary; -1 in ignored rows; None
+        unless asked for.
     """
 
-    lse: Tensor
+    largest: Tensor
+    log_sum: Tensor
     linear: Tensor
     share: Tensor | None
-    largest: Tensor | None
     prediction: Tensor | None
+
+    @classmethod
+    def combined(cls, parts: Self) -> Self:
+        """Those of the whole vocabulary, from fields [shards, N] with the shards in their order."""
+        largest = parts.largest.amax(0)
+        apart = parts.largest - largest
+        assert parts.share is not None
+        prediction = None
+        if parts.prediction is not None:
+            # The first of equal ones, whatever order the device reduces in.
+            best = torch.where(largest.isnan(), parts.largest.isnan(), parts.largest == largest)
+            prediction = parts.prediction.where(best, torch.iinfo(torch.int64).max).amin(0)
+        return cls(
+            largest,
+            (apart + parts.log_sum).logsumexp(0),
+            (parts.linear + parts.share * apart).sum(0),
+            parts.share.sum(0),
+            prediction,
+        )
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -54,8 +77,8 @@ def rows_of(x: Tensor) -> Tensor:
 
 def cross_entropy_rows(
     z: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, options: Options, gradient: bool,
-    *, weight: Tensor | None = None, dz: Tensor | None = None, lse: Tensor | None = None, share: Tensor | None = None,
-    prediction: Tensor | None = None, padding: bool = True,
+    *, weight: Tensor | None = None, dz: Tensor | None = None, largest: Tensor | None = None,
+    log_sum: Tensor | None = None, share: Tensor | None = None, prediction: Tensor | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
     """Fill `loss` with the losses of the rows and, if asked, `dz` with scale · dloss/dz.
 
@@ -68,43 +91,48 @@ def cross_entropy_rows(
         gradient: whether dz is filled.
         weight: [V], of loss's dtype, contiguous: the classes' weights.
         dz: like z, which is overwritten without it.
-        lse, share: [N], like loss: filled with what `cross_entropy_gradient` reads; share only with a weight.
+        largest, log_sum, share: [N], like loss: filled with what `cross_entropy_gradient` reads; share only with a
+            weight.
         prediction: [N], int64, filled with the first column of each row's largest logit; -1 for an ignored row.
         padding: whether z is the leading columns of a buffer with `padded(V)` of them, of which the others may be read,
             and are left in no particular state where z is overwritten.
     """
     whole = Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = Results(loss, lse, share, prediction=prediction)
+        results = Results(loss, largest, log_sum, share, prediction)
         filled = None if not gradient else z if dz is None else dz
         launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
     found = _reference_statistics(flat, target, options, whole, weight, prediction is not None)
     loss.copy_(shard_loss(found, target, options))
-    for given, value in ((lse, found.lse), (share, found.share), (prediction, found.prediction)):
+    wanted = (largest, log_sum, None, share, prediction)
+    for given, value in zip(wanted, found, strict=True):
         if given is not None and value is not None:
             given.copy_(value)
     if gradient:
-        cross_entropy_gradient(z, target, scale, found.lse, found.share, options, weight=weight, dz=dz)
+        cross_entropy_gradient(
+            z, target, scale, found.largest, found.log_sum, found.share, options, weight=weight, dz=dz
+        )
 
 
 def cross_entropy_gradient(
-    z: Tensor, target: Tensor, scale: Tensor | None, lse: Tensor | None, share: Tensor | None, options: Options,
+    z: Tensor, target: Tensor, scale: Tensor | None, largest: Tensor, log_sum: Tensor, share: Tensor | None,
+    options: Options,
     *, weight: Tensor | None = None, dz: Tensor | None = None, shard: Shard | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `dz` with scale · dloss/dz from the rows' lse and share; arguments as in `cross_entropy_rows`.
+    """Fill `dz` with scale · dloss/dz from what is known of the rows; arguments as in `cross_entropy_rows`.
 
-    With a shard, z and weight are its part of the vocabulary, and lse and share those of the whole.
+    With a shard, z and weight are its part of the vocabulary; largest, log_sum and share are those of the whole.
     """
-    assert scale is not None and lse is not None
+    assert scale is not None
     shard = shard or Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = Results(lse=lse, share=share)
+        results = Results(None, largest, log_sum, share)
         launch_rows(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
-    value = _reference_gradient(flat, target, scale, lse, share, options, shard, weight)
+    value = _reference_gradient(flat, target, scale, largest, log_sum, share, options, shard, weight)
     (z if dz is None else dz).copy_(value.view(z.shape))
 
 
@@ -117,28 +145,27 @@ def shard_statistics(
     """
     if not takes_kernel(z):
         return _reference_statistics(z, target, options, shard, weight, predict)
-    lse, linear, share, largest = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
-    found = Statistics(
-        lse, linear, None if weight is None else share, largest if predict else None,
-        torch.empty_like(target) if predict else None,
-    )  # fmt: skip
-    results = Results(linear, lse, found.share, found.largest, found.prediction)
+    largest, log_sum, linear, share = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
+    found = Statistics(largest, log_sum, linear, share, torch.empty_like(target) if predict else None)
+    results = Results(linear, largest, log_sum, share, found.prediction)
     launch_rows(z, target, options, shard, weight, results, None, None, padding=True)
     return found
 
 
 def shard_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, lse: Tensor, share: Tensor | None, options: Options, shard: Shard,
+    z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, shard: Shard,
     *, weight: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite a shard's logits z by scale · dloss/dz, from lse and share [N] of the whole vocabulary."""
-    cross_entropy_gradient(z, target, scale, lse, share, options, weight=weight, shard=shard)
+    """Overwrite a shard's logits z by scale · dloss/dz, from statistics of the whole vocabulary."""
+    cross_entropy_gradient(
+        z, target, scale, whole.largest, whole.log_sum, whole.share, options, weight=weight, shard=shard
+    )
 
 
 def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
     """The losses of the rows [N] from statistics of the whole vocabulary: those of the shards, combined."""
-    lse = whole.lse if whole.share is None else whole.share * whole.lse
-    loss = lse - whole.linear + options.z_loss * whole.lse.square()
+    log_sum = whole.log_sum if whole.share is None else whole.share * whole.log_sum
+    loss = log_sum - whole.linear + options.z_loss * (whole.largest + whole.log_sum).square()
     return loss.where(target != options.ignore_index, 0.0)
 
 
@@ -175,36 +202,42 @@ def _reference_statistics(
 ) -> Statistics:
     counted, here, column = _local(target, options, shard, z.shape[1])
     smoothing, wide = options.label_smoothing, _capped(z, options.softcap)
+    largest, prediction = wide.max(1, keepdim=True)
+    below = wide - largest.clamp_min(LOWEST)
     target_weight = 1.0 if weight is None else weight[column]
-    linear = ((1 - smoothing) * target_weight * wide.gather(1, column)).where(here, 0)
+    linear = ((1 - smoothing) * target_weight * below.gather(1, column)).where(here, 0)
     if smoothing:
-        linear += smoothing / shard.total * (wide if weight is None else wide * weight).sum(1, keepdim=True)
+        linear += smoothing / shard.total * (below if weight is None else below * weight).sum(1, keepdim=True)
 
     def rows(x: Tensor) -> Tensor:
         return x.where(counted, 0)[:, 0]
 
     share = None
-    if weight is not None:
-        share = rows(((1 - smoothing) * weight[column]).where(here, 0) + smoothing / shard.total * weight.sum())
-    largest, prediction = wide.max(1, keepdim=True)
+    if weight is not None or z.shape[1] < shard.total:
+        sum_of_weights = z.shape[1] if weight is None else weight.sum()
+        share = torch.full_like(largest, 1 - smoothing) * (1.0 if weight is None else weight[column])
+        share = rows(share.where(here, 0) + smoothing / shard.total * sum_of_weights)
+    # On a CPU log_softmax sums more exactly than logsumexp; of nothing but -inf it is NaN.
+    log_sum = below.log_softmax(1).gather(1, prediction).neg().where(largest != -torch.inf, -torch.inf)
     return Statistics(
-        # On a CPU log_softmax sums more exactly than logsumexp.
-        lse=rows(largest - wide.log_softmax(1).gather(1, prediction)),
+        largest=rows(largest.clamp_min(LOWEST)),
+        log_sum=rows(log_sum),
         linear=rows(linear),
         share=share,
-        largest=rows(largest) if predict else None,
         prediction=(prediction + shard.start).where(counted, -1)[:, 0] if predict else None,
     )
 
 
 def _reference_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, lse: Tensor, share: Tensor | None, options: Options, shard: Shard,
-    weight: Tensor | None,
+    z: Tensor, target: Tensor, scale: Tensor, largest: Tensor, log_sum: Tensor, share: Tensor | None,
+    options: Options, shard: Shard, weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     counted, here, column = _local(target, options, shard, z.shape[1])
-    smoothing, wide, lse = options.label_smoothing, _capped(z, options.softcap), lse[:, None]
-    dz = (wide - lse).exp_().mul_((1.0 if share is None else share[:, None]) + 2 * options.z_loss * lse)
-    one_hot = torch.full_like(lse, smoothing - 1) * (1.0 if weight is None else weight[column])
+    smoothing, wide = options.label_smoothing, _capped(z, options.softcap)
+    largest, log_sum = largest[:, None], log_sum[:, None]
+    factor = (1.0 if share is None else share[:, None]) + 2 * options.z_loss * (largest + log_sum)
+    dz = (wide - largest).sub_(log_sum).exp_().mul_(factor)
+    one_hot = torch.full_like(largest, smoothing - 1) * (1.0 if weight is None else weight[column])
     dz.scatter_add_(1, column, one_hot.where(here, 0))
     if smoothing:
         dz.sub_(smoothing / shard.total * (1.0 if weight is None else weight))

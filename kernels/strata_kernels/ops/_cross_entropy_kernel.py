@@ -28,6 +28,9 @@ _ALIGNMENT = 64
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# What is subtracted as a maximum at the least: finite also where all logits are masked by -inf.
+LOWEST = -1e30
+_LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 @triton.jit
@@ -79,10 +82,12 @@ def _class_weights(p_weight, o_v, V: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    b_x, lse, b_w, b_one_hot, scale, factor, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
+    b_x, z_max, log_sum, b_w, b_one_hot, scale, factor,
+    TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """scale · dloss/dlogit of logits x; factor is scale times what multiplies the probabilities. Blocks or scalars."""
-    b_dz = tl.exp2((_cap(b_x, SOFTCAP) - lse) * _LOG2E) * factor - b_one_hot
+    # One after the other: the sum of both has the digits of the larger one alone.
+    b_dz = tl.exp2((_cap(b_x, SOFTCAP) - z_max - log_sum) * _LOG2E) * factor - b_one_hot
     if SMOOTHING > 0.0:
         b_dz -= b_w * (SMOOTHING / TOTAL * scale)
     return b_dz * _slope(b_x, SOFTCAP)
@@ -92,6 +97,12 @@ def _gradient(
 def _word(high, low):
     """An fp32 and 32 bits in one word of memory, which other programs see as a whole."""
     return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def _bits(x):
+    """The lower half of such a word from an fp32."""
+    return x.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
@@ -129,26 +140,32 @@ def _publish(
     V: tl.constexpr, MORE: tl.constexpr, BEYOND: tl.constexpr,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
 ):  # fmt: skip
-    """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column."""
+    """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column.
+
+    The weighted sum is that of logits less their maximum, with the sum of the weights. The column of the largest logit
+    is counted from V on, that of a NaN, which is larger than any number to `argmax`, from 0.
+    """
     if MORE:
         b_x = tl.where(_inside(o_v, V), b_x, 0.0)
     b_z = _cap(b_x, SOFTCAP)
     b_inside = b_z if BEYOND != 0.0 else tl.where(_inside(o_v, V), b_z, -float("inf"))
-    # Finite, so that a part of nothing but -inf (a masked part of the vocabulary) does not subtract infinities.
-    z_max = tl.maximum(tl.max(b_inside, 0), -1e30)
+    z_most = tl.max(b_inside, 0)
+    z_max = tl.maximum(z_most, _LOWEST)
     z_exp = tl.sum(tl.exp2((b_inside - z_max) * _LOG2E), 0)
     if SMOOTHING > 0.0:
-        z_sum = tl.sum(tl.where(_inside(o_v, V), _class_weights(p_weight, o_v, V) * b_z, 0.0), 0)
-        tl.store(p_word + n_parts, _word(z_sum, 1))
+        b_w = tl.where(_inside(o_v, V), _class_weights(p_weight, o_v, V), 0.0)
+        z_sum = tl.sum(tl.where(_inside(o_v, V), b_w * (b_z - z_max), 0.0), 0)
+        tl.store(p_word + n_parts, _word(z_sum, _bits(tl.sum(b_w, 0)) + 1))
     if PREDICT:
-        best = tl.min(tl.where(b_inside == z_max, o_v, V - 1), 0)
+        b_best = tl.where(_inside(o_v, V) & (b_inside == z_most), V + o_v, 2 * V)
+        best = tl.min(tl.where(b_inside != b_inside, o_v, b_best), 0)
         tl.store(p_word + 2 * n_parts, best.to(tl.int64) + 1)
-    tl.store(p_word, _word(z_max, z_exp.to(tl.uint32, bitcast=True).to(tl.int64)))
+    tl.store(p_word, _word(z_most, _bits(z_exp)))
 
 
 @triton.jit(do_not_specialize=["n_parts", "lag", "n_inner"])
 def cross_entropy_kernel(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words,
     n_parts, lag, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -157,9 +174,9 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """The gradient of one part and the statistics of a later one; one program of a row writes the row's results.
 
-    Without STATISTICS, lse and share are read. V < TOTAL is a shard of the vocabulary: what is stored in place of the
-    loss is then its part that is linear in the logits. A GROUP of logits is 16 bytes, where rows are not made of them:
-    all groups that a row has a part in are read whole, and never lie on two pages.
+    Without STATISTICS, largest, log_sum and share are read. V < TOTAL is a shard of the vocabulary: what is stored in
+    place of the loss is then its part that is linear in the logits. A GROUP of logits is 16 bytes, where rows are not
+    made of them: all groups that a row has a part in are read whole, and never lie on two pages.
     """
     # Whether more is read than a row's columns.
     MORE: tl.constexpr = WIDTH > V or GROUP > 1
@@ -175,7 +192,7 @@ def cross_entropy_kernel(
         b_a = tl.load(p_z + start_a + o_a, mask=(o_a < end_a) & _spread(counted_a, BLOCK), other=BEYOND)
     if i_b >= 0:
         _finish(
-            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction,
+            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction,
             p_words, i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
             stride_scale, ignore_index, start,
             V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK, GROUP,
@@ -187,7 +204,7 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _finish(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_lse, p_share, p_largest, p_prediction, p_words,
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words,
     i_n, i_c, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -204,7 +221,7 @@ def _finish(
         if GRADIENT:
             _store(p_dz, i_c * BLOCK, tl.zeros([BLOCK], tl.float32), shift, end, V, GROUP, BLOCK)
         if STATISTICS:
-            _store_row(p_loss, p_lse, p_share, p_largest, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
+            _store_row(p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
     elif GRADIENT or i_c == 0:
         start_z, shift, end = _row(i_n, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
         p_z += start_z
@@ -226,30 +243,34 @@ def _finish(
 
         if STATISTICS:
             p_words += i_n * PARTS
-            lse, b_max = _row_statistics(p_words, PARTS, PADDED)
+            z_max, log_sum, b_most = _row_statistics(p_words, PARTS, PADDED)
             if p_weight is not None:
                 share = (1.0 - SMOOTHING) * target_weight
                 if SMOOTHING > 0.0:
                     share += SMOOTHING / TOTAL * tl.load(p_weight_sum)
+            elif V < TOTAL:
+                share = tl.where(inside, 1.0 - SMOOTHING, 0.0) + SMOOTHING * V / TOTAL
             if ends:
-                linear = (1.0 - SMOOTHING) * target_weight * _cap(x_target, SOFTCAP)
+                linear = (1.0 - SMOOTHING) * target_weight * (_cap(x_target, SOFTCAP) - z_max)
+                linear = tl.where(inside, linear, 0.0)
                 _row_results(
-                    p_loss, p_lse, p_share, p_largest, p_prediction, p_words, i_n, n_parts, start,
-                    lse, b_max, linear + poison, share, V, TOTAL, SMOOTHING, Z_LOSS, PARTS, PADDED,
+                    p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words, i_n, n_parts, start,
+                    z_max, log_sum, b_most, linear + poison, share, V, TOTAL, SMOOTHING, Z_LOSS, PARTS, PADDED,
                 )  # fmt: skip
         else:
-            lse = tl.load(p_lse + i_n)
+            z_max = tl.load(p_largest + i_n)
+            log_sum = tl.load(p_log_sum + i_n)
             if p_share is not None:
                 share = tl.load(p_share + i_n)
 
         if GRADIENT:
             scale += poison
-            factor = (share + 2.0 * Z_LOSS * lse) * scale
+            factor = (share + 2.0 * Z_LOSS * (z_max + log_sum)) * scale
             o_v = o_b - shift
             if WIDTH > V or GROUP > 1:
                 b_x = tl.where(_inside(o_v, V), b_x, 0.0)
             b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
-            b_dz = _gradient(b_x, lse, b_w, 0.0, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
+            b_dz = _gradient(b_x, z_max, log_sum, b_w, 0.0, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
             if here:
                 # The target's logit has been read by the thread that will need it before another one overwrites it.
                 tl.debug_barrier()
@@ -258,7 +279,9 @@ def _finish(
                 # One element of the row differs from the others; it is written over what was just stored.
                 tl.debug_barrier()
                 one_hot = (1.0 - SMOOTHING) * target_weight * scale
-                dz = _gradient(x_target, lse, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
+                dz = _gradient(
+                    x_target, z_max, log_sum, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING, SOFTCAP
+                )  # fmt: skip
                 tl.store(p_dz + shift + column, dz.to(p_dz.dtype.element_ty))
 
 
@@ -277,48 +300,59 @@ def _store(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, 
 
 @triton.jit
 def _row_statistics(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """lse of a row, and the maxima of its parts."""
+    """What to subtract from a row, log Σ exp of what is left, and the maxima of its parts."""
     o_c = tl.arange(0, PADDED)
     b_word = _wait(p_words, PARTS, PADDED)
-    b_max = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -1e30)
+    b_most = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    b_max = tl.maximum(b_most, _LOWEST)
     b_exp = tl.where(o_c < PARTS, b_word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     z_max = tl.max(b_max, 0)
-    return z_max + tl.log2(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)) * _LN2, b_max
+    return z_max, tl.log2(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)) * _LN2, b_most
 
 
 @triton.jit
 def _row_results(
-    p_loss, p_lse, p_share, p_largest, p_prediction, p_words, i_n, n_parts, start, lse, b_max, linear, share,
+    p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words, i_n, n_parts, start,
+    z_max, log_sum, b_most, linear, share,
     V: tl.constexpr, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Store what is wanted of row i_n, from lse and the target's share of what is linear in the logits."""
+    """Store what is wanted of row i_n; linear is the target's part of what is linear in the logits, less z_max."""
     o_c = tl.arange(0, PADDED)
     if SMOOTHING > 0.0:
         b_word = _wait(p_words + n_parts, PARTS, PADDED)
-        b_sum = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        linear += SMOOTHING / TOTAL * tl.sum(b_sum, 0)
-    z_max = tl.max(b_max, 0)
+        b_sum = (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        b_weight = (b_word.to(tl.int32) - 1).to(tl.float32, bitcast=True)
+        b_sum += b_weight * (tl.maximum(b_most, _LOWEST) - z_max)
+        linear += SMOOTHING / TOTAL * tl.sum(tl.where(o_c < PARTS, b_sum, 0.0), 0)
+    lse = z_max + log_sum
     best = 0
     if p_prediction is not None:
         b_word = _wait(p_words + 2 * n_parts, PARTS, PADDED)
-        best = tl.min(tl.where((b_max == z_max) & (o_c < PARTS), b_word.to(tl.int32) - 1, V - 1), 0)
-    loss = share * lse - linear + Z_LOSS * lse * lse if V == TOTAL else linear
-    _store_row(p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, z_max, start + best, True)
+        b_best = b_word.to(tl.int32) - 1
+        is_best = (b_best < V) | (b_most == tl.max(b_most, 0))
+        best = tl.min(tl.where(is_best & (o_c < PARTS), b_best, 2 * V), 0)
+        # Other shards see by it that this one has a NaN.
+        z_max = tl.where(best < V, float("nan"), z_max)
+        best = best % V
+    loss = share * log_sum - linear + Z_LOSS * lse * lse if V == TOTAL else linear
+    _store_row(
+        p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, loss, z_max, log_sum, share, start + best, True
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_row(
-    p_loss, p_lse, p_share, p_largest, p_prediction, i_n, loss, lse, share, largest, prediction, mask
+    p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, loss, largest, log_sum, share, prediction, mask
 ):  # fmt: skip
     """The results of row i_n, those that are wanted."""
     tl.store(p_loss + i_n, loss, mask=mask)
-    if p_lse is not None:
-        tl.store(p_lse + i_n, lse, mask=mask)
-    if p_share is not None:
-        tl.store(p_share + i_n, share, mask=mask)
     if p_largest is not None:
         tl.store(p_largest + i_n, largest, mask=mask)
+    if p_log_sum is not None:
+        tl.store(p_log_sum + i_n, log_sum, mask=mask)
+    if p_share is not None:
+        tl.store(p_share + i_n, share, mask=mask)
     if p_prediction is not None:
         tl.store(p_prediction + i_n, prediction, mask=mask)
 
@@ -371,12 +405,12 @@ class Shard:
 
 
 class Results(NamedTuple):
-    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads lse and share."""
+    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads the next three."""
 
     loss: Tensor | None = None
-    lse: Tensor | None = None
-    share: Tensor | None = None
     largest: Tensor | None = None
+    log_sum: Tensor | None = None
+    share: Tensor | None = None
     prediction: Tensor | None = None
 
 

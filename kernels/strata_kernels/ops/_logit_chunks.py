@@ -219,10 +219,9 @@ class _Run:
 
     def _gradient(self, z: Tensor, rows: slice, columns: slice, whole: Statistics) -> None:
         if self.settings.want_gradient:
-            assert whole.lse is not None
             shard_gradient(
-                z, self.target[rows], self.scale[rows], whole.lse, whole.share, self.options,
-                self.cut.part(columns.start), weight=self._classes(columns),
+                z, self.target[rows], self.scale[rows], whole, self.options, self.cut.part(columns.start),
+                weight=self._classes(columns),
             )  # fmt: skip
 
     def _add_columns(self, dz: Tensor, rows: slice, columns: slice) -> None:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-# Column numbers travel as floating-point numbers, which hold integers exactly up to here.
-_MOST_CLASSES = 2**24
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -58,10 +55,10 @@ class Cut:
         """The statistics of the whole vocabulary, from those of this process's parts and of the group's others."""
         packed = torch.stack([_pack(part) for part in parts])
         if self.group and not packed.is_meta:
-            packed = _combine(packed)[None]
+            packed = _pack(_combine(packed))[None]
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.ranks, self.group)
             packed = torch.ops._c10d_functional.wait_tensor(gathered)
-        return _unpack(_combine(packed), parts[0])
+        return _combine(packed)
 
     def start_sum(self, dx: Tensor) -> list[Tensor]:
         """Begin to sum dx, in place, over the group; `finish_sum` waits for it."""
@@ -88,34 +85,15 @@ def finish_sum(pending: Sequence[Tensor]) -> None:
 
 
 def _pack(found: Statistics) -> Tensor:
-    """[1 to 5, N], in the order of the fields."""
-    assert found.lse is not None
-    dtype = found.lse.dtype
+    """[4 or 5, N], in the order of the fields. fp32 holds the numbers of columns exactly up to 2^24."""
+    dtype = found.largest.dtype
     return torch.stack([field.to(dtype) for field in found if field is not None])
 
 
-def _unpack(packed: Tensor, like: Statistics) -> Statistics:
-    fields = iter(packed)
-    lse, linear, share, largest, prediction = (None if field is None else next(fields) for field in like)
-    assert lse is not None and linear is not None
-    return Statistics(lse, linear, share, largest, None if prediction is None else prediction.long())
-
-
-def _combine(packed: Tensor) -> Tensor:
-    """[parts, fields, N] → [fields, N]: see `Statistics` for how each field adds up."""
-    if packed.shape[0] == 1:
-        return packed[0]
-    n_fields = packed.shape[1]
-    lse = packed[:, 0].logsumexp(0)
-    rows = [lse, packed[:, 1].sum(0)]
-    if n_fields in (3, 5):
-        rows.append(packed[:, 2].sum(0))
-    if n_fields >= 4:
-        largest, prediction = packed[:, -2], packed[:, -1]
-        most = largest.amax(0)
-        # The first of equal ones, whatever order the device reduces in.
-        rows += [most, prediction.where(largest == most, float(_MOST_CLASSES)).amin(0)]
-    return torch.stack(rows)
+def _combine(packed: Tensor) -> Statistics:
+    """Statistics of the whole from those of its parts, [parts, fields, N]."""
+    largest, log_sum, linear, share, *rest = packed.unbind(1)
+    return Statistics.combined(Statistics(largest, log_sum, linear, share, rest[0].long() if rest else None))
 
 
 def is_dtensor(x: object) -> bool:

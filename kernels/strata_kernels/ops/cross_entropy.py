@@ -11,8 +11,9 @@ reduction multiplies a row's loss by. Source: Szegedy et al. (smoothing, arXiv:1
 
 Axes: N rows, V vocabulary entries. A loss that is a scalar is linear in its incoming gradient, so the forward pass
 writes the gradient, too, while it has the logits at hand, and the backward pass multiplies it: 4 bytes per logit in
-bf16, in all. Without a reduction, a backward pass reads the logits again, and lse. Nothing is accumulated with atomics:
-results repeat bit for bit.
+bf16, in all. Without a reduction, a backward pass reads the logits again, and lse, whose two parts, the largest logit
+and the logarithm of a sum, are kept apart: far from zero their sum would lose the digits of p. Nothing is accumulated
+with atomics: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -115,15 +116,15 @@ class _Reuse(torch.autograd.Function):
 def _rows(
     logits: Tensor, weight: Tensor | None, target: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    results = loss, lse, share, predictions = _rows_fake(
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    results = loss, largest, log_sum, share, predictions = _rows_fake(
         logits, weight, target, ignore_index, label_smoothing, z_loss, softcap, predict
     )
     cross_entropy_rows(
         rows_of(logits), target.reshape(-1).contiguous(), None, loss.view(-1),
         Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_dense(weight, loss.dtype),
-        lse=lse, share=None if weight is None else share, prediction=predictions.view(-1) if predict else None,
-        padding=False,
+        largest=largest, log_sum=log_sum, share=None if weight is None else share,
+        prediction=predictions.view(-1) if predict else None, padding=False,
     )  # fmt: skip
     return results
 
@@ -131,10 +132,11 @@ def _rows(
 def _rows_fake(
     logits: Tensor, weight: Tensor | None, target: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype, n_rows = accumulator(logits.dtype), target.numel()
     return (
         logits.new_empty(target.shape, dtype=dtype),
+        logits.new_empty(n_rows, dtype=dtype),
         logits.new_empty(n_rows, dtype=dtype),
         logits.new_empty(0 if weight is None else n_rows, dtype=dtype),
         target.new_empty(target.shape if predict else 0),
@@ -142,10 +144,10 @@ def _rows_fake(
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, lse, share, predictions = output
+    _, *statistics, predictions = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse, share, predictions)
-    ctx.save_for_backward(*inputs[:3], lse, share)
+    ctx.mark_non_differentiable(*statistics, predictions)
+    ctx.save_for_backward(*inputs[:3], *statistics)
     ctx.options = inputs[3:-1]
 
 
@@ -155,14 +157,15 @@ def _rows_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 def _rows_bwd(
-    grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, lse: Tensor, share: Tensor,
+    grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, largest: Tensor, log_sum: Tensor,
+    share: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     dlogits, rows = _rows_bwd_fake(grad, logits), rows_of(logits)
     cross_entropy_gradient(
-        rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(lse.dtype), lse,
+        rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(largest.dtype), largest, log_sum,
         None if weight is None else share, Options(ignore_index, label_smoothing, z_loss, softcap),
-        weight=_dense(weight, lse.dtype), dz=dlogits.view(rows.shape), padding=False,
+        weight=_dense(weight, largest.dtype), dz=dlogits.view(rows.shape), padding=False,
     )  # fmt: skip
     return dlogits
 
@@ -177,13 +180,13 @@ _total_op = register(
     _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
 )  # fmt: skip
 _rows_bwd_op = register(
-    "cross_entropy_rows_bwd(Tensor grad, Tensor logits, Tensor? weight, Tensor target, Tensor lse, Tensor share, "
-    f"{_OPTIONS}) -> Tensor",
+    "cross_entropy_rows_bwd(Tensor grad, Tensor logits, Tensor? weight, Tensor target, Tensor largest, "
+    f"Tensor log_sum, Tensor share, {_OPTIONS}) -> Tensor",
     _rows_bwd, _rows_bwd_fake,
 )  # fmt: skip
 _rows_op = register(
     f"cross_entropy_rows(Tensor logits, Tensor? weight, Tensor target, {_OPTIONS}, bool predict)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
 )  # fmt: skip
 
@@ -310,7 +313,7 @@ def _cross_entropy(
     # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
     # known in the backward pass.
     if reduction == "none" or (trained and logits.dtype == torch.float16):
-        loss, _, _, predictions = _rows_op(logits, weight, target, *flags, predict)
+        loss, *_, predictions = _rows_op(logits, weight, target, *flags, predict)
         if reduction == "mean":
             loss = loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype)
         return loss.sum() if reduction == "sum" else loss, predictions
