@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from strata_kernels.ops import _repeat
+from tests.kernels.bar import hold_to_bar
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["interpreter"] if INTERPRETED else ["reference"] + ["gpu"] * torch.cuda.is_available()
@@ -83,25 +84,10 @@ def no_memory_kept() -> Iterator[None]:
 
 @pytest.fixture
 def within_bar(path: str) -> Bar:
-    """`within_bar(ours, torchs, exact)`: never more than twice as far from fp64 as PyTorch at the same dtype.
-
-    Distances are relative to the largest exact value, at the worst element and in the mean square. Where PyTorch is
-    lucky, the exact result rounded once is as good as its. The interpreter truncates where a GPU rounds to bf16: there,
-    and only there, twice the distance and two last places are let pass.
-    """
+    """`within_bar(ours, torchs, exact)`: never more than twice as far from fp64 as PyTorch at the same dtype."""
 
     def check(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor) -> None:
-        assert ours.shape == exact.shape and ours.dtype == torchs.dtype and exact.dtype == torch.float64
-        if exact.numel() == 0:
-            return
-        truncated = path == "interpreter" and ours.dtype == torch.bfloat16
-        factor, floor = (4, torch.bfloat16) if truncated else (2, torch.float32)
-        scale = exact.abs().max().clamp_min(torch.finfo(ours.dtype).tiny)
-        rounded = exact.to(ours.dtype)
-        for norm in (lambda error: error.abs().max(), lambda error: error.square().mean().sqrt()):
-            mine, theirs, once = (float(norm((x.double() - exact) / scale)) for x in (ours, torchs, rounded))
-            bar = max(factor * theirs, once) + 2 * torch.finfo(floor).eps
-            assert mine <= bar, f"{mine:.3e} from fp64, PyTorch {theirs:.3e}, rounded once {once:.3e}"
+        hold_to_bar(ours, torchs, exact, truncated=path == "interpreter" and ours.dtype == torch.bfloat16)
 
     return check
 

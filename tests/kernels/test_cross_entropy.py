@@ -126,6 +126,19 @@ def test_incoming_gradients_of_rows(dtype, problem, compare, poisoned) -> None:
     compare(called(cross_entropy, target, options), called(plain, target, options), [logits])
 
 
+def test_incoming_gradients_far_apart(problem) -> None:
+    """A column of a wide matrix: the third row's is 2^31 elements behind the first one's."""
+    logits, target, _ = problem((3, 30))
+    target.fill_(3)
+    # On a CPU only the pages of the three elements are touched.
+    memory = torch.empty(2**31 + 1, dtype=torch.float32, device=logits.device)
+    incoming = torch.randn(3, device=logits.device)
+    far = memory.as_strided((3,), (2**30,)).copy_(incoming)
+    losses = cross_entropy(logits.requires_grad_(), target, reduction="none")
+    given, dense = (torch.autograd.grad(losses, logits, x, retain_graph=True)[0] for x in (far, incoming))
+    assert torch.equal(given, dense)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.125, 3.0])
 def test_incoming_gradient_of_a_scalar(factor, dtype, problem, within_bar) -> None:

@@ -98,7 +98,8 @@ def _activate(b_x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
 @triton.jit
 def _offsets(n_rows, n_cols, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """Rows [BLOCK / VECTOR, 1], features [BLOCK / VECTOR, VECTOR] and mask of this program's elements."""
-    n_vectors = tl.cdiv(n_cols, VECTOR)
+    # Not tl.cdiv, which adds first: just below 2^31 that would overflow.
+    n_vectors = (n_cols - 1) // VECTOR + 1
     o_v = tl.program_id(0) * (BLOCK // VECTOR) + tl.arange(0, BLOCK // VECTOR)
     o_r = o_v // n_vectors
     o_d = (o_v - o_r * n_vectors).to(tl.int64)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]

@@ -227,7 +227,7 @@ def _finish(
         p_z += start_z
         if GRADIENT:
             b_x = tl.load(p_z + o_b, mask=o_b < end, other=0.0, eviction_policy="evict_first")
-            scale = tl.load(p_scale + i_n * stride_scale)
+            scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
         # A target outside the vocabulary is the caller's bug; there is no way to raise, so the row turns to NaN.
         poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
         column = target - start
@@ -434,6 +434,8 @@ def launch_rows(
     if statistics:
         # A word per part for its maximum and sum, one for its weighted sum, one for its largest logit's column.
         kinds = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
+        if (kinds + 1) * n_parts >= 2**31:
+            raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
         words = z.new_zeros(kinds * n_parts, dtype=torch.int64)
         weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
         lag = min(n_parts, parts + tile.ahead * multiprocessors(z.device))

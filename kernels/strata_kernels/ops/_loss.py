@@ -53,7 +53,8 @@ def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
     """x *= factor, where a factor of one costs no traffic, only the start of a few programs."""
     factor = tl.load(p_factor).to(tl.float32)
     if factor != 1.0:
-        for i_x in range(tl.program_id(0), tl.cdiv(n_elements, BLOCK), tl.num_programs(0)):
+        # Not tl.cdiv, which adds first: just below 2^31 that would overflow.
+        for i_x in range(tl.program_id(0), (n_elements - 1) // BLOCK + 1, tl.num_programs(0)):
             o_x = tl.cast(i_x, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             m_x = o_x < n_elements
             b_x = tl.load(p_x + o_x, mask=m_x)

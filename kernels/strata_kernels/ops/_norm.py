@@ -162,6 +162,9 @@ def norm_forward(
     width = x.shape[-1]
     n_rows = x.numel() // width
     plan = _forward_plan(width, x.itemsize, cast, center, x.is_cpu)
+    # Up to a tile more is counted in the kernels, in 32 bits.
+    if n_rows + plan["ROWS"] >= 2**31:
+        raise ValueError(f"x has {n_rows} rows, too many for an index in 32 bits: split it")
     launch(
         norm_fwd_kernel, (-(-n_rows // plan["ROWS"]),),
         rows, residual_rows, _dense(weight), _dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,

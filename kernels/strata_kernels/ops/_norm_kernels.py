@@ -79,7 +79,7 @@ def norm_fwd_kernel(
         p_row = p_h
         stride_row = D
     if tl.program_id(0) == 0:
-        o_c = (n_rows * 2 if CENTER else n_rows) + tl.arange(0, COUNTERS)
+        o_c = tl.cast(n_rows, tl.int64) * (1 + CENTER) + tl.arange(0, COUNTERS)
         tl.store(p_stats + o_c, tl.zeros([COUNTERS], tl.float32))
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < n_rows
@@ -288,6 +288,6 @@ def norm_bwd_kernel(
     _store_sums(p_own, b_dw, D - i_own * BLOCK, BLOCK, OWN if p_dw is not None else 0)
     _store_sums(p_own + WIDTH - D, b_db, D - i_own * BLOCK, BLOCK, OWN if p_db is not None else 0)
     if GROUPS > 0 and WIDTH > 0:
-        p_counters = p_stats + (n_rows * 2 if CENTER else n_rows)
+        p_counters = p_stats + tl.cast(n_rows, tl.int64) * (1 + CENTER)
         if fused:
             _add_by_the_last(p_partial, p_dw, p_db, p_counters, D, WIDTH, GROUPS, ADD_ROWS, ADD_BLOCK)
