@@ -524,6 +524,12 @@ def test_shapes_of_a_run_share_their_kernels() -> None:
     assert [name for name, _ in plans[0].specializations[1].options] == ["enable_fp_fusion", "num_warps", "maxnreg"]
 
 
+def test_more_rows_than_32_bits_index_are_refused() -> None:
+    logits = torch.empty(2**30, 2, dtype=torch.bfloat16, device="meta")
+    with recording(), pytest.raises(ValueError, match="too many for an index in 32 bits: split them"):
+        cross_entropy(logits, torch.zeros(2**30, dtype=torch.int64, device="meta"))
+
+
 @pytest.mark.parametrize("classes", [7, 32000, 262208, 10**6])
 def test_a_program_waits_only_for_those_before_it(classes) -> None:
     with recording() as calls:

@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strata_kernels import add_rms_norm, layer_norm, rms_norm
+from strata_kernels.ops._launch import recording
 from strata_kernels.warmup import record
 
 norm = sys.modules["strata_kernels.ops._norm"]
@@ -273,6 +274,12 @@ def test_is_a_well_formed_operator(name, device) -> None:
     trained = tuple(x.clone().requires_grad_() for x in inputs)
     torch.library.opcheck(getattr(torch.ops.strata, name).default, (*trained, *attributes))
     torch.library.opcheck(*backward)
+
+
+@each
+def test_more_rows_than_32_bits_index_are_refused(name) -> None:
+    with recording(), pytest.raises(ValueError, match="too many for an index in 32 bits: split it"):
+        NORMS[name][0](*randoms(name, 2**31 - 1, 1, device="meta"))
 
 
 @compiles
