@@ -7,7 +7,7 @@ The reference is none of this project's code: transformers' own model with fp32 
 by `python -m tasks.runtime` with each `optimizer.precision`. Every exported model is then measured by transformers
 alone, in fp32, on rows that none was trained on. All processes share the GPU, so this measures losses, not speed.
 
-FILE is plain text. Prints a table, and writes every curve to `<out>/precision.json`.
+FILE is plain text. Prints a table, and writes every curve to `<out>/curves.json`.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def main() -> None:
         curves[precision] = [point.loss for point in read_points(run / "metrics.jsonl")]
         folders[precision] = run / "model"
 
+    (arguments.out / "curves.json").write_text(json.dumps(curves))
     start, untrained = measure(arguments.model, data)
     rows: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
@@ -181,7 +182,6 @@ def main() -> None:
     for name, row in rows.items():
         off = [f"{row[key] / best[key] - 1:+.2%}" for key in ("training", "held_out")]
         print(f"| {name} | {row['training']:.4f} | {off[0]} | {row['held_out']:.4f} | {off[1]} | {row['moved']:.1%} |")
-    (arguments.out / "precision.json").write_text(json.dumps({"before": start, "rows": rows, "curves": curves}))
 
 
 if __name__ == "__main__":
