@@ -22,7 +22,8 @@ FILES = {
     "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py", "test_projected.py"],
     "optimizer": ["test_adamw.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
-    "layouts": ["test_layouts.py", "test_patched_models.py", "test_double_backward.py"],
+    "layouts": ["test_layouts.py"],
+    "models": ["test_patched_models.py", "test_double_backward.py"],
 }
 
 
