@@ -11,7 +11,10 @@ import strata_kernels
 from tests.kernels.layouts import layouts
 from tests.kernels.operators import OPERATORS, Operator
 
-DTYPES = [torch.float32] + [torch.bfloat16] * torch.cuda.is_available()
+
+def dtypes(name: str) -> list[torch.dtype]:
+    """On a GPU bf16 too, where pointers are aligned in another way; PyTorch's losses would be in bf16, ours are not."""
+    return [torch.float32] + [torch.bfloat16] * (torch.cuda.is_available() and "cross_entropy" not in name)
 
 
 def test_every_operator_is_here() -> None:
@@ -42,9 +45,14 @@ def variants(tensors: list[Tensor], which: int) -> Iterator[tuple[str, list[Tens
         yield ", ".join(names), list(chosen)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("name", "position"), [(name, position) for name, operator in OPERATORS.items() for position in positions(operator)]
+    ("name", "position", "dtype"),
+    [
+        (name, position, dtype)
+        for name, operator in OPERATORS.items()
+        for position in positions(operator)
+        for dtype in dtypes(name)
+    ],
 )
 def test_every_layout(name, position, dtype, path, device, within_bar, poisoned) -> None:
     operator = OPERATORS[name]
