@@ -133,11 +133,13 @@ def _store(p, o, b, m, MASKED: tl.constexpr):
 def _round(b, b_noise, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """b as it is stored: up where the 16 bits that bf16 lacks and 16 random bits make a carry, or to nearest even."""
     if DTYPE == "fp32":
-        return b
-    b_bits = b.to(tl.int32, bitcast=True)
-    b_up = 0x7FFF + ((b_bits >> 16) & 1) if ROUNDING == "nearest" else b_noise
-    # A NaN could carry into the sign.
-    return (tl.where(b == b, b_bits + b_up, _NAN) >> 16).to(tl.int16)
+        b_out = b
+    else:
+        b_bits = b.to(tl.int32, bitcast=True)
+        b_up = 0x7FFF + ((b_bits >> 16) & 1) if ROUNDING == "nearest" else b_noise
+        # A NaN could carry into the sign.
+        b_out = (tl.where(b == b, b_bits + b_up, _NAN) >> 16).to(tl.int16)
+    return b_out
 
 
 @triton.jit
