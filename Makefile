@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
 
-.PHONY: help setup finetune test e2e lint format lock docs clean
+.PHONY: help setup finetune test test-fast e2e lint format lock docs docs-serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,26 +35,37 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-fast: $(READY) ## Run the quick tests: specs, data, checkpoints, kernels, documents; under two minutes
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST) $(ARGS)
+
 e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \
 		test -n "$${!name}" || { echo "error: set $$name; docs/testing.md says to what" >&2; exit 2; }; done
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
-lint: $(READY) ## Check style, types, layering, spelling and the images
+lint: $(READY) ## Check style, types, layering, spelling, documents and the images
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python images/check.py
+	$(BIN)/python tools/prose.py docs
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+		NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site" && echo "the site builds"
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## Regenerate the reference of the run spec and of the chart's values
+docs: $(READY) ## Regenerate the generated pages: run spec, support matrix, commands, chart values
 	$(BIN)/python -m strata_platform.spec.reference_docs
+	$(BIN)/python -m strata_platform.spec.support_matrix
+	$(BIN)/python -m strata_platform.cli_docs
 	$(BIN)/python -m strata_platform.chart.values_docs
+
+docs-serve: $(READY) ## Show the documents as a site on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lock: $(READY) ## Resolve the dependencies anew
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --upgrade \
@@ -69,4 +80,4 @@ lock: $(READY) ## Resolve the dependencies anew
 		platform/pyproject.toml -c requirements.lock -o images/platform.lock
 
 clean: ## Remove the environment, caches and everything that runs wrote
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) out site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

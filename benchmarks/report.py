@@ -1,8 +1,8 @@
-"""What the measurements say: CSV, Markdown, plots, and the tables of docs/performance.md.
+"""What the measurements say: CSV, Markdown, plots, and the tables of docs/benchmarks/operators.md.
 
     python -m benchmarks.report out/benchmarks [out/another ...]
 
-Merges the ops.csv of the folders into docs/performance.csv and writes the tables of docs/performance.md from it,
+Merges the ops.csv of the folders into docs/benchmarks/operators.csv and writes the tables of docs/benchmarks/operators.md from it,
 between the lines `<!-- begin: name -->` and `<!-- end: name -->`. A row maps names of COLUMNS to text or numbers.
 """
 
@@ -49,7 +49,7 @@ _CASES: dict[tuple[str, str], tuple[Operator, Case]] = {
 _BY = {"ours": "Strata", **NAMES}
 # How `benchmarks.ops` begins to say which errors did not pass.
 _RED = "RED: "
-DOCS = Path(__file__).parents[1] / "docs/performance.md"
+DOCS = Path(__file__).parents[1] / "docs/benchmarks/operators.md"
 DATA = DOCS.with_suffix(".csv")
 
 

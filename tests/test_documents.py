@@ -1,15 +1,45 @@
-"""What the documents say of commands and files is so."""
+"""What the documents say of commands, files, specs and symbols is so."""
 
+import ast
 import re
+import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
+from typer.main import get_command
+
+from strata_platform import cli_docs
+from strata_platform.chart.values import ChartValues
+from strata_platform.cli import app
+from strata_platform.spec import RunSpec
+from strata_platform.spec.grid import Grid
+from strata_platform.spec.support_matrix import files as support_matrix
+from tools import prose
 
 ROOT = Path(__file__).parent.parent
 STRATA = Path(sys.executable).with_name("strata")
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/**/*.md", "*/README.md", "charts/*/README.md", ".github/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+PAGES = [name for name in DOCUMENTS if name.startswith("docs/")]
+# Names of Flyte's and other charts' values, which blocks of YAML have at their top.
+ELSEWHERE = {
+    "managerConfig", "deployment", "configuration", "enabled_plugins", "rbac", "flyte-core-components", "flyte-binary",
+}  # fmt: skip
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Its blocks of code, also those that are indented below a tab or an item of a list."""
+    text = (ROOT / document).read_text()
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
 
 def test_the_mistakes_of_the_readme_are_told_as_it_shows_them(tmp_path):
@@ -30,18 +60,103 @@ def test_the_spec_of_the_readme_is_valid(tmp_path):
     assert subprocess.run([STRATA, "spec", "my.yaml"], cwd=tmp_path, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "document",
-    sorted(
-        str(path.relative_to(ROOT))
-        for pattern in ("*.md", "docs/*.md", "*/README.md", "charts/*/README.md")
-        for path in ROOT.glob(pattern)
-    ),
-)
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 120
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / document).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short_and_use_the_fields_words(page):
+    assert list(prose.findings(ROOT / page)) == []
+
+
+def test_retired_words_and_long_pages_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("The client is told.\n\n```\nis told\n```\n" + "word " * 1500)
+    assert len(list(prose.findings(page))) == 2
+
+
+@pytest.mark.parametrize(("name", "text"), [*support_matrix().items(), *cli_docs.files().items()])
+def test_generated_pages_are_not_stale(name, text):
+    assert (ROOT / "docs" / name).read_text() == text, "run `make docs`"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_of_yaml_are_valid(document):
+    for block in blocks(document, "yaml"):
+        for value in yaml.safe_load_all(block):
+            top = set(value)
+            if "currency" in top or "prices" in top or top & ELSEWHERE:
+                continue
+            if top == {"fields"}:
+                Grid.model_validate(value)
+            elif top <= set(RunSpec.model_fields):
+                RunSpec.model_validate(value)
+            else:
+                ChartValues.model_validate(value)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_of_python_are_python(document):
+    for block in blocks(document, "python"):
+        if not block.startswith("# kernels/strata_kernels/patch/table.py"):
+            ast.parse(block)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    lines = []
+    for document in DOCUMENTS:
+        for language in ("console", ""):
+            for block in blocks(document, language):
+                joined = block.replace("\\\n", " ")
+                lines += [(document, line[2:]) for line in joined.splitlines() if line.startswith("$ ")]
+    return [(document, shlex.split(line, comments=True)) for document, line in lines]
+
+
+def test_commands_and_their_options_exist():
+    known = {name: command.params for name, command in get_command(app).commands.items()}
+    seen = 0
+    for document, (program, *arguments) in commands():
+        if program == "strata" and not arguments[0].startswith("-"):
+            options = {flag for parameter in known[arguments[0]] for flag in parameter.opts} | {"--help"}
+            used = {argument for argument in arguments[1:] if argument.startswith("-")}
+            assert used <= options, (document, arguments)
+            seen += 1
+    assert seen > 20
+
+
+def test_modules_and_targets_that_are_run_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for document, words in commands():
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), (document, words)
+        if "-m" in words and words[words.index("-m") + 1] not in ("pip", "pytest"):
+            assert find_spec(words[words.index("-m") + 1]), (document, words)
+
+
+def symbols() -> list[tuple[str, str]]:
+    tour = (ROOT / "docs/tour.md").read_text()
+    return re.findall(r"\[`(\w+)`\]\(\.\./([^)]+\.py)\)", tour)
+
+
+@pytest.mark.parametrize(("symbol", "path"), symbols())
+def test_the_tour_names_what_is_there(symbol, path):
+    body = ast.parse((ROOT / path).read_text()).body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = [node.targets[0] if isinstance(node, ast.Assign) else node.target
+                for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]  # fmt: skip
+    assert symbol in names | {target.id for target in assigned if isinstance(target, ast.Name)}
+
+
+def test_the_tour_answers_fifteen_questions():
+    table = (ROOT / "docs/tour.md").read_text().split("## Fifteen questions")[1]
+    assert len(re.findall(r"^\| .*\?.* \| .*\]\(", table, re.MULTILINE)) == 15
 
 
 def test_make_help_explains_every_target():
@@ -55,5 +170,6 @@ def test_code_is_registered_into_the_folder_that_the_image_starts_in():
     # The default of `pyflyte register` is root's folder, where the image's user may not write.
     files = (path for name in ("docs", "examples", "platform") for path in ROOT.glob(f"{name}/**/*"))
     texts = (path.read_text() for path in files if path.suffix in (".md", ".py", ".ipynb"))
-    commands = re.findall(r"pyflyte register .*", "\n".join(texts))
-    assert len(commands) > 3 and all("--destination-dir . " in command for command in commands), commands
+    lines = re.findall(r"pyflyte register .*", "\n".join(texts))
+    registered = [line for line in lines if "--" in line]
+    assert len(registered) > 3 and all("--destination-dir . " in line for line in registered), registered
