@@ -12,6 +12,12 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
 
+# What `make test-fast` runs: most of what a change of specs, data, documents or an operator would break.
+FAST := tests/test_documents.py $(filter-out %/test_client.py,$(wildcard tests/platform/test_*.py)) tests/images \
+	tests/charts/test_values.py tests/kernels/test_launch.py tests/kernels/test_rms_norm.py tests/kernels/test_readme.py \
+	$(wildcard tests/runtime/test_data_*.py) $(addprefix tests/runtime/test_,checkpoint.py exits.py folder.py metrics.py \
+	mfu.py next_token.py optimizer.py record.py report.py signals.py)
+
 .PHONY: help setup finetune test test-fast e2e lint format lock docs docs-serve clean
 
 help: ## Show this list

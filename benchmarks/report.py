@@ -2,7 +2,7 @@
 
     python -m benchmarks.report out/benchmarks [out/another ...]
 
-Merges the ops.csv of the folders into docs/benchmarks/operators.csv and writes the tables of docs/benchmarks/operators.md from it,
+Merges the ops.csv of the folders into docs/benchmarks/operators.csv and writes the tables of operators.md beside it,
 between the lines `<!-- begin: name -->` and `<!-- end: name -->`. A row maps names of COLUMNS to text or numbers.
 """
 

@@ -1,6 +1,7 @@
 """What the documents say of commands, files, specs and symbols is so."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -99,7 +100,7 @@ def test_blocks_of_yaml_are_valid(document):
             elif top <= set(RunSpec.model_fields):
                 RunSpec.model_validate(value)
             else:
-                ChartValues.model_validate(value)
+                ChartValues.model_validate_json(json.dumps(value))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
