@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from strata_platform.cli import app
 from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
 from strata_platform.spec.support_matrix import files as support_matrix
-from tools import prose
+from tools import mkdocs_hooks, prose
 
 ROOT = Path(__file__).parent.parent
 STRATA = Path(sys.executable).with_name("strata")
@@ -158,6 +159,21 @@ def test_the_tour_names_what_is_there(symbol, path):
 def test_the_tour_answers_fifteen_questions():
     table = (ROOT / "docs/tour.md").read_text().split("## Fifteen questions")[1]
     assert len(re.findall(r"^\| .*\?.* \| .*\]\(", table, re.MULTILINE)) == 15
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "rewritten"),
+    [
+        ("data.md", "[a](../examples/nightly.py)", "[a](source/examples/nightly.py/index.md)"),
+        ("benchmarks/index.md", "[a](../../CHANGELOG.md#x)", "[a](../source/CHANGELOG.md/index.md#x)"),
+        ("data.md", "[a](faults.md#hangs) [b](#packing)", "[a](faults.md#hangs) [b](#packing)"),
+        ("data.md", "[a](https://example.org/../x)", "[a](https://example.org/../x)"),
+        ("source/charts/strata/README.md/index.md", "[a](../../docs/cluster.md)", "[a](../../../../cluster.md)"),
+    ],
+)
+def test_the_site_has_the_files_that_pages_link_to(page, written, rewritten):
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    assert mkdocs_hooks.on_page_markdown(written, shown, None, None) == rewritten
 
 
 def test_make_help_explains_every_target():
