@@ -133,7 +133,7 @@ def test_an_unknown_model_names_the_way_out():
 
 
 def test_the_example_takes_what_it_took():
-    """67.3 GiB on an H200 without master weights, docs/benchmarks/training.md, whose low bits are 2 bytes of each weight."""
+    """67.3 GiB on an H200 without master weights (docs/benchmarks/training.md); their low bits take 2 bytes."""
     spec = load_spec(EXAMPLE)
     shape = shape_of(spec.model.name)
     found = estimate(spec, shape, H200)

@@ -39,6 +39,10 @@ FEATURES: dict[str, Settings] = {
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
     **{f"optimizer.type: {name}": {"optimizer": {"type": name}} for name in ("adamw", "adamw_8bit", "muon")},
+    **{
+        f"optimizer.precision: {name}": {"optimizer": {"precision": name}}
+        for name in ("fp32_master", "stochastic_rounding", "nearest")
+    },
     "optimizer.paged": {"optimizer": {"paged": True}},
     "optimizer.in_backward": {"optimizer": {"in_backward": True, "max_grad_norm": 0}},
     "adapter.type: lora": {"adapter": {"type": "lora"}},
