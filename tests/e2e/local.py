@@ -28,7 +28,7 @@ import yaml
 from tests.e2e import upstream
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", ROOT.parent / "shared" / "cluster")).absolute()
+SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", "")).absolute()
 STATE = Path(os.environ.get("KC", "/tmp/kc")).absolute()
 STACK = STATE / "strata-stack"
 RUNS = STATE / "runs"
@@ -115,8 +115,8 @@ def alone(patience: float = 600) -> Iterator[None]:
 
 def build() -> None:
     """The cluster's programs and images, unless they are there."""
-    if not SCRIPTS.is_dir():
-        raise CannotError(f"{SCRIPTS} is not there; set STRATA_CLUSTER")
+    if not (SCRIPTS / "build.sh").is_file():
+        raise CannotError(f"{SCRIPTS} has no build.sh; set STRATA_CLUSTER as docs/testing.md says")
     if os.geteuid():
         raise CannotError("only root may make namespaces and mounts")
     try:
