@@ -14,22 +14,22 @@ MOST_WORDS = 1500
 
 # What the documents once said, and the field's words for it.
 RETIRED = {
-    r"(is|are|was|were|be) told": "reported, shown",
-    r"tells? (of|the client|you of)": "reports",
-    r"(is|are|be) said": "the log says, the message shows",
-    r"damaged?": "corrupt",
-    r"mirror(ed|s)?": "upload, copy",
-    r"with(hold|held)": "skip",
-    r"verdict": "decision",
-    r"begun anew|began anew|begins anew|tried anew|started anew": "restart, again",
-    r"for want of|in want of": "without, because ... is missing",
-    r"gives? way": "is moved, is freed",
-    r"whole\.py|tell\.py|told\.py": "a module that was renamed",
-    r"goes? by document": "uses variable-length attention",
-    r"cut over": "sharded over, split over",
-    r"asked wrongly": "wrong arguments",
-    r"nobody waits|somebody": "name who",
-    r"what is (missing|needed|asked|said|wrong) (is|has|was)": "name the subject",
+    "told|tells?": "report, show, print",
+    "(is|are|be) said": "the log says, the message shows",
+    "facts": "metadata",
+    "damaged?": "corrupt",
+    "mirror(ed|s)?": "upload, copy",
+    "withh(o|e)ld|withholds": "skip",
+    "verdict": "decision",
+    "anew": "again, restart",
+    "(for|in) want of": "without, because ... is missing",
+    "gives? way": "is moved, is freed",
+    r"(whole|tell|told|warmed|slots|fragment|guard|documents)\.py": "a module that has another name now",
+    "go(es)? by document": "use variable-length attention",
+    "cut over": "shard over, split over",
+    "asked wrongly": "wrong arguments",
+    "somebody|whoever is": "name who",
+    "what is (missing|needed|asked|said|wrong) (is|has|was)": "name the subject",
 }
 
 
