@@ -19,7 +19,7 @@ RETIRED = {
     "facts": "metadata",
     "damaged?": "corrupt",
     "mirror(ed|s)?": "upload, copy",
-    "withh(o|e)ld|withholds": "skip",
+    "withholds?|withheld": "skip",
     "verdict": "decision",
     "anew": "again, restart",
     "(for|in) want of": "without, because ... is missing",
