@@ -13,7 +13,7 @@ from strata_platform.cli import app
 from strata_platform.spec import RunSpec, SpecError, support_matrix
 
 PAGE = support_matrix.matrix()
-REASONS = dict(re.findall(r"^(\d+)\. (.*)$", PAGE, re.MULTILINE))
+REASONS = dict(re.findall(r'^(\d+)\. <a id="reason-\1"></a>(.*)$', PAGE, re.MULTILINE))
 
 
 def cell(feature, kind):

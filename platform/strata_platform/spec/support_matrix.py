@@ -109,12 +109,12 @@ def matrix() -> str:
 
     def cell(settings: Mapping[str, Any]) -> str:
         found = [numbers.setdefault(reason, len(numbers) + 1) for reason in reasons(settings)]
-        return ", ".join(f"[{number}](#reasons)" for number in found) or "yes"
+        return ", ".join(f"[{number}](#reason-{number})" for number in found) or "yes"
 
     lines = [_INTRODUCTION, "## With each kind of parallelism", "", *_by_parallelism(cell), ""]
     lines += ["## Rejected pairs", "", "Two settings, each valid alone, that are rejected together.", ""]
     lines += [*_pairs(cell), "", "## Reasons", ""]
-    lines += [f"{number}. {reason}" for reason, number in numbers.items()]
+    lines += [f'{number}. <a id="reason-{number}"></a>{reason}' for reason, number in numbers.items()]
     return "\n".join(lines) + "\n"
 
 
