@@ -176,6 +176,14 @@ def test_the_site_has_the_files_that_pages_link_to(page, written, rewritten):
     assert mkdocs_hooks.on_page_markdown(written, shown, None, None) == rewritten
 
 
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_pin_their_actions_and_may_read_alone(workflow):
+    content = yaml.safe_load(workflow.read_text())
+    assert content["permissions"] == {"contents": "read"}
+    steps = [step for job in content["jobs"].values() for step in job["steps"]]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+\.\d+\.\d+", step["uses"]) for step in steps if "uses" in step)
+
+
 def test_make_help_explains_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
