@@ -100,8 +100,8 @@ def exact():
 def test_fp32_masters_follow_fp32_training(type, exact):
     model, optimizer = train(torch.bfloat16, type=type)
     error = (drift(masters(model, optimizer)) - exact[type]).norm() / exact[type].norm()
-    # Moments are bfloat16, rounded at random.
-    assert error < 0.01
+    # AdamW on a CPU has fp32 moments, and PyTorch's own bits; elsewhere moments are bfloat16, rounded at random.
+    assert error == 0 if type == "adamw" else error < 0.01
     weights = [parameter.detach() for parameter in model.parameters()]
     for weight, master in zip(weights, masters(model, optimizer), strict=True):
         assert torch.equal(weight, split_weight(master)[0])

@@ -142,6 +142,14 @@ def _precision(spec: RunSpec) -> Iterator[Contradiction]:
         f"'{spec.optimizer.precision}' saves the memory of fp32 master weights, and the engine of parallel.type "
         "'deepspeed' always keeps them; set optimizer.precision to 'fp32_master', or parallel.type to 'fsdp'",
     )
+    yield Contradiction(
+        spec.optimizer.precision == "stochastic_rounding"
+        and spec.parallel.type == "fsdp"
+        and spec.parallel.cpu_offload,
+        ("optimizer.precision", "parallel.cpu_offload"),
+        "'stochastic_rounding' saves GPU memory that parallel.cpu_offload does not use, and random bits are slow "
+        "on CPUs; set optimizer.precision to 'fp32_master', or parallel.cpu_offload to false",
+    )
 
 
 optimizer_rules = (_muon, _in_backward, _eight_bits, _paged, _precision)

@@ -7,18 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from strata_kernels import StepPlan, adamw_step
+from strata_kernels import StepPlan, adamw_step, join_weight, split_weight
 from tasks.runtime.optim.rounding import WeightRounding, local
 from tasks.runtime.optim.state_tensors import new_slot
+
+# Elements of a parameter that become fp32 at a time on the CPU: they stay in its cache.
+_PIECE = 1 << 20
+# Elements of whole vectors of any CPU, and of the parts that PyTorch's threads take.
+_VECTORS = 64
 
 
 class ExactAdamW(torch.optim.Optimizer):
     """AdamW whose bfloat16 weights and moments lose no update, one kernel launch for all tensors of a group.
 
-    State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype; with fp32 master
-    weights `remainder`, int16, of its shape. Like PyTorch's fused optimizers it takes `found_inf`, a scalar on the
-    device: where that is 1, a step changes nothing.
+    State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype, in host memory fp32;
+    with fp32 master weights `remainder`, int16, of its shape. Like PyTorch's fused optimizers it takes `found_inf`, a
+    scalar on the device: where that is 1, a step changes nothing.
     """
 
     def __init__(
@@ -53,6 +59,13 @@ class ExactAdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self, parameters: tuple[nn.Parameter, ...], group: dict[str, Any]) -> None:
+        host = tuple(parameter for parameter in parameters if self._is_on_host(parameter))
+        if host:
+            for parameter in host:
+                self._step_on_host(parameter, group)
+            parameters = tuple(parameter for parameter in parameters if not self._is_on_host(parameter))
+            if not parameters:
+                return
         states = [self._state_of(parameter) for parameter in parameters]
         remainders = [
             self._rounding.remainder_of(p, s, paged=self.paged) for p, s in zip(parameters, states, strict=True)
@@ -75,18 +88,64 @@ class ExactAdamW(torch.optim.Optimizer):
             plan=self._plans.setdefault(parameters, StepPlan()),
         )
 
+    def _is_on_host(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter takes its steps on the CPU, with fp32 moments: random bits are slow there."""
+        on_cpu = local(parameter).device.type == "cpu"
+        return on_cpu and self._rounding.mode == "master" and parameter.dtype == torch.bfloat16
+
+    def _step_on_host(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """PyTorch's fused step on fp32 master weights, which exist for one piece of the parameter at a time."""
+        if self.found_inf is not None and float(self.found_inf):
+            return
+        state = self._state_of(parameter)
+        remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
+        assert parameter.grad is not None and remainder is not None
+        weight, gradient = local(parameter), local(parameter.grad)
+        if gradient.stride() != weight.stride():
+            gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+        tensors = (weight, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), local(remainder))
+        pieces = zip(*(tensor.as_strided((tensor.numel(),), (1,)).split(_PIECE) for tensor in tensors), strict=True)
+        for piece in pieces:
+            # Whole vectors alone: what is left at an end PyTorch computes otherwise, and ends are where shards end.
+            weights, gradients, exp_avgs, exp_avg_sqs, low_bits = padded = [_padded(part) for part in piece]
+            masters = join_weight(weights, low_bits)
+            adamw(
+                [masters], [gradients.float()], [exp_avgs], [exp_avg_sqs], [], [state["step"].clone()],
+                fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
+                beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            )  # fmt: skip
+            rounded, rest = split_weight(masters)
+            weights.copy_(rounded)
+            low_bits.copy_(rest)
+            for part, computed in zip(piece, padded, strict=True):
+                if part is not computed:
+                    part.copy_(computed[: part.numel()])
+        state["step"] += 1
+
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        if "exp_avg" not in state:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = new_slot(parameter, parameter.shape, parameter.dtype, paged=self.paged)
+        dtype = torch.float32 if self._is_on_host(parameter) else parameter.dtype
+        if "step" not in state:
             state["step"] = torch.zeros((), device=local(parameter).device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            # A checkpoint may come from a run with its moments elsewhere, in another dtype.
+            if name not in state or state[name].dtype != dtype:
+                moment = new_slot(parameter, parameter.shape, dtype, paged=self.paged)
+                if name in state:
+                    local(moment).copy_(local(state[name]))
+                state[name] = moment
         return state
 
     def _shard_of(self, parameter: nn.Parameter) -> Any:
         if parameter not in self._shards:
             self._shards[parameter] = self._rounding.shard_of(parameter)
         return self._shards[parameter]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """`x` itself, or with zeros behind it up to a whole number of vectors."""
+    missing = -x.numel() % _VECTORS
+    return torch.cat([x, x.new_zeros(missing)]) if missing else x
 
 
 class PagedAdamW(torch.optim.AdamW):
