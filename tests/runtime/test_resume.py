@@ -93,12 +93,29 @@ def curve_of(output):
     """What so many processes compute when nothing disturbs them: the Trainer alone, or the plain loop under FSDP."""
 
     @cache
-    def run(processes):
-        spec, file = make_spec(output, f"undisturbed-{processes}", processes)
+    def run(processes, precision=None):
+        spec, file = make_spec(output, f"undisturbed-{processes}-{precision}", processes, **weights_in(precision))
         finish(start(file, processes))
         return losses(spec)
 
     return run
+
+
+def weights_in(precision):
+    """Of a spec: bfloat16 weights that are stepped with this `optimizer.precision`; None: fp32 weights."""
+    name = precision and precision.replace("-", "_")
+    return {"model": {"dtype": "bfloat16"}, "optimizer": {"precision": name}} if name else {}
+
+
+@pytest.mark.parametrize(("processes", "precision"), [(1, "fp32-master"), (2, "stochastic-rounding")])
+def test_bfloat16_weights_come_back_with_their_low_bits_and_random_numbers(processes, precision, output, curve_of):
+    spec, file = make_spec(output, f"killed-{precision}", processes, **weights_in(precision))
+    first = start(file, processes)
+    wait_for_step(first, 10)
+    kill_tree(first.pid, signal.SIGKILL)
+    first.communicate(timeout=120)
+    assert "continuing after step" in finish(start(file, processes))
+    assert losses(spec) == curve_of(processes, precision)
 
 
 @pytest.fixture

@@ -144,6 +144,18 @@ def test_steps_repeat_bit_for_bit_and_go_on_from_a_checkpoint(type, precision, t
     assert all(map(torch.equal, bits(*whole), bits(model, again)))
 
 
+@pytest.mark.parametrize("type", TYPES)
+def test_state_keeps_its_types_when_it_is_loaded_as_accelerate_does(type):
+    model, optimizer = train(torch.bfloat16, range(2), type=type)
+    before = {p: dict(optimizer.state[p]) for p in model.parameters()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    for parameter, state in before.items():
+        assert {name: tensor.dtype for name, tensor in optimizer.state[parameter].items()} == {
+            name: tensor.dtype for name, tensor in state.items()
+        }
+        assert all(torch.equal(optimizer.state[parameter][name], tensor) for name, tensor in state.items())
+
+
 def test_other_seeds_round_otherwise():
     def weights(seed):
         model = model_of(torch.bfloat16)

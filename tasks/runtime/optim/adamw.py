@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from strata_kernels import StepPlan, adamw_step, join_weight, split_weight
 from tasks.runtime.optim.rounding import WeightRounding, local
 from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 # Elements of a parameter that become fp32 at a time on the CPU: they stay in its cache.
 _PIECE = 1 << 20
@@ -19,7 +20,7 @@ _PIECE = 1 << 20
 _VECTORS = 64
 
 
-class ExactAdamW(torch.optim.Optimizer):
+class ExactAdamW(TypedStateOptimizer):
     """AdamW whose bfloat16 weights and moments lose no update, one kernel launch for all tensors of a group.
 
     State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype, in host memory fp32;

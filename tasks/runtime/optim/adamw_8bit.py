@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from strata_kernels import weight_step
 from tasks.runtime.optim.rounding import WeightRounding
 from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 BLOCK = 256
 """Weights that share a scale: what the library's kernels are made for."""
@@ -32,7 +33,7 @@ def has_eight_bits(parameter: Tensor) -> bool:
     return parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(TypedStateOptimizer):
     """Steps of AdamW, of which moments come from eight bits and go into eight bits; computed in fp32.
 
     State of a parameter [rows, ...]: `exp_avg` and `exp_avg_sq`, uint8, of its shape; `exp_avg_scale` and

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
-class ChainedOptimizer(torch.optim.Optimizer):
+
+class ChainedOptimizer(TypedStateOptimizer):
     """Several optimizers, each for parameters of its own, as one: with one list of groups, and one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
@@ -27,10 +29,3 @@ class ChainedOptimizer(torch.optim.Optimizer):
             part.state = self.state
             part.step()
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; each tensor keeps its type, where PyTorch's would give it the weights'."""
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in loaded.items() if name != "params"})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.state.update({parameters[number]: dict(slots) for number, slots in state_dict["state"].items()})

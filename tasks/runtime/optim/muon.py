@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from strata_kernels import weight_step
 from tasks.runtime.optim.rounding import WeightRounding, local
+from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 
-class ExactMuon(torch.optim.Optimizer):
+class ExactMuon(TypedStateOptimizer):
     """`torch.optim.Muon`, whose weights take updates as `optimizer.precision` says.
 
     State of a parameter: `momentum_buffer`, of its shape and dtype; `step`, fp32 scalar; with fp32 master weights
