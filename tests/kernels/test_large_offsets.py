@@ -73,8 +73,28 @@ def compare(ours: list[Tensor], plain: Function, inputs: list[Tensor], incoming:
     """Hold what an operator gave for some rows to PyTorch's results and gradients for them."""
     theirs = differentiate(plain, inputs, incoming)
     exact = differentiate(plain, [x.double() for x in inputs], [x.double() for x in incoming])
-    for each in zip(ours, theirs, exact, strict=True):
-        hold_to_bar(*each)
+    hold_all(ours, theirs, exact, len(incoming))
+
+
+def hold_all(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], results: int) -> None:
+    """Hold results, then gradients, to the bar; say of all that are off where they are."""
+    failures = []
+    for i, (mine, other, true) in enumerate(zip(ours, theirs, exact, strict=True)):
+        try:
+            hold_to_bar(mine, other, true)
+        except AssertionError as error:
+            name = f"result {i}" if i < results else f"gradient {i - results}"
+            failures.append(f"{name} {list(mine.shape)}: {error}; {by_row(mine, true)}")
+    assert not failures, "\n  ".join(["", *failures])
+
+
+def by_row(ours: Tensor, exact: Tensor) -> str:
+    """The largest error and the largest absolute value of each row; of 16 blocks where there are more."""
+    rows = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(1, -1)
+    error = (ours.double().reshape(rows.shape) - rows).abs() / exact.abs().max()
+    parts = [x.amax(-1).tensor_split(min(16, len(rows))) for x in (error, ours.abs().reshape(rows.shape))]
+    blocks = zip(*parts, strict=True)
+    return "by rows, error (largest value): " + ", ".join(f"{e.max():.1e} ({y.max():.1e})" for e, y in blocks)
 
 
 def by_rows(
@@ -120,13 +140,13 @@ def halves(activation: Function) -> Function:
     return lambda x: gated(activation)(*x.chunk(2, dim=-1))
 
 
-def projected(size: Size) -> None:
+def projected(size: Size, features: int) -> None:
     """The backward kernel writes the activation's result, too."""
-    weight = size.random(16, size.width) / 64
+    weight = size.random(features, size.width) / 64
     by_rows(
         size, lambda gate, up, weight: swiglu(gate, up, weight=weight),
         lambda gate, up, weight: functional.linear(gated(functional.silu)(gate, up), weight),
-        [size.width] * 2, [weight], out=16,
+        [size.width] * 2, [weight], out=features,
     )  # fmt: skip
 
 
@@ -220,8 +240,7 @@ def head_losses(size: Size, reduction: str, chunk_elements: int) -> None:
     # The first and the last classes: an fp64 copy of all would be larger than all else.
     ends = torch.tensor([*range(LAST), *range(size.head_classes - LAST, size.head_classes)], device=size.device)
     ours = [loss[-LAST:] if reduction == "none" else loss, dx[-LAST:], dw[ends]]
-    for mine, other, true in zip(ours, [*theirs[:2], theirs[2][ends]], [*exact[:2], exact[2][ends]], strict=True):
-        hold_to_bar(mine, other, true)
+    hold_all(ours, [*theirs[:2], theirs[2][ends]], [*exact[:2], exact[2][ends]], 1)
 
 
 def of_8192(size: Size) -> int:
@@ -241,7 +260,8 @@ CASES: dict[str, Callable[[Size], None]] = {
     ),
     "swiglu": lambda size: by_rows(size, swiglu, gated(functional.silu), [size.width] * 2),
     "swiglu_packed": lambda size: by_rows(size, swiglu_packed, halves(functional.silu), [2 * size.width]),
-    "swiglu and projection": projected,
+    "swiglu and projection": lambda size: projected(size, size.width),
+    "swiglu and narrow projection": lambda size: projected(size, 16),
     "geglu": lambda size: by_rows(size, geglu, gated(functional.gelu), [size.width] * 2),
     "geglu_packed": lambda size: by_rows(size, geglu_packed, halves(functional.gelu), [2 * size.width]),
     "relu_squared": lambda size: by_rows(size, relu_squared, lambda x: torch.relu(x).square(), [size.width]),
