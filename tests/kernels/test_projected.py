@@ -73,6 +73,27 @@ def test_bits_are_those_of_two_steps(name, biased, dtype, device) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("features", [FEATURES, 2 * WIDTH], ids=["narrower", "wider"])
+def test_matrices_too_large_for_a_product_are_multiplied_in_parts(features, biased, monkeypatch) -> None:
+    gate, up = (torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((features, WIDTH), features))
+    projection = {"weight": weight, "bias": bias if biased else None}
+    learning, d_out = [gate, up, weight, *[bias] * biased], torch.randn(2, 5, features, dtype=torch.float64)
+    expected = two_steps(swiglu, gate, up, **projection)
+    expected = (expected, *torch.autograd.grad(expected, learning, d_out))
+    # The last part of 10 rows is a single one.
+    monkeypatch.setattr(_projected, "_LARGEST", 3 * max(WIDTH, features))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        y = swiglu(gate, up, **projection)
+        found = (y, *torch.autograd.grad(y, learning, d_out))
+    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm")]
+    assert len(products) == 3 * 4
+    assert not any(10 in shape for event in products for shape in event.input_shapes)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_keeps_nothing_between(name, device) -> None:
     operator = OPERATORS[name][0]

@@ -5,13 +5,15 @@
 
 dW needs y, which autograd would keep: half as much again as gate and up. Here it is dropped, and written once more by
 the activation's backward kernel, which computes f anyway. The products are those that `torch.nn.functional.linear` asks
-for, so that results and gradients have the bits that they have without.
+for, so that results and gradients have the bits that they have without, except where a matrix has more elements than 32
+bits count: it is multiplied in parts, so that nothing depends on how wide a library counts.
 """
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from ._activation import Activation, Form, define
 from ._launch import describe
 from ._register import is_observed, is_recorded
 from ._repeat import TENSORS
+
+# Elements of the largest matrix in a product.
+_LARGEST = 2**31 - 1
 
 _ACTIVATIONS: dict[str, Activation] = {}
 
@@ -57,11 +62,18 @@ def define_projected(name: str, activation: str, form: Form) -> Callable[..., An
 
 def _fill(out: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """`out = functional.linear(y, weight, bias)`."""
-    rows, flat = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(rows, weight.t(), out=flat)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=flat)
+    for rows, flat in zip(_parts(y, weight), _parts(out, weight), strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=flat)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=flat)
+
+
+def _parts(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+    """The rows of x; in parts if those of a product with the weight are too many for one. A compiled product is one."""
+    rows = x.reshape(-1, x.shape[-1])
+    most = _LARGEST // max(weight.shape)
+    return (rows,) if torch.compiler.is_compiling() or rows.shape[0] <= most else rows.split(most)
 
 
 def _checked(weight: Tensor | None, bias: Tensor | None, width: int) -> Tensor:
@@ -120,14 +132,19 @@ class _Projected(torch.autograd.Function):
         """The gradients; differentiable where asked for."""
         weight, *tensors = ctx.saved_tensors
         activation, inputs = _ACTIVATIONS[ctx.name], (*tensors, *ctx.settings)
-        rows = d_out.reshape(-1, d_out.shape[-1])
-        dy = (rows @ weight).view(*d_out.shape[:-1], weight.shape[1])
+        parts = _parts(d_out, weight)
+        products = [rows @ weight for rows in parts]
+        dy = (products[0] if len(products) == 1 else torch.cat(products)).view(*d_out.shape[:-1], weight.shape[1])
+        # Before the next operators take memory of their own, as dy below.
+        del products
         if torch.is_grad_enabled():
             gradients, y = activation.backward(dy, *inputs), activation.forward(*inputs)
         else:
             *gradients, y = activation.backward_and_output(dy, *inputs)
-        # Before the next product takes memory of its own.
         del dy
-        d_weight = rows.t() @ y.reshape(-1, y.shape[-1]) if ctx.needs_input_grad[2] else None
-        d_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        d_weight = d_bias = None
+        if ctx.needs_input_grad[2]:
+            d_weight = reduce(torch.add, (rows.t() @ of_y for rows, of_y in zip(parts, _parts(y, weight), strict=True)))
+        if ctx.needs_input_grad[3]:
+            d_bias = d_out.reshape(-1, d_out.shape[-1]).sum(0)
         return None, None, d_weight, d_bias, *gradients, *(None for _ in ctx.settings)
