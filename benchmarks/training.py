@@ -170,7 +170,7 @@ RUNS = (
 class _Nowhere:
     """In place of the writer of checkpoints: these models are not worth keeping."""
 
-    def save(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Save nothing."""
 
     def wait(self) -> None:

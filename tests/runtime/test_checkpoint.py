@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.manifest import MANIFEST, commit, damage, prune
+from tasks.runtime.checkpoint.manifest import MANIFEST, commit, prune, verification_error
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_no_folder_has_no_checkpoint(root):
 def test_manifest_names_every_file(root):
     manifest = json.loads((write(root, 3) / MANIFEST).read_text())
     assert manifest["step"] == 3
-    assert checkpoint.facts_of(root / "checkpoint-3")["data_hash"] == "def"
+    assert checkpoint.metadata_of(root / "checkpoint-3")["data_hash"] == "def"
     assert set(manifest["files"]) == {"model.safetensors", "sub/state"}
 
 
@@ -84,15 +84,15 @@ def test_harmed_checkpoint_is_passed_over_with_its_reason(root, caplog, harm, re
 
 def test_what_a_manifest_notes_is_as_safe_as_the_tensors(root):
     folder = write(root, 20)
-    checkpoint.amend(folder, {"world_size": 2, "guard": {"losses": [0.1], "passed_over": [[10, 3]]}})
+    checkpoint.update_metadata(folder, {"world_size": 2, "guard": {"losses": [0.1], "passed_over": [[10, 3]]}})
     written = (folder / MANIFEST).read_bytes()
-    facts = {name: fact for name, fact in checkpoint.facts_of(folder).items() if name != "seal"}
-    assert damage(folder) is None
+    metadata = {name: fact for name, fact in checkpoint.metadata_of(folder).items() if name != "seal"}
+    assert verification_error(folder) is None
     for place in range(len(written)):
         flipped = bytes([written[place] ^ 1 << place % 8])
         (folder / MANIFEST).write_bytes(written[:place] + flipped + written[place + 1 :])
         # Nothing depends on white space, or on the seal's own name.
-        assert damage(folder) or checkpoint.facts_of(folder).items() >= facts.items()
+        assert verification_error(folder) or checkpoint.metadata_of(folder).items() >= metadata.items()
 
 
 def test_discard_after_removes_what_a_killed_save_left(root):
@@ -128,4 +128,4 @@ def test_a_checkpoint_of_another_version_is_refused_with_the_way_out(root):
     del manifest["format"]
     (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"checkpoint format 1, this version of Strata reads 2; finish that run with"):
-        checkpoint.facts_of(folder)
+        checkpoint.metadata_of(folder)

@@ -51,7 +51,9 @@ class Model(nn.Module):
 
 
 def make_writer(root, model, optimizer, keep_last=2):
-    return writer.CheckpointWriter(root, model, optimizer, Processes(), keep_last=keep_last, facts={"data_hash": "d"})
+    return writer.CheckpointWriter(
+        root, model, optimizer, Processes(), keep_last=keep_last, metadata={"data_hash": "d"}
+    )
 
 
 @pytest.fixture
@@ -171,7 +173,7 @@ def write_as_one_of_two(rank, root):
     processes.connect()
     model = Model()
     saver = writer.CheckpointWriter(
-        root, model, torch.optim.AdamW(model.parameters()), processes, keep_last=1, facts={"data_hash": "d"}
+        root, model, torch.optim.AdamW(model.parameters()), processes, keep_last=1, metadata={"data_hash": "d"}
     )
     for broken, module, function in ((1, writer, "write_tensors"), (0, manifest, "write_json")):
         with pytest.MonkeyPatch.context() as patched:

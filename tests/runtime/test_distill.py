@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
         checkpoint={"every": 1},
     )
     train_spec(spec)
-    noted = checkpoint.facts_of(checkpoint.latest(RunFolder.of(spec).checkpoints))["teacher"]
+    noted = checkpoint.metadata_of(checkpoint.latest(RunFolder.of(spec).checkpoints))["teacher"]
     assert noted == base_fingerprint(small(1, hidden=48, vocabulary=576))
     train_spec(spec, 1)
     small(2, hidden=48, vocabulary=576).save_pretrained(folder / "teacher")
@@ -211,8 +211,8 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
             train_spec(spec, 1)
         # A checkpoint of a run that did not look at its teacher.
         manifest = RunFolder.of(spec).checkpoints / "checkpoint-1" / "manifest.json"
-        facts = json.loads(manifest.read_text())
-        manifest.write_text(json.dumps({n: fact for n, fact in facts.items() if n not in ("teacher", "seal")}))
+        metadata = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({n: fact for n, fact in metadata.items() if n not in ("teacher", "seal")}))
         assert train_spec(spec).status == "complete"
     finally:
         small(1, hidden=48, vocabulary=576).save_pretrained(folder / "teacher")

@@ -69,7 +69,7 @@ def test_a_spike_is_far_above_the_losses_of_a_whole_window():
     assert spike_limit(torch.tensor(before).double(), 6.0).item() == pytest.approx(limit)
     assert judged(watching, limit + 0.01, limit + 0.01, limit - 0.01) == [1.0, 1.0, 0.0]
     # Those that were withheld are not among the losses before; the one that was taken has pushed out the first.
-    assert watching.facts()["guard"]["losses"] == pytest.approx([*before[1:], limit - 0.01])
+    assert watching.metadata()["guard"]["losses"] == pytest.approx([*before[1:], limit - 0.01])
 
 
 def test_equal_losses_make_no_spike_of_rounding():
@@ -80,9 +80,9 @@ def test_equal_losses_make_no_spike_of_rounding():
 def test_a_checkpoint_has_what_is_needed_to_judge_on():
     first = guard(spike="skip", spike_window=8)
     judged(first, *(3.0 + number / 10 for number in range(6)))
-    second = Guard(first._spec, Processes(), json.loads(json.dumps(first.facts())))
+    second = Guard(first._spec, Processes(), json.loads(json.dumps(first.metadata())))
     assert judged(first, 3.1, 3.2, 9.0, 3.0) == judged(second, 3.1, 3.2, 9.0, 3.0) == [0.0, 0.0, 1.0, 0.0]
-    assert first.facts() == second.facts()
+    assert first.metadata() == second.metadata()
 
 
 # Following.
@@ -249,7 +249,7 @@ def test_going_back_is_starting_again_past_the_data(output, clean, alone):
     spec = make_spec(output, "clean", "torch", "single", 1)
     folder = RunFolder.of(spec).checkpoints / f"checkpoint-{SAVED}"
     told = {"guard": {"losses": [], "skips": 0, "passed_over": [[SAVED, BAD - SAVED]]}}
-    checkpoint.amend(folder, told)
+    checkpoint.update_metadata(folder, told)
     assert train_spec(spec, SAVED).rollbacks == 1
     assert [step[:4] for step in curve(spec)] == [step[:4] for step in alone["rollback"]]
 

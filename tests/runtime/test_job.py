@@ -52,13 +52,13 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
     def on_main(call):
         """As on a late process: the main one has done its part, and the next one, too."""
         value = call()
-        manifest.amend(folder, {"guard": {"losses": [], "skips": 0, "passed_over": [(10, 3)]}})
+        manifest.update_metadata(folder, {"guard": {"losses": [], "skips": 0, "passed_over": [(10, 3)]}})
         return value
 
     monkeypatch.setattr(Processes, "on_main", lambda self, call: on_main(call))
     job = SimpleNamespace(
         watchdog=SimpleNamespace(expect=lambda *arguments: None),
-        writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, facts={}),
+        writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, metadata={}),
         recorder=SimpleNamespace(rolled_back=lambda: None),
         guard=Guard(spec, processes, {}),
         processes=processes,

@@ -170,7 +170,7 @@ def edit(path, change):
 
 
 def newer_format(run):
-    checkpoint.amend(run.checkpoints / "checkpoint-1", {"format": 99})
+    checkpoint.update_metadata(run.checkpoints / "checkpoint-1", {"format": 99})
 
 
 def pickled(run):

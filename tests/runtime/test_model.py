@@ -12,7 +12,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS as NAMES
 from tasks.runtime.checkpoint import latest
-from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of
+from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
@@ -56,7 +56,7 @@ def test_every_dtype_starts_from_the_same_weights():
 
 
 def save(model, root):
-    writer = CheckpointWriter(root, model, build_optimizer(model, RunSpec()), Processes(), keep_last=1, facts={})
+    writer = CheckpointWriter(root, model, build_optimizer(model, RunSpec()), Processes(), keep_last=1, metadata={})
     writer.save(1)
     writer.wait()
     return latest(root)
@@ -90,7 +90,7 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     empty = build_empty_model(spec)
     assert set(dtypes_of(built).values()) == {torch.bfloat16, torch.float32}
     assert dtypes_of(empty) != dtypes_of(built)
-    adopt_dtypes(empty, dtypes_of(built))
+    set_dtypes(empty, dtypes_of(built))
     assert dtypes_of(empty) == dtypes_of(build_saved_model(save(built, tmp_path))) == dtypes_of(built)
 
 

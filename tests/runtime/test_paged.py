@@ -138,7 +138,7 @@ def where(model, optimizer):
 
 
 def saved(folder, model, optimizer):
-    writer = CheckpointWriter(folder, model, optimizer, Processes(), keep_last=1, facts={})
+    writer = CheckpointWriter(folder, model, optimizer, Processes(), keep_last=1, metadata={})
     writer.save(1)
     writer.finish()
     return Index(checkpoint.latest(folder))

@@ -15,7 +15,7 @@ from strata_kernels import join_weight, split_weight
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.flat_shard import Fragment
+from tasks.runtime.checkpoint.flat_shard import FlatShard
 from tasks.runtime.checkpoint.state import load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -196,21 +196,21 @@ class FlatMasters(torch.optim.Optimizer):
 
     def __init__(self, model):
         super().__init__(list(model.parameters()), {})
-        self.adopt_weights()
+        self.copy_model_weights()
 
     def slots(self, parameter):
-        return {"master": Fragment(parameter.shape, 0, self.flat[parameter])}
+        return {"master": FlatShard(parameter.shape, 0, self.flat[parameter])}
 
     def new_slot(self, parameter, name, shape, dtype):
         # Moments are the engine's own matter.
         return self.slots(parameter)[name] if name == "master" else None
 
-    def adopt_weights(self):
+    def copy_model_weights(self):
         self.flat = {p: p.detach().float().flatten() for group in self.param_groups for p in group["params"]}
 
 
 def saved(folder, model, optimizer):
-    writer = CheckpointWriter(folder, model, optimizer, Processes(), keep_last=1, facts={})
+    writer = CheckpointWriter(folder, model, optimizer, Processes(), keep_last=1, metadata={})
     writer.save(1)
     writer.finish()
     return Index(checkpoint.latest(folder))

@@ -1,5 +1,5 @@
-"""Checkpoints: what they hold, how they are written while training goes on, and which of them are whole."""
+"""Checkpoints: their contents, their manifest, the writer that saves them during training, the upload to a store."""
 
-from tasks.runtime.checkpoint.manifest import amend, discard_after, facts_of, folders, latest, step_of
+from tasks.runtime.checkpoint.manifest import discard_after, folders, latest, metadata_of, step_of, update_metadata
 
-__all__ = ["amend", "discard_after", "facts_of", "folders", "latest", "step_of"]
+__all__ = ["discard_after", "folders", "latest", "metadata_of", "step_of", "update_metadata"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strata_kernels import join_weight, split_weight
-from tasks.runtime.checkpoint.flat_shard import Fragment, part_of, values_of
+from tasks.runtime.checkpoint.flat_shard import FlatShard, local_values, shard_of
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.lora import has_adapter
 from tasks.runtime.optim.state_tensors import new_slot
@@ -32,7 +32,7 @@ REMAINDER = "remainder"
 
 
 @runtime_checkable
-class KeepsOwnMemory(Protocol):
+class FlatStateOptimizer(Protocol):
     """An optimizer whose state is in memory that it has laid out itself, and not by the model's parameters."""
 
     def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class KeepsOwnMemory(Protocol):
     def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Where a slot of a parameter is to be read into; None where this process needs nothing of it."""
 
-    def adopt_weights(self) -> None:
+    def copy_model_weights(self) -> None:
         """Start from the weights that the model has now."""
 
 
@@ -52,7 +52,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[MODEL + name] = part_of(tensor)
+            tensors[MODEL + name] = shard_of(tensor)
     return tensors
 
 
@@ -81,7 +81,7 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in model_tensors(model).items()}
 
 
-def adopt_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+def set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """Give an empty model the types of one with weights: some families keep some tensors in fp32 under any dtype."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if MODEL + name in dtypes:
@@ -104,8 +104,8 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     """Give the optimizer the state it had, split like the parameters are now. Call when the model is loaded."""
     parameters = dict(model.named_parameters())
     new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
-    if isinstance(optimizer, KeepsOwnMemory):
-        optimizer.adopt_weights()
+    if isinstance(optimizer, FlatStateOptimizer):
+        optimizer.copy_model_weights()
         new_slot = optimizer.new_slot
     else:
         # What the checkpoint does not have the optimizer had not then, either.
@@ -118,10 +118,10 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
             if name not in parameters:
                 raise ValueError(f"the checkpoint has {slot} of {name!r}, which this model does not have")
             shape, dtype = index.shape(key), index.dtype(key)
-            if isinstance(optimizer, KeepsOwnMemory) and slot == REMAINDER:
+            if isinstance(optimizer, FlatStateOptimizer) and slot == REMAINDER:
                 tensors |= _join_master(optimizer, parameters[name], key, convert)
                 continue
-            if not isinstance(optimizer, KeepsOwnMemory) and slot == MASTER:
+            if not isinstance(optimizer, FlatStateOptimizer) and slot == MASTER:
                 tensors |= _split_master(optimizer, parameters[name], key, convert)
                 continue
             if f"{_OPTIMIZER}{MASTER}.{name}" in index and shape == parameters[name].shape:
@@ -143,28 +143,28 @@ def _split_master(
 
     def split() -> None:
         if parameter.dtype == torch.bfloat16:
-            weight, low = split_weight(values_of(master))
+            weight, low = split_weight(local_values(master))
             state = optimizer.state[parameter]
             state[REMAINDER] = new_slot(
                 parameter, parameter.shape, torch.int16, paged=getattr(optimizer, "paged", False)
             )
-            values_of(state[REMAINDER]).copy_(low)
-            values_of(parameter).copy_(weight)
+            local_values(state[REMAINDER]).copy_(low)
+            local_values(parameter).copy_(weight)
         else:
-            values_of(parameter).copy_(values_of(master))
+            local_values(parameter).copy_(local_values(master))
 
     convert.append(split)
     return {key: master}
 
 
 def _join_master(
-    optimizer: KeepsOwnMemory, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
+    optimizer: FlatStateOptimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
 ) -> dict[str, Tensor]:
     """Read the low bits of a bfloat16 parameter, to make its fp32 master weight whole."""
     master = optimizer.new_slot(parameter, MASTER, parameter.shape, torch.float32)
-    if not isinstance(master, Fragment):
+    if not isinstance(master, FlatShard):
         return {}
-    low = Fragment(master.shape, master.start, torch.zeros_like(master.flat, dtype=torch.int16))
+    low = FlatShard(master.shape, master.start, torch.zeros_like(master.flat, dtype=torch.int16))
 
     def join() -> None:
         master.flat.copy_(join_weight(master.flat.bfloat16(), low.flat))
@@ -185,7 +185,7 @@ def load_random_states(index: Index, rank: int) -> None:
 
 
 def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    if isinstance(optimizer, KeepsOwnMemory):
+    if isinstance(optimizer, FlatStateOptimizer):
         return optimizer.slots(parameter)
     slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
     return slots

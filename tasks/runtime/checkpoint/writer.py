@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from tasks.runtime.checkpoint import manifest
 from tasks.runtime.checkpoint.state import training_tensors
 from tasks.runtime.checkpoint.storage import INDEX, index_entry, offset_key, part_key, write_tensors
-from tasks.runtime.checkpoint.upload import Mirror
+from tasks.runtime.checkpoint.upload import CheckpointUploader
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -48,27 +48,27 @@ class CheckpointWriter:
         *,
         keep_last: int,
         keep_every: int | None = None,
-        facts: dict[str, Any],
-        mirror: Mirror | None = None,
+        metadata: dict[str, Any],
+        uploader: CheckpointUploader | None = None,
     ) -> None:
-        """`facts` are noted in every manifest; the main process's `mirror` copies what is whole."""
+        """`metadata` are noted in every manifest; the main process's `uploader` copies what is whole."""
         self.root, self._model, self._optimizer = root, model, optimizer
-        self._keep, self._facts, self._mirror = (keep_last, keep_every), facts, mirror
+        self._keep, self._facts, self._uploader = (keep_last, keep_every), metadata, uploader
         # A group of its own: the thread must not take part in what the training process says to its peers.
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Begin to save the state after `step`, of which the manifest notes `facts`, too.
+    def save(self, step: int, metadata: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Begin to save the state after `step`, of which the manifest notes `metadata`, too.
 
         Waits for the save before, and raises what that one failed with.
         """
         self.wait()
         folder = self.root / f"{manifest.PREFIX}{step}"
-        files, index = self._staged(training_tensors(self._model, self._optimizer, self._processes.rank))
-        self._thread = threading.Thread(target=self._write, args=(folder, files, index, facts), daemon=True)
+        files, index = self._stage(training_tensors(self._model, self._optimizer, self._processes.rank))
+        self._thread = threading.Thread(target=self._write, args=(folder, files, index, metadata), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -83,20 +83,20 @@ class CheckpointWriter:
         if error is not None:
             raise error
 
-    def amend(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def update_metadata(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Change what the manifest of a whole checkpoint notes, also where it was copied to."""
 
         def change() -> None:
-            manifest.amend(folder, facts)
-            if self._mirror is not None:
-                self._mirror.add(folder)
+            manifest.update_metadata(folder, metadata)
+            if self._uploader is not None:
+                self._uploader.enqueue(folder)
 
         self._processes.on_main(change)
 
     def finish(self) -> None:
         """Wait for the save in flight, and until all is copied. Raises ValueError, on every process, when it is not."""
         self.wait()
-        self._processes.on_main(lambda: self._mirror.finish() if self._mirror is not None else None)
+        self._processes.on_main(lambda: self._uploader.finish() if self._uploader is not None else None)
 
     def close(self) -> None:
         """Let the save in flight end, for a process that ends for another reason: what is whole need not be redone."""
@@ -105,7 +105,7 @@ class CheckpointWriter:
         except Exception as error:
             log.warning("the last checkpoint is not whole: %s", error)
 
-    def _staged(self, tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
+    def _stage(self, tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
         """This process's files, copied to the host, and on the main process the index of all files."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensors, is_coordinator=self._processes.is_main)
@@ -137,7 +137,7 @@ class CheckpointWriter:
         folder: Path,
         files: dict[str, dict[str, Tensor]],
         index: dict[str, Any] | None,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
     ) -> None:
         """In the thread: write, wait for the others, declare the checkpoint whole."""
         try:
@@ -149,9 +149,9 @@ class CheckpointWriter:
             # Whatever it is: the others wait to hear of it.
             except Exception as error:
                 log.warning("this process could not write its part of %s", folder, exc_info=True)
-                failure = f"process {self._processes.rank}: {error}{_shortage(error, folder, files)}"
+                failure = f"process {self._processes.rank}: {error}{_disk_space_hint(error, folder, files)}"
             outcomes = self._processes.gather((written, failure))
-            self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}, facts))
+            self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}, metadata))
         except BaseException as error:
             self._error = error
 
@@ -160,7 +160,7 @@ class CheckpointWriter:
         folder: Path,
         outcomes: list[tuple[dict[str, Any], str | None]],
         index: dict[str, Any],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
     ) -> None:
         failures = [failure for _, failure in outcomes if failure]
         try:
@@ -171,8 +171,10 @@ class CheckpointWriter:
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 mesh = {"world_size": self._processes.world_size, "copies": self._processes.copies}
-                manifest.commit(folder, known, {**self._facts, **facts, **mesh})
-                manifest.prune(self.root, *self._keep, spare=self._mirror.copying if self._mirror is not None else None)
+                manifest.commit(folder, known, {**self._facts, **metadata, **mesh})
+                manifest.prune(
+                    self.root, *self._keep, keep=self._uploader.uploading if self._uploader is not None else None
+                )
         except Exception as error:
             log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
             failures = [str(error)]
@@ -184,11 +186,11 @@ class CheckpointWriter:
                 f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
                 "the run again: it continues from the checkpoint before"
             )
-        if self._mirror is not None:
-            self._mirror.add(folder)
+        if self._uploader is not None:
+            self._uploader.enqueue(folder)
 
 
-def _shortage(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]]) -> str:
+def _disk_space_hint(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]]) -> str:
     """What the disk lacks, where that is the error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""

@@ -25,7 +25,7 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
+from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import recompute
@@ -175,7 +175,7 @@ def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = _empty_model(config, config.dtype, attention)
     index = Index(folder)
-    adopt_dtypes(model, {name: index.dtype(name) for name in index})
+    set_dtypes(model, {name: index.dtype(name) for name in index})
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
-from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, model_tensors
+from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORED, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
@@ -72,9 +72,9 @@ class Distill:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
         # Checkpoints of runs that did not look at it note none.
-        expected = start.facts.get(_FACT, unpatched)
+        expected = start.metadata.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
-        adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
+        set_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
         if self._by_document:
             attend_by_document(teacher)
         if spec.parallel.type == "fsdp" and processes.world_size > 1:
@@ -83,7 +83,7 @@ class Distill:
             _replicate(teacher, processes)
         return start.data
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """The fingerprint of the teacher's weights."""
         return {_FACT: self._fingerprint}
 

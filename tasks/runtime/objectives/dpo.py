@@ -46,7 +46,7 @@ class Dpo:
             return start.data
         return with_reference(start, lambda batch: self.scores(start.model, batch))
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """None: the data and the first model have theirs."""
         return {}
 

@@ -30,7 +30,7 @@ class NextToken:
         """The rows bring all that is needed."""
         return start.data
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """None: the data and the first model have theirs."""
         return {}
 

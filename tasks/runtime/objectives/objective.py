@@ -42,7 +42,7 @@ class Start:
     """Identifies those weights."""
     continues: bool
     """Whether this attempt loads a checkpoint next."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     """What that checkpoint notes."""
     collate: Callable[[list[Row]], Batch] = collate
     """Rows to a batch, as the model takes it."""
@@ -62,7 +62,7 @@ class Objective(Protocol):
     def begin(self, start: Start) -> PreparedData:
         """Called once; returns the data with what rows to train on have to bring. A collective."""
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What a checkpoint notes of what `begin` found, so that what continues from it can tell whether it changed."""
 
     def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Deepspeed as Settings
-from tasks.runtime.checkpoint.flat_shard import Fragment, keep_elsewhere, part_of
+from tasks.runtime.checkpoint.flat_shard import FlatShard, register_flat_shard, shard_of
 from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.models.build import is_empty, materialize, place
 from tasks.runtime.process.ranks import Processes
@@ -108,7 +108,7 @@ class Deepspeed:
     def _say_where_weights_are(self, model: PreTrainedModel) -> None:
         """Under stage 3 a parameter is empty but for the time that its layer runs."""
         for parameter in model.parameters():
-            keep_elsewhere(parameter, partial(_weights, parameter, self._processes.rank))
+            register_flat_shard(parameter, partial(_weights, parameter, self._processes.rank))
         # The fused loss reads the head's weight without calling it. That gathers it, too, because DeepSpeed sees what a
         # forward pass reads of weights that are not there. So its hooks on the head are not needed, and the kernel
         # layer refuses a head that has any.
@@ -154,12 +154,12 @@ def _require_one_dtype(model: PreTrainedModel) -> None:
         )
 
 
-def _weights(parameter: Any, rank: int) -> Fragment:
+def _weights(parameter: Any, rank: int) -> FlatShard:
     """This process's part under stage 3: as many elements for each, the last ones filled up."""
     size = parameter.ds_tensor.numel()
     start = min(rank * size, parameter.ds_numel)
     flat = parameter.ds_tensor.data.narrow(0, 0, min(size, parameter.ds_numel - start))
-    return Fragment(parameter.ds_shape, start, flat)
+    return FlatShard(parameter.ds_shape, start, flat)
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ class _Span:
     begin: int
     """Number of the first element in `flat`."""
 
-    def of(self, flat: Tensor) -> Fragment:
+    def of(self, flat: Tensor) -> FlatShard:
         """The same span of the weights, or in a moment of them."""
-        return Fragment(self.shape, self.start, flat.detach().narrow(0, self.begin, self.size))
+        return FlatShard(self.shape, self.start, flat.detach().narrow(0, self.begin, self.size))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -221,11 +221,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slot: Tensor = state[name]
         return span.of(slot) if split else slot
 
-    def adopt_weights(self) -> None:
+    def copy_model_weights(self) -> None:
         """Start from the weights that the model has now. Call when others were loaded into it."""
         for parameter, span in self._spans.items():
-            part = part_of(parameter)
-            weights = part.flat if isinstance(part, Fragment) else part.flatten().narrow(0, span.start, span.size)
+            part = shard_of(parameter)
+            weights = part.flat if isinstance(part, FlatShard) else part.flatten().narrow(0, span.start, span.size)
             span.of(span.flat).flat.copy_(weights)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

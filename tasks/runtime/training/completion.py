@@ -52,7 +52,7 @@ def write_record(
         checkpoint=str(latest),
         restarts=attempt,
         skipped_steps=sum(point.skipped for point in points),
-        rollbacks=len(checkpoint.facts_of(latest).get("guard", {}).get("passed_over", ())),
+        rollbacks=len(checkpoint.metadata_of(latest).get("guard", {}).get("passed_over", ())),
         seconds=sum(point.step_seconds for point in points),
         tokens_per_second=throughput(points),
         mfu=utilization(points),

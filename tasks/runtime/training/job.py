@@ -19,7 +19,7 @@ from strata_kernels.targets import rounded_targets
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.flat_shard import values_of
+from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch, Row
@@ -175,7 +175,7 @@ class Job:
             self._follow(self.recorder.flush())
             self.recorder.sync()
             self._require_finite(step)
-            self.writer.save(step, self.guard.facts())
+            self.writer.save(step, self.guard.metadata())
             self.newest = step
             self.recorder.restart_clock()
         if stop and step < self.steps:
@@ -193,14 +193,14 @@ class Job:
         self.watchdog.expect("the return to a checkpoint", SLOW)
         self.withheld = None
         self.writer.wait()
-        folder, facts = self.processes.on_main(self._newest)
+        folder, metadata = self.processes.on_main(self._newest)
         if folder is None:
             raise ValueError(f"{fault}; and there is no whole checkpoint in {self.writer.root} to go back to")
         self.start = self.newest = checkpoint.step_of(folder)
-        self.guard.recall(facts)
+        self.guard.recall(metadata)
         self.guard.pass_over(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
-        self.writer.amend(folder, self.guard.facts())
+        self.writer.update_metadata(folder, self.guard.metadata())
         self.recorder.rolled_back()
         if self.processes.is_main:
             log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
@@ -209,11 +209,11 @@ class Job:
     def _newest(self) -> tuple[Path | None, dict[str, Any]]:
         """The newest whole checkpoint and what it notes. For one process, which changes that while others go on."""
         folder = checkpoint.latest(self.writer.root)
-        return folder, {} if folder is None else checkpoint.facts_of(folder)
+        return folder, {} if folder is None else checkpoint.metadata_of(folder)
 
     def _require_finite(self, step: int) -> None:
         """Where steps are taken in the backward pass no norm tells that they ruined the weights."""
-        learned = [values_of(parameter) for parameter in self.bare.parameters() if parameter.requires_grad]
+        learned = [local_values(parameter) for parameter in self.bare.parameters() if parameter.requires_grad]
         finite = [values.isfinite().all().to(self.processes.device) for values in learned]
         if not self.processes.all_true(bool(torch.stack(finite).all())):
             if self.spec.nonfinite == "rollback" and self.newest:

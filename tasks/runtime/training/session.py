@@ -12,8 +12,8 @@ import torch
 
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.object_store import take_back
-from tasks.runtime.checkpoint.upload import Mirror, mirror_of
+from tasks.runtime.checkpoint.object_store import undo_upload
+from tasks.runtime.checkpoint.upload import CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
 from tasks.runtime.metrics.progress import tell
@@ -36,7 +36,7 @@ class Session:
     folder: RunFolder
     processes: Processes
     warmed: Warmed
-    mirror: Mirror | None
+    uploader: CheckpointUploader | None
     """For the main process."""
 
 
@@ -51,7 +51,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     processes.require(spec)
     require_trackers(spec)
     require_installed(spec)
-    mirror = mirror_of(spec, folder)
+    uploader = uploader_for(spec, folder)
     if not torch.cuda.is_available():
         # Unset, accelerate makes a guess of its own and warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -65,33 +65,33 @@ def session(spec: RunSpec) -> Iterator[Session]:
         held.callback(processes.disconnect)
         processes.connect()
         alone = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, mirror, alone=alone)))
-        if mirror is not None:
-            held.callback(mirror.close)
+        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, uploader, alone=alone)))
+        if uploader is not None:
+            held.callback(uploader.close)
         _require_shared(spec, folder, processes)
         with _explained(spec, processes):
             check_health(spec, folder, processes)
             with warmed(spec, folder, processes, report) as warm:
-                yield Session(spec, folder, processes, warm, mirror)
+                yield Session(spec, folder, processes, warm, uploader)
 
 
 @contextmanager
-def _claimed(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
+def _claimed(spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, alone: bool) -> Iterator[None]:
     """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
 
     In a store nobody can see whether somebody is at work. So a start that ends before its first step takes back what it
     claimed there, and no other finds it.
     """
-    if mirror is not None:
-        mirror.fetch_run()
+    if uploader is not None:
+        uploader.download_run_files()
     folder.claim(spec, alone=alone)
-    if mirror is not None:
-        mirror.put_spec()
+    if uploader is not None:
+        uploader.upload_spec()
     try:
         yield
     except BaseException:
         if spec.checkpoint.url and alone and not folder.begun:
-            take_back(spec.checkpoint.url, spec.name, folder.spec)
+            undo_upload(spec.checkpoint.url, spec.name, folder.spec)
         raise
 
 

@@ -40,14 +40,14 @@ class RollBack(Exception):
 class Guard:
     """Judges the steps of a run; every process has the same one."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, facts: dict[str, Any]) -> None:
-        """`facts` are those of the checkpoint that the run continues from; none at its start."""
+    def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
+        """`metadata` are those of the checkpoint that the run continues from; none at its start."""
         self._spec, self._processes = spec, processes
-        self.recall(facts)
+        self.recall(metadata)
 
-    def recall(self, facts: dict[str, Any]) -> None:
+    def recall(self, metadata: dict[str, Any]) -> None:
         """Go on as at the checkpoint that has these facts."""
-        kept = facts.get("guard", {"losses": [], "skips": 0, "passed_over": []})
+        kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
         # Filled from the end; what is missing is NaN, and then so is every median.
         losses = kept["losses"][-self._spec.faults.spike_window :]
         missing = self._spec.faults.spike_window - len(losses)
@@ -55,7 +55,7 @@ class Guard:
         self._skips: int = kept["skips"]
         self.passed_over: list[Passed] = [(step, steps) for step, steps in kept["passed_over"]]
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What a checkpoint notes, so that what continues from it judges as this would."""
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.passed_over}}

@@ -17,7 +17,7 @@ from strata_kernels import PatchReport
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.checkpoint.state import adopt_dtypes, dtypes_of, load_model, load_optimizer, load_random_states
+from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData, collator
@@ -115,7 +115,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             recorder.note("warmup", run.warmed.to_dict())
         else:
             # The last checkpoint may be here and not in the store.
-            run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
+            run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
     warmup = run.warmed.to_dict()
     return run.processes.on_main(
         lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
@@ -147,7 +147,7 @@ def build_job(
 
     `base` identifies the weights that the run started from, or trains an adapter in.
     """
-    adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     collate = collator(run.spec.model.attention)
     if go_by_document(run.spec, model.config, run.processes.device):
         log.info("attention: from document to document, without masks")
@@ -157,10 +157,10 @@ def build_job(
     strategy = strategy_of(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
-    facts = checkpoint.facts_of(resume_from) if resume_from else {}
+    metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
     continues = resume_from is not None
     start = Start(
-        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts, collate=collate
+        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
     )
     data = objective.begin(start)
     writer = CheckpointWriter(
@@ -170,12 +170,12 @@ def build_job(
         run.processes,
         keep_last=run.spec.checkpoint.keep_last,
         keep_every=run.spec.checkpoint.keep_every,
-        mirror=run.mirror if run.processes.is_main else None,
-        facts={
+        uploader=run.uploader if run.processes.is_main else None,
+        metadata={
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.content_hash,
             "base": base,
-            **objective.facts(),
+            **objective.metadata(),
         },
     )
     watchdog = Watchdog(
@@ -200,7 +200,7 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=Guard(run.spec, run.processes, facts),
+        guard=Guard(run.spec, run.processes, metadata),
         load=load,
         step_ended=run.warmed.step_ended,
         set_random_states=load(resume_from),
@@ -215,7 +215,7 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     """
     spec = run.spec
     if spec.adapter.type == "none" and resume_from:
-        return build_saved_model(resume_from, spec.model.attention), checkpoint.facts_of(resume_from)["base"]
+        return build_saved_model(resume_from, spec.model.attention), checkpoint.metadata_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
     # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
     reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
@@ -226,7 +226,7 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     with quantized(model, spec):
         add_adapter(model, spec)
     if resume_from:
-        expected = checkpoint.facts_of(resume_from)["base"]
+        expected = checkpoint.metadata_of(resume_from)["base"]
         run.processes.on_main(lambda: require_base(model, spec, expected))
     return model, run.processes.on_main(lambda: base_fingerprint(model))
 
@@ -241,7 +241,7 @@ def _load(
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    continued = have_the_same_ranks(checkpoint.facts_of(resume_from), run.processes)
+    continued = have_the_same_ranks(checkpoint.metadata_of(resume_from), run.processes)
 
     def set_random_states() -> None:
         seed_generators(run.spec.seed, run.processes.share, checkpoint.step_of(resume_from))
@@ -251,9 +251,9 @@ def _load(
     return set_random_states
 
 
-def have_the_same_ranks(facts: Mapping[str, Any], processes: Processes) -> bool:
+def have_the_same_ranks(metadata: Mapping[str, Any], processes: Processes) -> bool:
     """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
-    there = facts["world_size"], facts.get("copies", processes.copies)
+    there = metadata["world_size"], metadata.get("copies", processes.copies)
     return there == (processes.world_size, processes.copies)
 
 
@@ -276,15 +276,15 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
 
     For the main process: what it finds, the others are told.
     """
-    if run.mirror is not None:
-        run.mirror.fetch_newest()
+    if run.uploader is not None:
+        run.uploader.download_latest()
     latest = checkpoint.latest(run.folder.checkpoints)
     if latest and run.spec.checkpoint.resume == "never":
         raise ValueError(
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
             "set it to 'auto' to continue, choose another name, or remove the folder"
         )
-    if latest and checkpoint.facts_of(latest)["data_hash"] != data.manifest.content_hash:
+    if latest and checkpoint.metadata_of(latest)["data_hash"] != data.manifest.content_hash:
         raise ValueError(
             f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
             "tokenizer, what the chat template prints, Python or a package changed. Restore them, or the folder of the "
@@ -304,10 +304,10 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     if not latest and run.folder.begun:
         log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
-    if run.mirror is not None:
-        run.mirror.discard_after(done)
+    if run.uploader is not None:
+        run.uploader.discard_after(done)
         if latest:
-            run.mirror.add_what_waited(latest)
+            run.uploader.enqueue_pending(latest)
     run.folder.record.unlink(missing_ok=True)
     return latest, None
 

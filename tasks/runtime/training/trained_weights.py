@@ -39,7 +39,7 @@ def collect_weights(spec: RunSpec, record: CompletionRecord) -> Path:
         load_model(Index(source), model)
         model.save_pretrained(weights)
     else:
-        base = checkpoint.facts_of(source)["base"]
+        base = checkpoint.metadata_of(source)["base"]
         save_file(read_model_tensors(Index(source)), weights / ADAPTER, metadata={"base": base})
     shutil.copyfile(folder.metrics, weights / folder.metrics.name)
     return weights

@@ -20,11 +20,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint import manifest
-from tasks.runtime.checkpoint import object_store as remotes
-from tasks.runtime.checkpoint import upload as mirrors
-from tasks.runtime.checkpoint.object_store import Remote, persist
-from tasks.runtime.checkpoint.upload import Mirror
+from tasks.runtime.checkpoint import manifest, object_store, upload
+from tasks.runtime.checkpoint.object_store import RunStore, retry
+from tasks.runtime.checkpoint.upload import CheckpointUploader
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.exit_codes import explain
 from tasks.runtime.process.signals import Preempted
@@ -91,8 +89,8 @@ def store(monkeypatch):
     monkeypatch.setattr(Flaky, "error", None)
     monkeypatch.setattr(Flaky, "denied", None)
     monkeypatch.setattr(Flaky, "refusing", False)
-    monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(mirrors, "START_SECONDS", 0.05)
+    monkeypatch.setattr(object_store, "INITIAL_BACKOFF", 0.01)
+    monkeypatch.setattr(upload, "STARTUP_TIMEOUT", 0.05)
     Flaky.asked.clear()
     return Flaky
 
@@ -143,72 +141,72 @@ def url(request, tmp_path):
 
 
 def test_a_checkpoint_comes_back_as_it_was(url, tmp_path):
-    remote, here, there = Remote(url, "x"), tmp_path / "here", tmp_path / "there"
-    assert remote.steps() == [] and not remote.fetch_file(tmp_path / "spec.yaml")
+    run_store, here, there = RunStore(url, "x"), tmp_path / "here", tmp_path / "there"
+    assert run_store.complete_steps() == [] and not run_store.download_file(tmp_path / "spec.yaml")
     for step in (2, 10):
-        remote.put(save(here, step, f"weights {step}"))
-    assert remote.steps() == [2, 10]
-    folder = remote.fetch(10, there)
-    assert manifest.damage(folder) is None and manifest.step_of(folder) == 10
+        run_store.upload(save(here, step, f"weights {step}"))
+    assert run_store.complete_steps() == [2, 10]
+    folder = run_store.download(10, there)
+    assert manifest.verification_error(folder) is None and manifest.step_of(folder) == 10
     assert (folder / "a.safetensors").read_text() == "weights 10"
-    remote.remove(10)
-    assert remote.steps() == [2]
+    run_store.delete(10)
+    assert run_store.complete_steps() == [2]
     # Another one in its place.
     shutil.rmtree(here / "checkpoint-2")
-    remote.put(save(here, 2, "other weights"))
-    assert (remote.fetch(2, there) / "a.safetensors").read_text() == "other weights"
+    run_store.upload(save(here, 2, "other weights"))
+    assert (run_store.download(2, there) / "a.safetensors").read_text() == "other weights"
     (here / "spec.yaml").write_text("name: x")
-    remote.put_file(here / "spec.yaml")
-    assert remote.fetch_file(there / "spec.yaml") and (there / "spec.yaml").read_text() == "name: x"
+    run_store.upload_file(here / "spec.yaml")
+    assert run_store.download_file(there / "spec.yaml") and (there / "spec.yaml").read_text() == "name: x"
 
 
 def test_a_changed_manifest_travels_alone(tmp_path, monkeypatch):
-    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
-    remote.put(folder)
-    manifest.amend(folder, {"guard": 1})
+    run_store, folder = RunStore("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    run_store.upload(folder)
+    manifest.update_metadata(folder, {"guard": 1})
     monkeypatch.setattr(Flaky, "put_file", None)
-    remote.put(folder)
-    assert manifest.facts_of(remote.fetch(2, tmp_path / "there"))["guard"] == 1
+    run_store.upload(folder)
+    assert manifest.metadata_of(run_store.download(2, tmp_path / "there"))["guard"] == 1
 
 
 def test_a_store_that_is_full_keeps_what_it_has(tmp_path):
     """One that is a folder, where a file could be cut short; objects are replaced whole by the store."""
-    remote, folder, notes = Remote(f"file://{tmp_path}/store", "x"), save(tmp_path, 2), tmp_path / "metrics.jsonl"
+    run_store, folder, notes = RunStore(f"file://{tmp_path}/store", "x"), save(tmp_path, 2), tmp_path / "metrics.jsonl"
     notes.write_text("up to step 2\n")
-    remote.put(folder)
-    remote.put_file(notes)
+    run_store.upload(folder)
+    run_store.upload_file(notes)
     notes.write_text("up to step 4\n" * 9)
-    manifest.amend(folder, {"guard": 1})
+    manifest.update_metadata(folder, {"guard": 1})
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))
     try:
-        for put in (partial(remote.put, folder), partial(remote.put_file, notes)):
+        for put in (partial(run_store.upload, folder), partial(run_store.upload_file, notes)):
             with pytest.raises(OSError, match="File too large"):
                 put()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    assert manifest.damage(remote.fetch(2, tmp_path / "there")) is None
-    assert remote.fetch_file(tmp_path / "there" / "metrics.jsonl")
+    assert manifest.verification_error(run_store.download(2, tmp_path / "there")) is None
+    assert run_store.download_file(tmp_path / "there" / "metrics.jsonl")
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to step 2\n"
 
 
 def test_what_an_upload_left_is_no_checkpoint_and_is_replaced(tmp_path, store, monkeypatch):
-    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    run_store, folder = RunStore("flaky://bucket/runs", "x"), save(tmp_path, 2)
     with monkeypatch.context() as patched:
         patched.setattr(Flaky, "pipe_file", lambda *arguments, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            remote.put(folder)
-    assert names() and remote.steps() == []
-    remote.put(folder)
-    assert remote.steps() == [2]
+            run_store.upload(folder)
+    assert names() and run_store.complete_steps() == []
+    run_store.upload(folder)
+    assert run_store.complete_steps() == [2]
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
-    remote, folder = Remote("flaky://bucket/runs", "x"), save(tmp_path, 2)
-    remote.put(folder)
+    run_store, folder = RunStore("flaky://bucket/runs", "x"), save(tmp_path, 2)
+    run_store.upload(folder)
     Flaky.store["/bucket/runs/x/checkpoint-2/manifest.json"].write(b'{"files": {"../../x": {}}}' + b" " * 999)
     with pytest.raises(ValueError, match="names files outside of it"):
-        remote.fetch(2, tmp_path / "there")
+        run_store.download(2, tmp_path / "there")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_urls_that_say_too_much_or_too_little_are_refused(url, words):
 def test_an_unknown_scheme_is_refused_at_once(tmp_path):
     spec = RunSpec.model_validate({"output": str(tmp_path), "checkpoint": {"url": "s4://bucket"}})
     with pytest.raises(ValueError, match=r"checkpoint\.url 's4://bucket' cannot be opened: .*s4"):
-        Mirror(spec, RunFolder.of(spec))
+        CheckpointUploader(spec, RunFolder.of(spec))
 
 
 # Patience.
@@ -239,7 +237,7 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(caplog):
             raise outcome
         return outcome
 
-    assert persist(call, "s3://x", 60, pauses.append) == "there"
+    assert retry(call, "s3://x", 60, pauses.append) == "there"
     assert pauses == [0.01, 0.02]
     assert caplog.text.count("cannot be reached (OSError: away); trying again") == 1
     assert "can be reached again" in caplog.text
@@ -248,7 +246,7 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(caplog):
 def test_how_long_a_store_is_away_is_counted_from_when_it_fails(monkeypatch):
     """And not from the beginning of a copy, which may take longer than that by itself."""
     now, failures = [0.0], []
-    monkeypatch.setattr(remotes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(object_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def copy():
         now[0] += 1000
@@ -257,25 +255,25 @@ def test_how_long_a_store_is_away_is_counted_from_when_it_fails(monkeypatch):
         return "there"
 
     failures[:] = [OSError("torn off")]
-    assert persist(copy, "s3://x", 900, lambda seconds: None) == "there"
+    assert retry(copy, "s3://x", 900, lambda seconds: None) == "there"
     failures[:] = [OSError("torn off")] * 2
     with pytest.raises(Unreachable, match="torn off"):
-        persist(copy, "s3://x", 900, lambda seconds: None)
+        retry(copy, "s3://x", 900, lambda seconds: None)
 
 
 @pytest.mark.parametrize(
-    ("error", "patience", "kind", "said"),
+    ("error", "timeout", "kind", "said"),
     [
         (OSError("away"), 0, Unreachable, "s3://x cannot be reached: OSError: away. When it can, start the run again"),
         (PermissionError("no"), 60, ValueError, "s3://x cannot be used: PermissionError: no. Mend that, and start"),
     ],
 )
-def test_giving_up_says_what_to_do_and_whether_another_attempt_may_mend_it(error, patience, kind, said):
+def test_giving_up_says_what_to_do_and_whether_another_attempt_may_mend_it(error, timeout, kind, said):
     def call():
         raise error
 
     with pytest.raises(kind, match=re.escape(f"checkpoint.url: {said}")) as raised:
-        persist(call, "s3://x", patience)
+        retry(call, "s3://x", timeout)
     explained = explain(raised.value)
     assert (explained is not None and explained.retry) == (kind is Unreachable)
 
@@ -284,7 +282,7 @@ def test_giving_up_says_what_to_do_and_whether_another_attempt_may_mend_it(error
 
 
 @pytest.fixture
-def mirror(tmp_path):
+def make_uploader(tmp_path):
     def make(**settings):
         spec = RunSpec.model_validate(
             {"name": "x", "output": str(tmp_path), "checkpoint": {"url": "flaky://bucket/runs", **settings}}
@@ -292,37 +290,37 @@ def mirror(tmp_path):
         folder = RunFolder.of(spec)
         folder.claim(spec)
         folder.metrics.write_text("{}\n")
-        return Mirror(spec, folder), folder
+        return CheckpointUploader(spec, folder), folder
 
     return make
 
 
 @pytest.mark.parametrize("theirs", ["checkpoint-500/model.safetensors", "metrics.jsonl"])
-def test_what_is_no_runs_in_the_store_is_not_taken_over(mirror, store, theirs):
-    copying, folder = mirror()
+def test_what_is_no_runs_in_the_store_is_not_taken_over(make_uploader, store, theirs):
+    uploader, folder = make_uploader()
     folder.metrics.unlink()
     store.store[f"/bucket/runs/x/{theirs}"] = MemoryFile(Flaky(), "-", b"precious")
     with pytest.raises(ValueError, match=rf"checkpoint\.url: flaky://bucket/runs/x is not a run's.*{theirs[:7]}.*"
                        r"choose another name or checkpoint\.url"):  # fmt: skip
-        copying.fetch_run()
+        uploader.download_run_files()
     assert names() == [f"x/{theirs}"] and not folder.metrics.exists()
 
 
-def test_a_spec_in_the_store_that_cannot_be_read_is_told_by_its_place_there(mirror, store):
-    copying, folder = mirror()
+def test_a_spec_in_the_store_that_cannot_be_read_is_told_by_its_place_there(make_uploader, store):
+    uploader, folder = make_uploader()
     store.store["/bucket/runs/x/spec.yaml"] = MemoryFile(Flaky(), "-", b"name: x\nseeds: 0\n")
     with pytest.raises(SpecError, match=r"^flaky://bucket/runs/x/spec\.yaml has 1 problem:\n  seeds \(line 2\)"):
-        copying.fetch_run()
+        uploader.download_run_files()
     assert not (folder.root / ".theirs").exists()
 
 
-def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(mirror, store):
-    copying, folder = mirror()
-    copying.put_spec()
+def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(make_uploader, store):
+    uploader, folder = make_uploader()
+    uploader.upload_spec()
     shutil.rmtree(folder.root)
     (folder.checkpoints / "checkpoint-500").mkdir(parents=True)
     with pytest.raises(ValueError, match=rf"output: {folder.root} is not a run's.* its checkpoints for its own"):
-        copying.fetch_run()
+        uploader.download_run_files()
     assert [path.name for path in folder.root.iterdir()] == ["checkpoints"]
 
 
@@ -333,38 +331,38 @@ def test_the_commit_that_a_run_reads_comes_along(tmp_path):
         data = {"source": "org/texts", "revision": revision}
         values = {"name": "x", "output": str(tmp_path / machine), "checkpoint": {"url": "flaky://bucket/runs"}}
         spec = RunSpec.model_validate({**values, "data": data})
-        return spec, RunFolder.of(spec), Mirror(spec, RunFolder.of(spec))
+        return spec, RunFolder.of(spec), CheckpointUploader(spec, RunFolder.of(spec))
 
-    spec, folder, copying = make("first", None)
+    spec, folder, uploader = make("first", None)
     folder.claim(spec)
     folder.note_commit(commit)
-    copying.add(save(folder.checkpoints, 50))
-    copying.finish()
+    uploader.enqueue(save(folder.checkpoints, 50))
+    uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
-        spec, folder, copying = make(machine, revision)
-        copying.fetch_run()
+        spec, folder, uploader = make(machine, revision)
+        uploader.download_run_files()
         folder.claim(spec)
         assert folder.commit_for(spec) == commit
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
-        make("fourth", "other")[-1].fetch_run()
+        make("fourth", "other")[-1].download_run_files()
 
 
-def test_checkpoints_wait_while_the_store_is_away(mirror, store, caplog):
-    copying, folder = mirror(keep_last=1, keep_every=100)
+def test_checkpoints_wait_while_the_store_is_away(make_uploader, store, caplog):
+    uploader, folder = make_uploader(keep_last=1, keep_every=100)
     store.error = OSError("away")
     for step in (50, 100, 150):
-        copying.add(save(folder.checkpoints, step))
+        uploader.enqueue(save(folder.checkpoints, step))
         # As the writer does, whether or not they are copied.
         manifest.prune(folder.checkpoints, 1, 100)
     assert store.asked.wait(10)
     store.error = None
-    copying.finish()
-    assert Remote("flaky://bucket/runs", "x").steps() == [100, 150]
+    uploader.finish()
+    assert RunStore("flaky://bucket/runs", "x").complete_steps() == [100, 150]
     assert "x/metrics.jsonl" in names() and "cannot be reached" in caplog.text
 
 
-def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, store, monkeypatch, caplog):
-    copying, folder = mirror(keep_last=1)
+def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(make_uploader, store, monkeypatch, caplog):
+    uploader, folder = make_uploader(keep_last=1)
     put_file, begun, go_on, order = Flaky.put_file, threading.Event(), threading.Event(), []
 
     def slow(self, here, there, *arguments, **options):
@@ -374,61 +372,61 @@ def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(mirror, s
         return put_file(self, here, there, *arguments, **options)
 
     monkeypatch.setattr(Flaky, "put_file", slow)
-    copying.add(save(folder.checkpoints, 50))
+    uploader.enqueue(save(folder.checkpoints, 50))
     assert begun.wait(10)
     for step in (100, 150, 200):
-        copying.add(save(folder.checkpoints, step))
-        manifest.prune(folder.checkpoints, 1, spare=copying.copying)
+        uploader.enqueue(save(folder.checkpoints, step))
+        manifest.prune(folder.checkpoints, 1, keep=uploader.uploading)
     assert list(map(manifest.step_of, manifest.folders(folder.checkpoints))) == [50, 200]
     go_on.set()
-    copying.finish()
+    uploader.finish()
     assert order == [50, 50, 200, 200]
-    assert Remote("flaky://bucket/runs", "x").steps() == [200]
+    assert RunStore("flaky://bucket/runs", "x").complete_steps() == [200]
     assert not caplog.text
 
 
-def test_what_waited_when_a_process_ended_is_copied_by_the_next(mirror):
-    _, folder = mirror()
+def test_what_waited_when_a_process_ended_is_copied_by_the_next(make_uploader):
+    _, folder = make_uploader()
     for step in (40, 80, 90, 100, 110):
         save(folder.checkpoints, step)
     (folder.checkpoints / "checkpoint-80" / "config.json").write_text("torn")
-    copying, _ = mirror(every=10, keep_last=2, keep_every=40)
-    copying.add_what_waited(folder.checkpoints / "checkpoint-110")
-    copying.finish()
-    assert Remote("flaky://bucket/runs", "x").begun() == [40, 100, 110]
+    uploader, _ = make_uploader(every=10, keep_last=2, keep_every=40)
+    uploader.enqueue_pending(folder.checkpoints / "checkpoint-110")
+    uploader.finish()
+    assert RunStore("flaky://bucket/runs", "x").all_steps() == [40, 100, 110]
 
 
-def test_what_a_kill_left_of_a_copy_or_a_removal_goes_with_the_next_ones(mirror, store):
-    copying, folder = mirror(keep_last=2, keep_every=100)
+def test_what_a_kill_left_of_a_copy_or_a_removal_goes_with_the_next_ones(make_uploader, store):
+    uploader, folder = make_uploader(keep_last=2, keep_every=100)
     for step in (40, 50, 73, 200):
         store.store[f"/bucket/runs/x/checkpoint-{step}/a.safetensors"] = MemoryFile(Flaky(), "-", b"weights")
     for step in (50, 100, 150):
-        copying.add(save(folder.checkpoints, step))
-    copying.finish()
+        uploader.enqueue(save(folder.checkpoints, step))
+    uploader.finish()
     # One that is newer may be whole, and the store slow to say so.
-    assert Remote("flaky://bucket/runs", "x").begun() == [100, 150, 200]
+    assert RunStore("flaky://bucket/runs", "x").all_steps() == [100, 150, 200]
 
 
 @pytest.mark.parametrize(
     ("error", "timeout", "kind"), [(OSError("away"), 1, Unreachable), (PermissionError("no"), 900, ValueError)]
 )
-def test_a_store_that_stays_away_ends_the_run(mirror, store, error, timeout, kind):
-    copying, folder = mirror(url_timeout=timeout)
+def test_a_store_that_stays_away_ends_the_run(make_uploader, store, error, timeout, kind):
+    uploader, folder = make_uploader(url_timeout=timeout)
     store.error = error
-    copying.add(save(folder.checkpoints, 50))
+    uploader.enqueue(save(folder.checkpoints, 50))
     with pytest.raises(kind, match=r"checkpoint\.url: flaky://bucket/runs/x cannot be"):
-        copying.finish()
+        uploader.finish()
     with pytest.raises(kind, match="cannot be"):
-        copying.add(save(folder.checkpoints, 100))
+        uploader.enqueue(save(folder.checkpoints, 100))
 
 
-def test_a_process_that_is_told_to_end_does_not_wait_for_a_store_that_is_away(mirror, store):
-    copying, folder = mirror()
+def test_a_process_that_is_told_to_end_does_not_wait_for_a_store_that_is_away(make_uploader, store):
+    uploader, folder = make_uploader()
     store.error = OSError("away")
-    copying.add(save(folder.checkpoints, 50))
+    uploader.enqueue(save(folder.checkpoints, 50))
     assert store.asked.wait(10)
-    copying.close()
-    assert not copying._thread.is_alive()
+    uploader.close()
+    assert not uploader._thread.is_alive()
 
 
 ENDS = """
@@ -436,7 +434,7 @@ import threading
 from pathlib import Path
 from fsspec.implementations.local import LocalFileSystem
 from tasks.runtime.checkpoint import manifest
-from tasks.runtime.checkpoint.object_store import Remote
+from tasks.runtime.checkpoint.object_store import RunStore
 
 folder = Path("checkpoint-50")
 folder.mkdir()
@@ -444,8 +442,8 @@ folder.mkdir()
 manifest.commit(folder, {}, {})
 begun = threading.Event()
 LocalFileSystem.put_file = lambda *arguments: begun.set() or threading.Event().wait()
-remote = Remote(f"file://{folder.absolute().parent}/store", "x")
-threading.Thread(target=remote.put, args=(folder,), daemon=True).start()
+run_store = RunStore(f"file://{folder.absolute().parent}/store", "x")
+threading.Thread(target=run_store.upload, args=(folder,), daemon=True).start()
 assert begun.wait(10)
 """
 
@@ -460,26 +458,26 @@ def test_a_process_ends_while_a_file_is_on_its_way(tmp_path):
     )
 
 
-def test_of_damaged_copies_the_newest_good_one_is_taken(mirror, caplog):
-    copying, folder = mirror(keep_last=3)
+def test_of_damaged_copies_the_newest_good_one_is_taken(make_uploader, caplog):
+    uploader, folder = make_uploader(keep_last=3)
     for step in (50, 100, 150):
-        copying.add(save(folder.checkpoints, step))
-    copying.finish()
+        uploader.enqueue(save(folder.checkpoints, step))
+    uploader.finish()
     shutil.rmtree(folder.checkpoints)
     Flaky.store["/bucket/runs/x/checkpoint-150/a.safetensors"].write(b"torn")
     del Flaky.store["/bucket/runs/x/checkpoint-100/config.json"]
-    copying.fetch_newest()
+    uploader.download_latest()
     assert manifest.step_of(manifest.latest(folder.checkpoints)) == 50
     assert "checkpoint-150 of flaky://bucket/runs/x is not used: a.safetensors has" in caplog.text
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: " in caplog.text
-    copying.discard_after(50)
-    assert Remote("flaky://bucket/runs", "x").steps() == [50]
+    uploader.discard_after(50)
+    assert RunStore("flaky://bucket/runs", "x").complete_steps() == [50]
 
 
-def test_a_file_that_comes_after_its_manifest_is_waited_for(mirror, monkeypatch):
-    copying, folder = mirror()
-    copying.add(save(folder.checkpoints, 50))
-    copying.finish()
+def test_a_file_that_comes_after_its_manifest_is_waited_for(make_uploader, monkeypatch):
+    uploader, folder = make_uploader()
+    uploader.enqueue(save(folder.checkpoints, 50))
+    uploader.finish()
     shutil.rmtree(folder.checkpoints)
     get_file, late = Flaky.get_file, ["config.json", "a.safetensors", "config.json"]
 
@@ -490,45 +488,45 @@ def test_a_file_that_comes_after_its_manifest_is_waited_for(mirror, monkeypatch)
         get_file(self, there, here)
 
     monkeypatch.setattr(Flaky, "get_file", not_yet)
-    copying.fetch_newest()
+    uploader.download_latest()
     assert not late and manifest.step_of(manifest.latest(folder.checkpoints)) == 50
 
 
-def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(mirror, store, monkeypatch):
-    copying, folder = mirror()
+def test_killed_while_it_fetches_a_run_has_its_metrics_all_the_same(make_uploader, store, monkeypatch):
+    uploader, folder = make_uploader()
     folder.metrics.write_text("up to step 100\n")
-    copying.add(save(folder.checkpoints, 100))
-    copying.finish()
+    uploader.enqueue(save(folder.checkpoints, 100))
+    uploader.finish()
     # A machine that had the run before, up to step 50.
     shutil.rmtree(folder.checkpoints)
     folder.metrics.write_text("up to step 50\n")
-    fetch = Remote.fetch
+    fetch = RunStore.download
 
     def killed(*arguments):
         fetch(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Remote, "fetch", killed)
-        copying.fetch_newest()
-    copying.fetch_newest()
+        patched.setattr(RunStore, "download", killed)
+        uploader.download_latest()
+    uploader.download_latest()
     assert manifest.step_of(manifest.latest(folder.checkpoints)) == 100
     assert folder.metrics.read_text() == "up to step 100\n"
 
 
-@pytest.mark.parametrize("manifest", [b"", b'{"format": 2, "files": {"a.saf', b"\xff"])
-def test_a_machine_that_has_nothing_passes_over_a_torn_manifest(mirror, caplog, manifest):
-    copying, folder = mirror()
+@pytest.mark.parametrize("content", [b"", b'{"format": 2, "files": {"a.saf', b"\xff"])
+def test_a_machine_that_has_nothing_passes_over_a_torn_manifest(make_uploader, caplog, content):
+    uploader, folder = make_uploader()
     for step in (50, 100):
-        copying.add(save(folder.checkpoints, step))
-    copying.finish()
+        uploader.enqueue(save(folder.checkpoints, step))
+    uploader.finish()
     shutil.rmtree(folder.checkpoints)
-    Flaky.store["/bucket/runs/x/checkpoint-100/manifest.json"] = MemoryFile(Flaky(), "-", manifest)
-    copying.fetch_newest()
+    Flaky.store["/bucket/runs/x/checkpoint-100/manifest.json"] = MemoryFile(Flaky(), "-", content)
+    uploader.download_latest()
     assert manifest.step_of(manifest.latest(folder.checkpoints)) == 50
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: manifest.json is unreadable" in caplog.text
-    copying.discard_after(50)
-    assert Remote("flaky://bucket/runs", "x").steps() == [50]
+    uploader.discard_after(50)
+    assert RunStore("flaky://bucket/runs", "x").complete_steps() == [50]
 
 
 @pytest.fixture(scope="module")
@@ -585,7 +583,7 @@ def test_a_start_that_was_refused_leaves_its_name_in_the_store(output, store, ca
         train_spec(many)
     assert names() == [] and not folder.begun
     # As after a kill: nobody knows whether that one is at work.
-    Remote("flaky://bucket/runs", "refused").put_file(folder.spec)
+    RunStore("flaky://bucket/runs", "refused").upload_file(folder.spec)
     with pytest.raises(ValueError, match=r"flaky://bucket/runs/refused holds a run of another spec"):
         train_spec(spec)
     with pytest.raises(ValueError, match="fewer than one batch"):
@@ -615,23 +613,23 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
     checkpoint = {"every": 2, "url": "flaky://bucket/runs", "url_timeout": 5, "on_sigterm": "save"}
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": checkpoint})
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    end_step, add = Job.end_step, Mirror.add
+    end_step, enqueue = Job.end_step, CheckpointUploader.enqueue
 
     def last_step(job, step, *arguments):
         if step == 2 and moment == "in the last step":
             stop()
         end_step(job, step, *arguments)
 
-    def away(copying, folder):
+    def away(uploader, folder):
         # The checkpoint is whole by now, however slow the disk.
         if moment == "while it waits":
             threading.Timer(0.5, stop).start()
         store.error = OSError("away")
-        add(copying, folder)
+        enqueue(uploader, folder)
 
     with monkeypatch.context() as patched:
         patched.setattr(Job, "end_step", last_step)
-        patched.setattr(Mirror, "add", away)
+        patched.setattr(CheckpointUploader, "enqueue", away)
         with pytest.raises(Preempted):
             train_spec(spec)
     assert manifest.step_of(manifest.latest(RunFolder.of(spec).checkpoints)) == 2
@@ -639,7 +637,7 @@ def test_told_to_stop_a_run_does_not_wait_for_its_last_copy(output, store, monke
 
     store.error = None
     assert train_spec(spec).status == "complete"
-    assert Remote("flaky://bucket/runs", spec.name).steps() == [2]
+    assert RunStore("flaky://bucket/runs", spec.name).complete_steps() == [2]
 
 
 def test_a_run_is_complete_when_its_last_checkpoints_are_in_the_store(output, store):
@@ -654,4 +652,4 @@ def test_a_run_is_complete_when_its_last_checkpoints_are_in_the_store(output, st
         assert not RunFolder.of(spec).record.exists()
     store.denied = None
     assert train_spec(spec).status == "complete"
-    assert Remote("flaky://bucket/runs", "copied").steps() == [1, 2]
+    assert RunStore("flaky://bucket/runs", "copied").complete_steps() == [1, 2]

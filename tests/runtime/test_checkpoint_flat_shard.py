@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tasks.runtime.checkpoint.flat_shard import Fragment, boxes, keep_elsewhere, part_of, values_of
+from tasks.runtime.checkpoint.flat_shard import FlatShard, chunks, local_values, register_flat_shard, shard_of
 from tasks.runtime.checkpoint.storage import INDEX, Index, part_key, write_tensors
 from tasks.runtime.checkpoint.writer import _files, _index
 
@@ -18,24 +18,24 @@ SHAPES = [(), (1,), (7,), (1, 5), (4, 3), (3, 1, 4), (2, 3, 4), (2, 2, 2, 3)]
 def test_boxes_are_the_elements_in_their_order(shape):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for begin, end in combinations_with_replacement(range(whole.numel() + 1), 2):
-        found = boxes(shape, begin, end)
+        found = chunks(shape, begin, end)
         slices = [tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True)) for offset, size in found]
         assert [value for box in slices for value in whole[box].flatten().tolist()] == list(range(begin, end))
         assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def cut(tensor, ends):
-    """The fragments of a tensor that end at these elements, in memory of their own."""
+    """The shards of a tensor that end at these elements, in memory of their own."""
     flat = tensor.flatten()
-    return [Fragment(tensor.shape, begin, flat[begin:end].clone()) for begin, end in pairwise([0, *ends, len(flat)])]
+    return [FlatShard(tensor.shape, begin, flat[begin:end].clone()) for begin, end in pairwise([0, *ends, len(flat)])]
 
 
-def save(folder, fragments):
+def save(folder, shards):
     """As processes of a job that each have one of them."""
     folder.mkdir()
-    planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in fragments]
-    for rank, (planner, fragment) in enumerate(zip(planners, fragments, strict=True)):
-        planner.set_up_planner({"w": fragment}, is_coordinator=rank == 0)
+    planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in shards]
+    for rank, (planner, shard) in enumerate(zip(planners, shards, strict=True)):
+        planner.set_up_planner({"w": shard}, is_coordinator=rank == 0)
     plans, _ = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         files = {}
@@ -65,10 +65,10 @@ def test_what_some_processes_write_others_read(tmp_path, shape, written, wanted)
 
 def test_a_parameter_says_where_its_values_are():
     parameter = torch.nn.Parameter(torch.zeros(0))
-    assert part_of(parameter).shape == (0,) and not part_of(parameter).requires_grad
-    fragment = Fragment(torch.Size((2, 3)), 4, torch.tensor([4.0, 5.0]))
-    keep_elsewhere(parameter, lambda: fragment)
-    assert part_of(parameter) is fragment and fragment.shape == (2, 3)
-    assert values_of(parameter).tolist() == [4.0, 5.0]
+    assert shard_of(parameter).shape == (0,) and not shard_of(parameter).requires_grad
+    shard = FlatShard(torch.Size((2, 3)), 4, torch.tensor([4.0, 5.0]))
+    register_flat_shard(parameter, lambda: shard)
+    assert shard_of(parameter) is shard and shard.shape == (2, 3)
+    assert local_values(parameter).tolist() == [4.0, 5.0]
     with pytest.raises(TypeError, match="on other processes"):
-        torch.neg(fragment)
+        torch.neg(shard)
