@@ -26,7 +26,7 @@ from tasks.paths import directory, is_local
 from tasks.runtime.metrics.progress import tell
 from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, MemoryKills, describe_exit
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, preemptible
+from tasks.runtime.process.signals import Preempted, raise_on_sigterm
 from tasks.runtime.process.watchdog import EXIT_HUNG
 from tasks.runtime.run_folder.folder import RunFolder
 
@@ -129,7 +129,7 @@ def outlive_main_pod() -> None:
 
     log.info("this pod is done; it waits for the pod of rank 0, which hands on the weights")
     try:
-        with preemptible():
+        with raise_on_sigterm():
             while True:
                 signal.pause()
     # The agent leaves a handler of its own behind, which may be the one that is called.

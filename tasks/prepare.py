@@ -48,7 +48,7 @@ def plan(spec: RunSpec) -> Planned:
     (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
     if not is_local():
         _check_pods(spec)
-    return Planned(recipe_of(spec, RunFolder.of(spec).commit_for(spec)), spec.output)
+    return Planned(recipe_of(spec, RunFolder.of(spec).data_commit_for(spec)), spec.output)
 
 
 def _check_pods(spec: RunSpec) -> None:

@@ -25,7 +25,7 @@ from tasks.elastic import Training
 from tasks.resources import RETRIES
 from tasks.runtime.process.exit_codes import explain
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, end_with_agent
+from tasks.runtime.process.signals import Preempted, die_with_agent
 from tasks.runtime.run_folder.record import CompletionRecord
 
 # Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
@@ -55,7 +55,7 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
     # Now: an agent that is killed while torch is imported would leave its processes behind.
-    end_with_agent()
+    die_with_agent()
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import PreparedData

@@ -12,7 +12,7 @@ from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
 from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, EXIT_UNHEALTHY, EXIT_UNREACHABLE
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import end_with_agent
+from tasks.runtime.process.signals import die_with_agent
 
 EXIT_BAD_INPUT = 2
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("spec", help="a run spec, YAML or JSON")
     arguments = parser.parse_args()
     # Now: an agent that is killed while torch is imported would leave processes behind that wait for it.
-    end_with_agent()
+    die_with_agent()
     try:
         spec = load_spec(arguments.spec)
     except SpecError as error:
@@ -47,7 +47,7 @@ def main() -> int:
     from tasks.runtime.faults.health_check import Unhealthy
     from tasks.runtime.metrics.progress import tell
     from tasks.runtime.process.errors import Unreachable
-    from tasks.runtime.process.signals import Preempted, preemptible
+    from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.run_folder.folder import RunFolder, data_folder
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
@@ -58,7 +58,7 @@ def main() -> int:
         with session(spec) as run:
             run.processes.on_main(lambda: require_targets(spec))
             run.processes.on_main(lambda: require_tasks(spec))
-            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.commit_for(spec)))
+            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             tell(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.
@@ -67,7 +67,7 @@ def main() -> int:
             record = train(run, data)
         if run.processes.is_main:
             # A second start would replace the model that is being verified.
-            with preemptible(), RunFolder.of(spec).lock():
+            with raise_on_sigterm(), RunFolder.of(spec).lock():
                 tell(stage=Stage.EVALUATING)
                 weights = collect_weights(spec, record)
                 record = evaluate(spec, record, data, weights)

@@ -36,9 +36,9 @@ def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
 
 
 def test_passes_are_two_unless_something_else_is_asked_for():
-    assert RunSpec().passes == 2
-    assert RunSpec(training={"epochs": 0.5}).passes == 0.5
-    assert RunSpec(training={"steps": 3}).passes is None
+    assert RunSpec().epochs == 2
+    assert RunSpec(training={"epochs": 0.5}).epochs == 0.5
+    assert RunSpec(training={"steps": 3}).epochs is None
 
 
 def test_a_spec_is_frozen_and_hashable_by_content():

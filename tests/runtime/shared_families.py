@@ -46,7 +46,7 @@ def gradients(model, spec, batch, processes):
     """The loss, and all gradients, whole."""
     items = torch.tensor(20)
     loss = NextToken(fused=spec.fused_loss).share(model, batch, items).loss
-    (loss * processes.shares).backward()
+    (loss * processes.dp_cp_size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.detach(), {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
 
@@ -55,7 +55,7 @@ def check(family, parallel, settings, changes=None):
     """Raise AssertionError with what differs."""
     split = {"parallel": {"type": "fsdp", **parallel}, "topology": {"nproc_per_node": 2}}
     spec = RunSpec.model_validate({**split, "model": {"dtype": "float32"}, **settings})
-    processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
+    processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     torch.manual_seed(0)
     model = build(family, use_cache=False, **(changes or {}))
     for name, parameter in model.named_parameters():
@@ -70,9 +70,9 @@ def check(family, parallel, settings, changes=None):
     model.zero_grad(set_to_none=True)
     compile_layers(model, spec)
     Fsdp(spec, processes).wrap(model, weights_follow=False)
-    loss, found = gradients(model, spec, slice_of(batch, processes) if processes.slices > 1 else batch, processes)
+    loss, found = gradients(model, spec, slice_of(batch, processes) if processes.cp_size > 1 else batch, processes)
     dist.all_reduce(loss)
-    torch.testing.assert_close(loss / processes.copies, expected, msg=lambda text: f"{family} {parallel}: {text}")
+    torch.testing.assert_close(loss / processes.tp_size, expected, msg=lambda text: f"{family} {parallel}: {text}")
     assert found.keys() == whole.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, whole[name], msg=lambda text, name=name: f"{family} {name}: {text}")

@@ -67,11 +67,11 @@ def test_what_took_no_step_leaves_its_folder_to_another_spec(tmp_path):
     folder.begin_attempt()
     identity(folder, "mlflow").write_text("of the first spec")
     write_points(folder, 1, 1)
-    folder.claim(spec(tmp_path), alone=True)
+    folder.claim(spec(tmp_path), exclusive=True)
     assert {path.name for path in folder.root.iterdir()} == {"spec.yaml", "attempts.txt", "mlflow.id", "metrics.jsonl"}
     with pytest.raises(ValueError, match="another spec"):
         folder.claim(spec(tmp_path, seed=7))
-    folder.claim(spec(tmp_path, seed=7), alone=True)
+    folder.claim(spec(tmp_path, seed=7), exclusive=True)
     assert [path.name for path in folder.root.iterdir()] == ["spec.yaml"]
     assert load_spec(folder.spec).seed == 7
 
@@ -85,7 +85,7 @@ def test_what_a_run_has_made_is_nobody_elses(tmp_path, left):
     else:
         (folder.root / left).mkdir(parents=True)
     with pytest.raises(ValueError, match="another spec; different: seed was 0, is 7"):
-        folder.claim(spec(tmp_path, seed=7), alone=True)
+        folder.claim(spec(tmp_path, seed=7), exclusive=True)
     assert (folder.root / left).exists() and load_spec(folder.spec).seed == 0
 
 
@@ -98,9 +98,9 @@ def test_what_is_no_runs_is_not_taken_over(tmp_path, left):
     folder = RunFolder.of(spec(tmp_path, name="mine"))
     (folder.root / left).mkdir(parents=True)
     (folder.root / "notes.txt").touch()
-    with pytest.raises(ValueError, match=rf"output: {folder.root} is not a run's, having no spec\.yaml.* its "
-                       rf"{left.split('/')[0]} for its own; choose another name or output, or move"):  # fmt: skip
-        folder.claim(spec(tmp_path, name="mine"), alone=True)
+    with pytest.raises(ValueError, match=rf"output: {folder.root} has no spec\.yaml, .*overwrite its "
+                       rf"{left.split('/')[0]}; choose another name or output, or move"):  # fmt: skip
+        folder.claim(spec(tmp_path, name="mine"), exclusive=True)
     assert (folder.root / left).exists() and not folder.spec.exists()
 
 
@@ -113,33 +113,33 @@ def hub_spec(tmp_path, revision=None, **changes):
 
 def test_a_run_goes_on_at_the_commit_that_it_has_read(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
-    assert folder.commit_for(hub_spec(tmp_path)) is None
+    assert folder.data_commit_for(hub_spec(tmp_path)) is None
     folder.claim(hub_spec(tmp_path))
-    folder.note_commit(A)
+    folder.write_data_commit(A)
     write_points(folder, 0)
-    assert folder.commit_for(hub_spec(tmp_path)) == folder.commit_for(hub_spec(tmp_path, A)) == A
+    assert folder.data_commit_for(hub_spec(tmp_path)) == folder.data_commit_for(hub_spec(tmp_path, A)) == A
     # It may be named from now on, and no other.
-    folder.claim(hub_spec(tmp_path, A), alone=True)
+    folder.claim(hub_spec(tmp_path, A), exclusive=True)
     assert load_spec(folder.spec).data.revision == A
-    assert folder.commit_for(hub_spec(tmp_path, B)) is None
+    assert folder.data_commit_for(hub_spec(tmp_path, B)) is None
     with pytest.raises(ValueError, match=rf"data\.revision was '{A}', is '{B}'"):
-        folder.claim(hub_spec(tmp_path, B), alone=True)
+        folder.claim(hub_spec(tmp_path, B), exclusive=True)
 
 
 def test_a_run_that_is_begun_anew_reads_the_newest_commit(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
     folder.claim(hub_spec(tmp_path))
-    folder.note_commit(A)
-    assert folder.commit_for(hub_spec(tmp_path, seed=7)) is None
-    folder.claim(hub_spec(tmp_path, seed=7), alone=True)
-    assert folder.commit_for(hub_spec(tmp_path, seed=7)) is None
+    folder.write_data_commit(A)
+    assert folder.data_commit_for(hub_spec(tmp_path, seed=7)) is None
+    folder.claim(hub_spec(tmp_path, seed=7), exclusive=True)
+    assert folder.data_commit_for(hub_spec(tmp_path, seed=7)) is None
 
 
 def test_a_folder_with_nothing_of_a_runs_names_is_taken(tmp_path):
     """What comes before the spec, too: the lock, the report of the warm-up, and the journal of who started it."""
     folder = RunFolder.of(spec(tmp_path))
     for name in ("notes.txt", ".lock", "warmup-here.json", ".theirs", "spec.tmp"):
-        folder.make()
+        folder.create()
         (folder.root / name).touch()
     (folder.root / "supervisor").mkdir()
     folder.claim(spec(tmp_path))
@@ -172,9 +172,9 @@ def test_a_run_is_trained_by_one_start_at_a_time(tmp_path, caplog):
     folder = RunFolder.of(spec(tmp_path, name="mine"))
     with folder.lock():
         with pytest.raises(ValueError, match=rf"mine is being trained by process {os.getpid()} on .*; wait for it"):
-            folder.lock(patience=0.0).__enter__()
+            folder.lock(timeout=0.0).__enter__()
         assert "waiting for its end" not in caplog.text
-    with folder.lock(patience=0.0) as alone:
+    with folder.lock(timeout=0.0) as alone:
         assert alone
 
 
@@ -197,7 +197,7 @@ def test_a_start_waits_for_the_one_before_to_end(tmp_path, caplog):
         handler.emit = lambda record: first.close()
         logging.getLogger("tasks.runtime.run_folder.folder").addHandler(handler)
         try:
-            with caplog.at_level(logging.WARNING, "tasks"), folder.lock(patience=30.0):
+            with caplog.at_level(logging.WARNING, "tasks"), folder.lock(timeout=30.0):
                 assert "waiting for its end" in caplog.text
         finally:
             logging.getLogger("tasks.runtime.run_folder.folder").removeHandler(handler)

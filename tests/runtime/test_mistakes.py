@@ -209,7 +209,7 @@ RUNS = {
     ),
     "newer-format": (newer_format, {}, r"has checkpoint format 99, this version of Strata reads \d+; finish that run"),
     "broken-record": (broken_record, {}, r"record\.json cannot be read: .*; remove it"),
-    "file-for-folder": (file_for_folder, {}, r"output: the run's folder .*finetune cannot be made: File exists"),
+    "file-for-folder": (file_for_folder, {}, r"output: the run folder .*finetune cannot be created: File exists"),
 }
 
 

@@ -59,8 +59,8 @@ def work(local_rank, folder, port):
                 run.processes.on_main(ask_in_vain)
             others = run.processes.in_new_group()
             # Nobody gives up on the main process while it prepares data or copies a checkpoint.
-            for group in (others.group, ranks._patient):
-                assert group._get_backend(torch.device("cpu")).options._timeout == ranks.PATIENCE
+            for group in (others.group, ranks._long_timeout_group):
+                assert group._get_backend(torch.device("cpu")).options._timeout == ranks.LONG_TIMEOUT
             gathered = others.gather(local_rank)
             assert gathered == ([0, 1] if others.is_main else None)
             assert others.scatter(gathered) == local_rank

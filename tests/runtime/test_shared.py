@@ -50,11 +50,11 @@ def test_unequal_parts_are_refused():
 
 def test_processes_of_a_group_read_the_same_rows():
     spec = spec_of(16, parallel={"replicas": 2, "context_parallel": 2}, training={"micro_batch_size": 3})
-    assert (spec.readers, spec.rows_per_step) == (4, 12)
-    places = [Processes(rank, rank, 16, copies=2, slices=2) for rank in range(16)]
-    assert [place.reader for place in places] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-    assert [place.slice for place in places] == [0, 0, 1, 1] * 4
-    assert [place.share for place in places] == [rank // 2 for rank in range(16)]
+    assert (spec.dp_size, spec.rows_per_step) == (4, 12)
+    places = [Processes(rank, rank, 16, tp_size=2, cp_size=2) for rank in range(16)]
+    assert [place.dp_rank for place in places] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [place.cp_rank for place in places] == [0, 0, 1, 1] * 4
+    assert [place.dp_cp_rank for place in places] == [rank // 2 for rank in range(16)]
 
 
 def test_slices_of_a_row_make_the_row():
@@ -62,7 +62,7 @@ def test_slices_of_a_row_make_the_row():
     tokens = torch.arange(13)[None]
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
-    slices = [slice_of(batch, Processes(rank, rank, 4, slices=4)) for rank in range(4)]
+    slices = [slice_of(batch, Processes(rank, rank, 4, cp_size=4)) for rank in range(4)]
     assert slices[0]["position_ids"].tolist() == [[0, 1, 1, 2]]
     whole = {
         name: torch.cat([*(part[name][:, :2] for part in slices), *(part[name][:, 2:] for part in slices[::-1])], dim=1)

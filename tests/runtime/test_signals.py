@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tasks.runtime.process.signals import Preempted, deferred, preemptible
+from tasks.runtime.process.signals import Preempted, defer_sigterm, raise_on_sigterm
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_sigterm_raises_preempted_and_the_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Preempted, match="SIGTERM"), preemptible():
+    with pytest.raises(Preempted, match="SIGTERM"), raise_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_no_library_can_swallow_it():
-    with pytest.raises(Preempted), preemptible():
+    with pytest.raises(Preempted), raise_on_sigterm():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except Exception:
@@ -32,7 +32,7 @@ def test_no_library_can_swallow_it():
 
 def test_second_sigterm_does_not_interrupt_the_clean_up():
     cleaned = []
-    with pytest.raises(Preempted), preemptible():
+    with pytest.raises(Preempted), raise_on_sigterm():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -42,18 +42,18 @@ def test_second_sigterm_does_not_interrupt_the_clean_up():
 
 
 def test_sigterm_can_be_noted_and_raised_later():
-    with preemptible():
+    with raise_on_sigterm():
         before = signal.getsignal(signal.SIGTERM)
-        with deferred() as notice:
-            assert not notice.given
+        with defer_sigterm() as stop_request:
+            assert not stop_request.received
             os.kill(os.getpid(), signal.SIGTERM)
-            assert notice.given
+            assert stop_request.received
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_outside_the_main_thread_nothing_changes():
     def enter():
-        with preemptible():
+        with raise_on_sigterm():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     handlers = [signal.getsignal(signal.SIGTERM)]
@@ -63,7 +63,7 @@ def test_outside_the_main_thread_nothing_changes():
     assert handlers[0] == handlers[1]
 
 
-WORKER = "from tasks.runtime.process.signals import *; end_with_agent(); print(os.getpid(), flush=True); signal.pause()"
+WORKER = "from tasks.runtime.process.signals import *; die_with_agent(); print(os.getpid(), flush=True); signal.pause()"
 AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
 
 
@@ -82,12 +82,12 @@ def test_the_end_of_an_agent_is_the_end_of_its_workers():
 # As Flyte starts workers; this one takes its time before it asks the kernel.
 LATE = """
 import multiprocessing, signal
-from tasks.runtime.process.signals import end_with_agent
+from tasks.runtime.process.signals import die_with_agent
 
 def work():
     print("started", flush=True)
     multiprocessing.parent_process().join()
-    end_with_agent()
+    die_with_agent()
     print("left behind", flush=True)
 
 multiprocessing.get_context("fork").Process(target=work).start()

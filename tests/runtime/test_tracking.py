@@ -234,7 +234,7 @@ def test_an_mlflow_server_that_fails_has_one_run_in_the_end(tmp_path, monkeypatc
     monkeypatch.setattr(Server, "failures", 2)
     spec = make_spec(tmp_path, "mlflow")
     folder = RunFolder.of(spec)
-    folder.make()
+    folder.create()
     for _ in range(2):
         with pytest.raises(ConnectionError):
             Mlflow(spec, folder, 0)

@@ -300,7 +300,7 @@ def test_what_is_no_runs_in_the_store_is_not_taken_over(make_uploader, store, th
     uploader, folder = make_uploader()
     folder.metrics.unlink()
     store.store[f"/bucket/runs/x/{theirs}"] = MemoryFile(Flaky(), "-", b"precious")
-    with pytest.raises(ValueError, match=rf"checkpoint\.url: flaky://bucket/runs/x is not a run's.*{theirs[:7]}.*"
+    with pytest.raises(ValueError, match=rf"checkpoint\.url: flaky://bucket/runs/x has no spec.*{theirs[:7]}.*"
                        r"choose another name or checkpoint\.url"):  # fmt: skip
         uploader.download_run_files()
     assert names() == [f"x/{theirs}"] and not folder.metrics.exists()
@@ -319,7 +319,7 @@ def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(make_uplo
     uploader.upload_spec()
     shutil.rmtree(folder.root)
     (folder.checkpoints / "checkpoint-500").mkdir(parents=True)
-    with pytest.raises(ValueError, match=rf"output: {folder.root} is not a run's.* its checkpoints for its own"):
+    with pytest.raises(ValueError, match=rf"output: {folder.root} has no spec.* its checkpoints;"):
         uploader.download_run_files()
     assert [path.name for path in folder.root.iterdir()] == ["checkpoints"]
 
@@ -335,14 +335,14 @@ def test_the_commit_that_a_run_reads_comes_along(tmp_path):
 
     spec, folder, uploader = make("first", None)
     folder.claim(spec)
-    folder.note_commit(commit)
+    folder.write_data_commit(commit)
     uploader.enqueue(save(folder.checkpoints, 50))
     uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
         spec, folder, uploader = make(machine, revision)
         uploader.download_run_files()
         folder.claim(spec)
-        assert folder.commit_for(spec) == commit
+        assert folder.data_commit_for(spec) == commit
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
         make("fourth", "other")[-1].download_run_files()
 
@@ -581,7 +581,7 @@ def test_a_start_that_was_refused_leaves_its_name_in_the_store(output, store, ca
     folder = RunFolder.of(spec)
     with pytest.raises(ValueError, match="fewer than one batch"):
         train_spec(many)
-    assert names() == [] and not folder.begun
+    assert names() == [] and not folder.has_progress
     # As after a kill: nobody knows whether that one is at work.
     RunStore("flaky://bucket/runs", "refused").upload_file(folder.spec)
     with pytest.raises(ValueError, match=r"flaky://bucket/runs/refused holds a run of another spec"):

@@ -51,7 +51,8 @@ def test_who_is_alone_somewhere_comes_first():
     places = dict.fromkeys(range(20), "all_reduce") | {7: "read"}
     del places[11]
     assert summary(places, 20) == (
-        "process 7 is at read; processes 0, 1, 2, 3, 4, 5, 6, 8 and 10 more are at all_reduce; no word of process 11"
+        "process 7 is at read; processes 0, 1, 2, 3, 4, 5, 6, 8 and 10 more are at all_reduce; "
+        "process 11 did not report"
     )
 
 

@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import RunSpec
 from tasks.elastic import Training
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.process.signals import Preempted, preemptible
+from tasks.runtime.process.signals import Preempted, raise_on_sigterm
 
 LAUNCH = Training(nnodes=1, nproc_per_node=2, max_restarts=0)
 
@@ -42,7 +42,7 @@ def is_killed(spec: RunSpec, data: FlyteDirectory) -> Result:
 @task(task_config=LAUNCH)
 def is_preempted(spec: RunSpec, data: FlyteDirectory) -> Result:
     try:
-        with preemptible():
+        with raise_on_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
     except Preempted as stop:
         raise FlyteRecoverableException(f"stopped by {stop}") from stop

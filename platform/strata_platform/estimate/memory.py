@@ -110,7 +110,7 @@ def paged_bytes(spec: RunSpec, shape: ModelShape) -> float:
 
 def shards(spec: RunSpec) -> int:
     """Processes that FSDP splits over what tensor parallelism leaves of a copy."""
-    return spec.model_parts // spec.tensor_parallel
+    return spec.model_shards // spec.tensor_parallel
 
 
 def tokens_at_once(spec: RunSpec) -> int:

@@ -64,7 +64,7 @@ def _training(spec: RunSpec) -> Iterator[Contradiction]:
 
 
 def _tokens(spec: RunSpec) -> Iterator[Contradiction]:
-    training, tokens, once = spec.training, spec.training.tokens_per_step, spec.tokens_per_pass
+    training, tokens, once = spec.training, spec.training.tokens_per_step, spec.tokens_per_forward
     if tokens is None:
         return
     yield Contradiction(
@@ -142,12 +142,12 @@ def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
         "processes of topology.nproc_per_node x topology.nnodes; set them to divisors, or start more processes",
     )
     yield Contradiction(
-        processes % shared == 0 and spec.readers % replicas != 0,
+        processes % shared == 0 and spec.dp_size % replicas != 0,
         ("parallel.replicas", *sharing, *topology),
         f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
         "parallel.replicas to a divisor, such as topology.nnodes"
         if shared == 1
-        else f"{replicas} does not divide the {spec.readers} groups of {shared} processes that "
+        else f"{replicas} does not divide the {spec.dp_size} groups of {shared} processes that "
         "parallel.tensor_parallel and parallel.context_parallel make; set parallel.replicas to a divisor",
     )
     yield Contradiction(

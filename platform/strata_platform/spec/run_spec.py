@@ -166,7 +166,7 @@ class RunSpec(Section):
         """With `training.tokens_per_step`, what is left out is filled in: whoever reads the spec finds it there."""
         training = self.training
         if training.tokens_per_step and "gradient_accumulation_steps" not in training.model_fields_set:
-            passes, rest = divmod(training.tokens_per_step, self.tokens_per_pass)
+            passes, rest = divmod(training.tokens_per_step, self.tokens_per_forward)
             if passes and not rest:
                 counted = training.model_copy(update={"gradient_accumulation_steps": passes})
                 # Frozen when it is made, of which this is a part.
@@ -212,7 +212,7 @@ class RunSpec(Section):
         return self.parallel.context_parallel if self.parallel.type == "fsdp" else 1
 
     @property
-    def readers(self) -> int:
+    def dp_size(self) -> int:
         """Processes, or groups of those that share rows, that read rows of their own."""
         return self.topology.world_size // (self.tensor_parallel * self.context_parallel)
 
@@ -222,7 +222,7 @@ class RunSpec(Section):
         return self.faults.nonfinite or ("stop" if self.optimizer.in_backward else "skip")
 
     @property
-    def model_parts(self) -> int:
+    def model_shards(self) -> int:
         """Processes that one copy of weights, gradients and optimizer state is split over."""
         return self.topology.world_size // self.parallel.replicas if self.parallel.type == "fsdp" else 1
 
@@ -230,15 +230,15 @@ class RunSpec(Section):
     def rows_per_step(self) -> int:
         """Rows that all processes read for one optimizer step."""
         training = self.training
-        return training.micro_batch_size * training.gradient_accumulation_steps * self.readers
+        return training.micro_batch_size * training.gradient_accumulation_steps * self.dp_size
 
     @property
-    def tokens_per_pass(self) -> int:
+    def tokens_per_forward(self) -> int:
         """Tokens of a micro-batch of each process, where rows are packed."""
         return self.rows_per_step // self.training.gradient_accumulation_steps * self.data.sequence_length
 
     @property
-    def passes(self) -> float | None:
+    def epochs(self) -> float | None:
         """Passes over the data: None when `training.steps` decides the length."""
         if self.training.steps is not None:
             return None

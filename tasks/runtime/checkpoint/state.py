@@ -41,7 +41,7 @@ class FlatStateOptimizer(Protocol):
     def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Where a slot of a parameter is to be read into; None where this process needs nothing of it."""
 
-    def copy_model_weights(self) -> None:
+    def copy_weights_to_masters(self) -> None:
         """Start from the weights that the model has now."""
 
 
@@ -105,7 +105,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     parameters = dict(model.named_parameters())
     new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
     if isinstance(optimizer, FlatStateOptimizer):
-        optimizer.copy_model_weights()
+        optimizer.copy_weights_to_masters()
         new_slot = optimizer.new_slot
     else:
         # What the checkpoint does not have the optimizer had not then, either.

@@ -21,7 +21,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint import manifest
 from tasks.runtime.checkpoint.object_store import RunStore, retry
 from tasks.runtime.process.errors import Unreachable
-from tasks.runtime.run_folder.folder import RunFolder, require_no_runs_entries, require_same_run
+from tasks.runtime.run_folder.folder import RunFolder, refuse_unowned_files, require_same_run
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class CheckpointUploader:
             entries = self._retry_at_start(self._store.list_files)
             small = {path.name for path in self._small_files()}
             own = [name for name in entries if name.startswith(manifest.PREFIX) or name in small]
-            require_no_runs_entries(own, self._store.url, "checkpoint.url")
+            refuse_unowned_files(own, self._store.url, "checkpoint.url")
             return
         try:
             self._retry_at_start(partial(self._store.download_file, theirs.data_commit))
@@ -77,7 +77,7 @@ class CheckpointUploader:
         finally:
             shutil.rmtree(theirs.root)
         # While it has no spec: with one that is fetched it would pass for the run's.
-        self._folder.require_no_strangers()
+        self._folder.require_no_unowned_files()
         # Its spec first: a folder without one is nobody's.
         for path in self._small_files():
             if not path.exists():

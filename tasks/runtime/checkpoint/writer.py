@@ -170,7 +170,7 @@ class CheckpointWriter:
                 self._model.generation_config.save_pretrained(folder)
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 known = {file: digest for written, _ in outcomes for file, digest in written.items()}
-                mesh = {"world_size": self._processes.world_size, "copies": self._processes.copies}
+                mesh = {"world_size": self._processes.world_size, "copies": self._processes.tp_size}
                 manifest.commit(folder, known, {**self._facts, **metadata, **mesh})
                 manifest.prune(
                     self.root, *self._keep, keep=self._uploader.uploading if self._uploader is not None else None

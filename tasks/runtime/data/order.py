@@ -70,7 +70,7 @@ class MicroBatches(Sampler[list[int]]):
         for done in range(self._start, self._stop):
             first = data_step(done, self._passed_over) * self._per_step
             for number in range(first, first + self._per_step):
-                begin = (number * self._processes.readers + self._processes.reader) * self._size
+                begin = (number * self._processes.dp_size + self._processes.dp_rank) * self._size
                 yield [self._order[position] for position in range(begin, begin + self._size)]
 
 

@@ -18,12 +18,12 @@ from tasks.runtime.process.ranks import Processes
 
 def chunks_of(processes: Processes) -> tuple[int, int]:
     """Numbers of this process's chunks."""
-    return processes.slice, 2 * processes.slices - 1 - processes.slice
+    return processes.cp_rank, 2 * processes.cp_size - 1 - processes.cp_rank
 
 
 def slicing(collate: Callable[[list[Row]], Batch], processes: Processes) -> Callable[[list[Row]], Batch]:
     """`collate`, and of each row of its batch the slice of this process."""
-    if processes.slices == 1:
+    if processes.cp_size == 1:
         return collate
     return lambda rows: slice_of(collate(rows), processes)
 
@@ -35,7 +35,7 @@ def slice_of(batch: Batch, processes: Processes) -> Batch:
     document of each begins (`document_begins`); and where documents end in the first and in the second of its chunks
     (`document_ends`, `late_document_ends`), of which each may have another number.
     """
-    count = 2 * processes.slices
+    count = 2 * processes.cp_size
     length = batch["input_ids"].shape[1]
     # What fills up a row is a document of its own, and begins where the row ends.
     filling = (0, -length % count)

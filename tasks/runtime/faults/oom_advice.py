@@ -12,7 +12,7 @@ from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape, from_config
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.build import load_config
-from tasks.runtime.run_folder.folder import RunFolder, what_binds
+from tasks.runtime.run_folder.folder import RunFolder, changed_fixed_fields
 
 GIB = float(1 << 30)
 
@@ -29,15 +29,15 @@ def advice_for(spec: RunSpec, capacity: float) -> str:
     """`advise` for the spec's model and folder; for an error's message, which nothing here may take the place of."""
     try:
         shape = from_config(load_config(spec).to_dict())
-        return advise(spec, shape, capacity, begun=RunFolder.of(spec).begun)
+        return advise(spec, shape, capacity, has_progress=RunFolder.of(spec).has_progress)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 
 
-def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, begun: bool = True) -> str:
+def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: bool = True) -> str:
     """What a process of the run needs, and changes that need less, beside the `capacity` bytes of its GPU.
 
-    Where the run has `begun`, its folder is bound to what the next step computes.
+    Where the run has `has_progress`, its folder is bound to what the next step computes.
     """
     now = memory_of(spec, shape)
     lines = [
@@ -53,7 +53,7 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, begun: bool = T
             lines.append(
                 f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
                 f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
-                f"{'; choose another name' if begun and what_binds(spec, changed) else ''}"
+                f"{'; choose another name' if has_progress and changed_fixed_fields(spec, changed) else ''}"
             )
     if len(lines) == 1:
         lines.append("  more processes with parallel.type 'fsdp', or a smaller model.name")

@@ -102,7 +102,7 @@ class Recorder:
         """This process's share of the step grows by a micro-batch of so many `tokens`."""
         for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
-        self._tokens += tokens * self._processes.shares
+        self._tokens += tokens * self._processes.dp_cp_size
 
     @property
     def share(self) -> Tensor:
@@ -135,7 +135,7 @@ class Recorder:
         if self._processes.world_size > 1:
             # Shares of one mean: each process has divided by what all have.
             dist.all_reduce(sums)
-            sums /= self._processes.copies
+            sums /= self._processes.tp_size
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], most.tolist())
         self._data_wait = 0.0

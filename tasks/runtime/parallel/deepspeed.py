@@ -221,7 +221,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slot: Tensor = state[name]
         return span.of(slot) if split else slot
 
-    def copy_model_weights(self) -> None:
+    def copy_weights_to_masters(self) -> None:
         """Start from the weights that the model has now. Call when others were loaded into it."""
         for parameter, span in self._spans.items():
             part = shard_of(parameter)

@@ -33,15 +33,15 @@ class Fsdp(InPlace):
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
         replicas, ways = self._settings.replicas, self._settings.tensor_parallel
-        sizes = {"replicate": replicas, "shard": processes.shares // replicas, "tensor": ways}
+        sizes = {"replicate": replicas, "shard": processes.dp_cp_size // replicas, "tensor": ways}
         # No dimension where there is one copy: PyTorch then leaves out what copies say to each other.
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
         self._tensor_mesh = mesh["tensor"] if ways > 1 else None
         self._mesh = mesh[tuple(name for name in names if name != "tensor")] if ways > 1 else mesh
         self._context_mesh = None
-        if processes.slices > 1:
-            shape, device = (processes.readers, processes.slices, ways), processes.device.type
+        if processes.cp_size > 1:
+            shape, device = (processes.dp_size, processes.cp_size, ways), processes.device.type
             self._context_mesh = init_device_mesh(device, shape, mesh_dim_names=("reader", "context", "same"))[
                 "context"
             ]

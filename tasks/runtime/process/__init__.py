@@ -1,4 +1,4 @@
-"""One process of a job: ranks, signals, watchdog, exit codes, random number generators, logging.
+"""A process of the job: ranks, signals, watchdog, exit codes, random generators, logging, files.
 
 Imports no other package of the runtime.
 """

@@ -1,4 +1,4 @@
-"""Algorithms that give the same bits at every start."""
+"""`training.deterministic`: algorithms that give the same bits in every run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Have PyTorch take no algorithm whose result depends on which of its parts is done first, until the end.
+    """Inside the block PyTorch uses deterministic algorithms only: `torch.use_deterministic_algorithms(True)`.
 
-    Of what a training step does on a GPU that is mostly attention's backward pass. The operators of the kernel layer
-    repeat bit for bit by themselves. An operation without such an algorithm raises RuntimeError; were it only warned
-    of, attention would stay as it is, too.
+    In a training step on a GPU this mostly concerns the backward pass of attention. The operators of the kernel layer
+    are deterministic anyway. An operation without a deterministic algorithm raises RuntimeError; with `warn_only`
+    attention, too, would stay as it is.
     """
-    # cuBLAS reads it when it is first used: without memory of its own, products on several streams share some.
+    # cuBLAS reads it at its first use. Otherwise matrix products on several streams share one workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # For attention by the package flash-attn; transformers reads it.
+    # transformers passes it to the package flash-attn.
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # It would write all new memory once more, to make the same of errors that the runtime does not have.
+    # Otherwise PyTorch fills every new tensor, which only helps to find reads of uninitialized memory.
     settings.fill_uninitialized_memory = False
     try:
         yield

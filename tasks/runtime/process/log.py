@@ -1,4 +1,4 @@
-"""Console output of a run."""
+"""Logging set-up of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from strata_platform.redact import redacted
 
 
 class _Redacted(logging.Formatter):
-    """Of URLs what may be shown: lines of a run are kept by the cluster, and read by others."""
+    """Removes credentials from URLs: the cluster stores a run's log lines, and other people read them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
 
 def configure_logging() -> None:
-    """Plain lines on standard output: all of the main process, warnings and errors of the others with their rank."""
+    """Log to standard output: rank 0 from INFO on, the other ranks from WARNING on with their rank in front."""
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Redacted("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -27,7 +27,7 @@ def configure_logging() -> None:
         logger.handlers = [handler]
         logger.propagate = False
     if not sys.stderr.isatty():
-        # Bars are for eyes; in a file each of their updates is a line. Read when transformers is imported.
+        # In a file, every update of a progress bar is a line. transformers reads the variable when it is imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # bitsandbytes, which others import where it is installed, looks for a package that the folder kernels/ hides.
+    # Libraries import bitsandbytes where it is installed, and it looks for a package that the folder kernels/ hides.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

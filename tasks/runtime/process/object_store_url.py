@@ -1,4 +1,4 @@
-"""Addresses in object stores, opened."""
+"""URLs of object stores, opened through fsspec."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 
 def open_url(url: str, field: str) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the path in it.
+    """The fsspec file system of a URL, and the path in it. fsspec: `url_to_fs(url)`.
 
-    Raises ValueError, which names the `field` of the spec, when there is no client for the URL's scheme, or it cannot
-    do with this URL.
+    Raises ValueError, which names the spec's `field`, when no client is installed for the scheme or it rejects the URL.
     """
     from fsspec.core import url_to_fs
 

@@ -1,4 +1,4 @@
-"""Which process of the job this is, as torch elastic says in the environment."""
+"""Ranks and sizes of the job's processes, read from torch elastic's environment variables; object collectives."""
 
 from __future__ import annotations
 
@@ -17,85 +17,90 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.errors import Unreachable
 
 TIMEOUT = timedelta(minutes=30)
-"""How long collectives of training wait for a process, and processes for each other at the start."""
+"""Timeout of the training collectives and of the rendezvous."""
 
-PATIENCE = timedelta(days=7)
-"""How long the others wait for what the main process alone does: prepare data, read or copy a checkpoint. One that is
-lost is noticed by its connections, and a machine that is lost by the agents."""
+LONG_TIMEOUT = timedelta(days=7)
+"""Timeout of collectives in which all ranks wait for rank 0: to prepare data, or to read or upload a checkpoint.
 
-_CONNECTIONS = count()
+A lost process is still noticed at once, by its closed connections, and a lost machine by the elastic agents."""
 
-_patient: dist.ProcessGroup | None = None
-"""The group that a connected process waits for the main one in."""
+_connections = count()
+
+_long_timeout_group: dist.ProcessGroup | None = None
+"""The Gloo group in which the ranks wait for rank 0, once this process is connected."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Rank and size of the job. One process, rank 0, when not started by torchrun or a Flyte elastic task."""
+    """Ranks and sizes of the job; one process of rank 0 unless torchrun or a Flyte elastic task started it.
+
+    Ranks are laid out as (dp, cp, tp), tensor-parallel ranks next to each other: rank = (dp_rank * cp_size + cp_rank) *
+    tp_size + tp_rank.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    copies: int = 1
-    """Processes, next to each other by rank, that compute the same loss together."""
-    slices: int = 1
-    """How many of those groups, likewise, have parts of the same rows."""
+    tp_size: int = 1
+    """Tensor-parallel size: ranks that hold shards of the same matrices and compute the same loss."""
+    cp_size: int = 1
+    """Context-parallel size: tensor-parallel groups that hold shards of the same rows."""
     group: dist.ProcessGroup | None = None
-    """Whom the collectives below are with; None is the group that training uses."""
+    """Process group of the collectives below; None is the default group, which training uses."""
 
     @classmethod
-    def from_environment(cls, *, copies: int = 1, slices: int = 1) -> Processes:
-        """This process as torch elastic started it. Raises ValueError where something else told it a part of that."""
+    def from_environment(cls, *, tp_size: int = 1, cp_size: int = 1) -> Processes:
+        """Read RANK, LOCAL_RANK and WORLD_SIZE. Raises ValueError when only some of them are set."""
         if "RANK" not in os.environ:
             return cls()
         missing = [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name not in os.environ]
         if missing:
             raise ValueError(
-                f"the environment has RANK {os.environ['RANK']} and no {' and no '.join(missing)}, as of pods that "
-                "call torchrun; start the run with torchrun, or unset RANK for one process alone"
+                f"the environment has RANK {os.environ['RANK']} and no {' and no '.join(missing)}, as in pods that "
+                "call torchrun; start the run with torchrun, or unset RANK for a single process"
             )
         rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-        return cls(rank, local_rank, world_size, copies, slices)
+        return cls(rank, local_rank, world_size, tp_size, cp_size)
 
     @property
-    def shares(self) -> int:
-        """How many add to a step's loss: processes, or groups of those that compute the same."""
-        return self.world_size // self.copies
+    def dp_cp_size(self) -> int:
+        """Ranks, tensor parallelism aside, whose losses add up to the loss of a step: `dp_size * cp_size`."""
+        return self.world_size // self.tp_size
 
     @property
-    def share(self) -> int:
-        """Which of them this process is, or is in."""
-        return self.rank // self.copies
+    def dp_cp_rank(self) -> int:
+        """Index of this process among the `dp_cp_size` ranks: `dp_rank * cp_size + cp_rank`."""
+        return self.rank // self.tp_size
 
     @property
-    def readers(self) -> int:
-        """How many of them, or of groups that cut rows, read rows of their own."""
-        return self.shares // self.slices
+    def dp_size(self) -> int:
+        """Data-parallel size: groups of ranks that each read rows of their own."""
+        return self.dp_cp_size // self.cp_size
 
     @property
-    def reader(self) -> int:
-        """Which of those this process is, or is in."""
-        return self.share // self.slices
+    def dp_rank(self) -> int:
+        """Data-parallel rank."""
+        return self.dp_cp_rank // self.cp_size
 
     @property
-    def slice(self) -> int:
-        """Which part of its rows this process has."""
-        return self.share % self.slices
+    def cp_rank(self) -> int:
+        """Context-parallel rank: which shard of its rows this process computes."""
+        return self.dp_cp_rank % self.cp_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what the job writes once."""
+        """Whether this is rank 0, the main process, which alone writes files that the job has one of."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """This process's GPU, or the CPU where there is none."""
+        """This process's GPU, or the CPU without one."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
-    def require(self, spec: RunSpec) -> None:
-        """Raises ValueError when the job does not have the shape that the spec states."""
+    def require_world_size(self, spec: RunSpec) -> None:
+        """Raises ValueError unless the job has as many processes as `topology` states."""
         asked = spec.topology.world_size
         if self.world_size != asked:
             shape = f"topology.nnodes {spec.topology.nnodes} x topology.nproc_per_node {spec.topology.nproc_per_node}"
@@ -106,7 +111,7 @@ class Processes:
             )
 
     def connect(self) -> None:
-        """Join the job's process group; nothing to do for a single process."""
+        """Join the job's process group; a no-op for a single process."""
         if self.world_size == 1 or dist.is_initialized():
             return
         backend, device = "gloo", None
@@ -114,48 +119,48 @@ class Processes:
             torch.cuda.set_device(self.local_rank)
             backend, device = "cpu:gloo,cuda:nccl", self.device
         store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-        # torchrun's static rendezvous keeps its store over restarts, and over the sessions of a process: without a
-        # prefix of its own, one that comes back first would meet the addresses that its peers had before.
+        # torchrun's static rendezvous keeps its store across restarts and across sessions of a process. Without a new
+        # prefix, the first process to come back would read its peers' old addresses.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"restart-{restart}/connection-{next(_CONNECTIONS)}", store
+            f"restart-{restart}/connection-{next(_connections)}", store
         )
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=device
         )
-        global _patient
-        _patient = _patient_group()
+        global _long_timeout_group
+        _long_timeout_group = _new_long_timeout_group()
 
     def barrier(self) -> None:
-        """Wait for all processes of the job."""
+        """Wait for all ranks of the job."""
         if self.world_size > 1:
             dist.barrier()
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on the main process; every process gets its result, or raises its ValueError or Unreachable.
+        """Call `function` on rank 0 and broadcast its result, or its ValueError or Unreachable, to every rank.
 
-        A collective: what one process reads or refuses, all do, and none waits for one that has given up.
+        A collective: all ranks return the same value or raise the same error, so none waits for one that has failed.
         """
         if self.world_size == 1:
             return function()
         outcome: list[Any] = [None, None]
-        refusal: ValueError | Unreachable | None = None
+        error_here: ValueError | Unreachable | None = None
         if self.is_main:
             try:
                 outcome[0] = function()
             except (ValueError, Unreachable) as error:
                 kind = Unreachable if isinstance(error, Unreachable) else ValueError
-                refusal, outcome[1] = error, (kind, str(error))
-        # On the CPU: the GPUs may be busy, and a lost peer is noticed there at once.
-        dist.broadcast_object_list(outcome, src=0, group=self.group or _patient, device=torch.device("cpu"))
+                error_here, outcome[1] = error, (kind, str(error))
+        # Over Gloo: the GPUs may be busy, and Gloo notices a lost peer at once.
+        dist.broadcast_object_list(outcome, src=0, group=self.group or _long_timeout_group, device=torch.device("cpu"))
         if outcome[1] is not None:
-            kind, said = outcome[1]
-            raise refusal or kind(said)
+            kind, message = outcome[1]
+            raise error_here or kind(message)
         result: T = outcome[0]
         return result
 
     def gather(self, value: T) -> list[T] | None:
-        """The values of all processes by rank, on the main process; None on the others. A collective."""
+        """Values of all ranks in order of rank, on rank 0; None elsewhere. A collective. PyTorch: gather_object."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
@@ -163,7 +168,7 @@ class Processes:
         return values
 
     def scatter(self, values: list[T] | None) -> T:
-        """This process's of the values that the main process has. A collective."""
+        """This rank's element of rank 0's list. A collective. PyTorch: scatter_object_list."""
         if self.world_size == 1:
             assert values is not None
             return values[0]
@@ -173,29 +178,29 @@ class Processes:
         return value
 
     def in_new_group(self) -> Processes:
-        """The same processes, whose collectives, on the CPU, do not mix with those of any other group. A collective."""
+        """The same ranks with a Gloo group of their own, for collectives in another thread. A collective."""
         if self.world_size == 1:
             return self
-        return replace(self, group=_patient_group())
+        return replace(self, group=_new_long_timeout_group())
 
     def all_true(self, value: bool) -> bool:
-        """Whether `value` is true in every process. A collective."""
+        """Whether `value` is true on every rank. A collective. PyTorch: all_reduce with ReduceOp.MIN."""
         if self.world_size == 1:
             return value
-        verdict = torch.tensor(int(value))
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        return bool(verdict)
+        result = torch.tensor(int(value))
+        dist.all_reduce(result, op=dist.ReduceOp.MIN)
+        return bool(result)
 
     def disconnect(self) -> None:
         """Leave the process group."""
-        global _patient
-        _patient = None
+        global _long_timeout_group
+        _long_timeout_group = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _patient_group() -> dist.ProcessGroup:
-    """All processes, on the CPU. A collective."""
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    assert isinstance(group, dist.ProcessGroup), "new_group is called by its members alone"
+def _new_long_timeout_group() -> dist.ProcessGroup:
+    """A new Gloo group of all ranks. A collective."""
+    group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member of the group"
     return group

@@ -1,4 +1,4 @@
-"""Every generator of random numbers that training may draw from, as tensors."""
+"""States of all random number generators that training may draw from, as tensors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 
 def seed_generators(seed: int, rank: int, step: int) -> None:
-    """Start this process's generators anew: other numbers for every process and every step to start from."""
-    mixed = int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)
+    """Seed the generators of Python, NumPy and torch, differently for each rank and each step to start from."""
+    combined = int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
+    random.seed(combined)
+    np.random.seed(combined)
+    torch.manual_seed(combined)
 
 
 def random_states() -> dict[str, Tensor]:
-    """The states of this process's generators: of Python, NumPy, torch, and its GPU if it has one."""
+    """States of this process's generators: Python, NumPy, torch, and the GPU if it has one."""
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, numpy_gauss = np.random.get_state()
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.append(keys, position).astype(np.int64)),
-        # Normal deviates come in pairs; the second one waits here.
+        # Python and NumPy draw normal deviates in pairs; this is the second one of a pair.
         "gauss": torch.tensor([math.nan if gauss is None else gauss, has_gauss, numpy_gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -35,7 +35,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(states: dict[str, Tensor]) -> None:
-    """Continue where `random_states` was called."""
+    """Set the generators to the states that `random_states` returned."""
     gauss, has_gauss, numpy_gauss = states["gauss"].tolist()
     version, _, _ = random.getstate()
     random.setstate((version, tuple(states["python"].tolist()), None if math.isnan(gauss) else gauss))

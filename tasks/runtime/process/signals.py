@@ -1,4 +1,4 @@
-"""Signals: SIGTERM, by which the cluster wants the machine back, and what ends a process with its agent."""
+"""Signal handling: SIGTERM as an exception or a flag, and the end of workers whose elastic agent was killed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from types import FrameType
 
 
 class Preempted(BaseException):
-    """The process was asked to stop before its work was done; a new attempt continues from the last checkpoint.
+    """SIGTERM stopped the process before its work was done; a new attempt continues from the last checkpoint.
 
-    Like KeyboardInterrupt not an Exception: no library on the way up may swallow it.
+    Not a subclass of Exception, like KeyboardInterrupt, so that no library swallows it.
     """
 
 
 @contextmanager
-def preemptible() -> Iterator[None]:
-    """Turn SIGTERM into `Preempted`, raised where the main thread is at that moment.
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise `Preempted` on SIGTERM, wherever the main thread is at that moment.
 
-    Raising at once, rather than at the next step, is safe because a checkpoint counts only when its manifest is
-    written, and that is written last. Outside the main thread signals cannot be handled; then nothing is changed.
+    To raise at once, rather than after the step, is safe: a checkpoint counts only once its manifest is written, which
+    happens last. Python handles signals in the main thread only; in any other thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # A second SIGTERM must not interrupt the clean-up after the first.
+        # A second SIGTERM must not interrupt the clean-up that the first one started.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Preempted(signal.Signals(number).name)
 
@@ -43,29 +43,29 @@ def preemptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-class Notice:
-    """Whether SIGTERM came since `deferred` was entered."""
+class StopRequest:
+    """Whether SIGTERM was received since `defer_sigterm` was entered."""
 
-    given = False
+    received = False
 
 
 @contextmanager
-def deferred() -> Iterator[Notice]:
-    """Within `preemptible`: note SIGTERM instead of raising, so that the step can end and be saved.
+def defer_sigterm() -> Iterator[StopRequest]:
+    """Inside `raise_on_sigterm`: set a flag on SIGTERM instead of raising, so that the step can finish and be saved.
 
-    Outside the main thread signals cannot be handled; then the notice is never given.
+    Python handles signals in the main thread only; in any other thread the flag is never set.
     """
-    notice = Notice()
+    stop_request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield notice
+        yield stop_request
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        notice.given = True
+    def record_request(number: int, frame: FrameType | None) -> None:
+        stop_request.received = True
 
-    previous = signal.signal(signal.SIGTERM, note)
+    previous = signal.signal(signal.SIGTERM, record_request)
     try:
-        yield notice
+        yield stop_request
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -73,15 +73,15 @@ def deferred() -> Iterator[Notice]:
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_agent() -> None:
-    """Have the kernel kill this process when the elastic agent that started it is gone; nothing to do without one.
+def die_with_agent() -> None:
+    """Have the kernel kill this process when its parent, the elastic agent, ends; a no-op without an agent.
 
-    Workers of an agent that was killed would train on, and write where the next start writes. Where there is no such
-    call they are kept from that by `RunFolder.lock` alone.
+    Without it, workers of a killed agent would train on and write to the folder that the next start writes to. On
+    systems other than Linux, which lack PR_SET_PDEATHSIG, `RunFolder.lock` alone prevents that.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # The kernel does not tell of an agent that was gone before.
+        # The kernel sends no signal for an agent that had ended before the call.
         agent = multiprocessing.parent_process()
         if agent is not None and not agent.is_alive():
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Notice that training stands still: leave the stacks of all threads and end the process; the run is then continued.
+"""Watchdog of the training loop: when a step hangs, it writes all threads' stacks and ends the process.
 
-A process that hangs holds up all others in their next collective, and none of them ends by itself for a long time. Each
-process watches itself alone, and asks nobody: those that wait for the one that hangs make no step either, so all notice
-at about the same time, whatever state the network is in.
+A process that hangs blocks all others in their next collective, where they wait for a long time. Each process watches
+itself only and needs no network: the ranks that wait for the hanging one make no step either, so all watchdogs fire at
+about the same time. The elastic agent then restarts the workers.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from types import FrameType
 
 log = logging.getLogger(__name__)
 
-# What a process that hung ends with: EX_TEMPFAIL, try again.
+# Exit code of a process that hung: EX_TEMPFAIL, try again.
 EXIT_HUNG = 75
-# What compiles, or waits for a file system, may take so many times as long as a step.
-SLOW = 3.0
-# Seconds that a process which noticed waits, at most, for the stacks of the others, and for the disk to take its own.
-GATHER_SECONDS = 60.0
-# How long a change of what is expected may go unnoticed.
-TICK_SECONDS = 5.0
+# Activities that compile, or that wait for a file system, get this multiple of the timeout of a step.
+SLOW_FACTOR = 3.0
+# Longest wait, in seconds, for the other ranks' stacks and for the disk to take this rank's own.
+GATHER_TIMEOUT = 60.0
+# The watchdog's thread reads the deadline at least this often.
+POLL_SECONDS = 5.0
 _STDERR = 2
-_OURS = ("tasks.", "__main__")
+_OWN_MODULES = ("tasks.", "__main__")
 
 
 class Watchdog:
-    """Ends this process when what it is doing takes too long. Costs training one assignment a step."""
+    """Ends this process when its current activity takes too long. It costs training one assignment a step."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, limit: float) -> None:
-        """`limit` is the seconds that a step may take, 0 for any; `folder` takes the stacks of all processes."""
-        self._folder, self._rank, self._world_size, self._limit = folder, rank, world_size, limit
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
+        """timeout: seconds that a step may take; 0 disables the watchdog. folder: for the stacks of all ranks."""
+        self._folder, self._rank, self._world_size, self._timeout = folder, rank, world_size, timeout
         self._expected = "nothing", math.inf, math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, if it does not yet; nothing is expected."""
-        if self._limit and not self._thread.is_alive():
+        """Start the watching thread, unless it runs already. No deadline is set until `expect` is called."""
+        if self._timeout and not self._thread.is_alive():
             self._thread.start()
 
-    def expect(self, what: str, patience: float = 1.0) -> None:
-        """From now on this process is at `what`, which may take `patience` times the limit."""
+    def expect(self, activity: str, factor: float = 1.0) -> None:
+        """Set the current activity, which may take `factor` times the timeout from now on."""
         now = time.monotonic()
-        # One assignment: the thread sees all of it or nothing.
-        self._expected = what, now, now + patience * self._limit
+        # A single assignment: the thread never sees a part of it.
+        self._expected = activity, now, now + factor * self._timeout
 
     def close(self) -> None:
         """Stop watching."""
@@ -65,91 +65,97 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            # Native code may hang with Python's lock held, and then this thread does not come back here. One that needs
-            # no lock leaves the stacks instead, and an alarm that no Python code handles ends the process.
-            faulthandler.dump_traceback_later(2 * self._limit, file=_STDERR)
-            signal.setitimer(signal.ITIMER_REAL, 2 * self._limit + 1)
-            if self._closed.wait(min(self._limit / 2, TICK_SECONDS, max(0.0, self._expected[2] - time.monotonic()))):
+            # Native code may hang while it holds the GIL; then this thread does not run again. faulthandler's thread,
+            # which needs no GIL, writes the stacks instead, and SIGALRM, which has no Python handler, ends the process.
+            faulthandler.dump_traceback_later(2 * self._timeout, file=_STDERR)
+            signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout + 1)
+            if self._closed.wait(min(self._timeout / 2, POLL_SECONDS, max(0.0, self._expected[2] - time.monotonic()))):
                 return
-            what, since, until = self._expected
+            activity, since, until = self._expected
             if time.monotonic() >= until:
-                self._give_up(what, time.monotonic() - since)
+                self._exit_hung(activity, time.monotonic() - since)
 
-    def _give_up(self, what: str, seconds: float) -> None:
+    def _exit_hung(self, activity: str, seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, GATHER_SECONDS + 5)
+        signal.setitimer(signal.ITIMER_REAL, GATHER_TIMEOUT + 5)
         frames = sys._current_frames()
-        where = _place(frames[threading.main_thread().ident or 0])
-        # First to where no file system can hold it up.
-        log.error("%s is not done after %.0f s; this process is at %s. All of its threads:", what, seconds, where)
+        location = _location(frames[threading.main_thread().ident or 0])
+        # First to the console, which no file system can block.
+        log.error(
+            "%s is not done after %.0f s; this process is at %s. All of its threads:", activity, seconds, location
+        )
         faulthandler.dump_traceback(file=_STDERR)
-        leave = threading.Thread(target=self._leave, args=(what, seconds, where), daemon=True)
-        leave.start()
-        leave.join(GATHER_SECONDS)
+        writer = threading.Thread(target=self._write_stacks, args=(activity, seconds, location), daemon=True)
+        writer.start()
+        writer.join(GATHER_TIMEOUT)
         os._exit(EXIT_HUNG)
 
-    def _leave(self, what: str, seconds: float, where: str) -> None:
-        """Write this process's stacks, wait for those of the others, and tell who is where."""
+    def _write_stacks(self, activity: str, seconds: float, location: str) -> None:
+        """Write this process's stacks and wait for the other ranks'; the lowest rank that hangs logs a summary."""
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary = self._folder / f".rank-{self._rank}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(f"{where}\n\n{what} is not done after {seconds:.0f} s, says process {self._rank}, ")
-            file.write(f"{os.getpid()} on {socket.gethostname()}\n\n")
+            file.write(f"{location}\n\n{activity} is not done after {seconds:.0f} s on rank {self._rank}, ")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n\n")
             file.flush()
             faulthandler.dump_traceback(file=file)
         temporary.replace(self._folder / f"rank-{self._rank}.txt")
-        deadline = time.monotonic() + GATHER_SECONDS * 0.8
-        files = self._await("rank-*.txt", self._world_size, deadline)
-        places = {
+        deadline = time.monotonic() + GATHER_TIMEOUT * 0.8
+        files = self._wait_for_files("rank-*.txt", self._world_size, deadline)
+        locations = {
             int(file.stem.removeprefix("rank-")): file.read_text(encoding="utf-8").partition("\n")[0] for file in files
         }
-        # One process tells for all of them, and none ends before: its end would be an error in those that wait for it.
-        if min(places) == self._rank:
-            said = f"{what} is not done: {summary(places, self._world_size)}. Stacks are in {self._folder}"
-            log.error(said)
-            (self._folder / "summary.txt").write_text(f"{said}\n", encoding="utf-8")
-        self._await("summary.txt", 1, deadline)
+        # No process ends before the summary is written: its end would raise an error in the ranks that wait for it.
+        if min(locations) == self._rank:
+            message = f"{activity} is not done: {summary(locations, self._world_size)}. Stacks are in {self._folder}"
+            log.error(message)
+            (self._folder / "summary.txt").write_text(f"{message}\n", encoding="utf-8")
+        self._wait_for_files("summary.txt", 1, deadline)
 
-    def _await(self, pattern: str, number: int, deadline: float) -> list[Path]:
-        """The files of that name, as soon as there are so many, or at the deadline."""
+    def _wait_for_files(self, pattern: str, number: int, deadline: float) -> list[Path]:
+        """Files that match `pattern`: as soon as there are `number` of them, or at the deadline."""
         while len(files := list(self._folder.glob(pattern))) < number and time.monotonic() < deadline:
             time.sleep(0.1)
         return files
 
 
-def summary(places: dict[int, str], world_size: int) -> str:
-    """Who is where, the fewest first: what one process alone is at is what the others wait for.
+def summary(locations: dict[int, str], world_size: int) -> str:
+    """Ranks by location, the smallest group first: the others usually wait for the rank that is alone somewhere.
 
     >>> summary({0: "all_reduce", 1: "read", 2: "all_reduce"}, 4)
-    'process 1 is at read; processes 0, 2 are at all_reduce; no word of process 3'
+    'process 1 is at read; processes 0, 2 are at all_reduce; process 3 did not report'
     """
-    by_place = defaultdict(list)
-    for rank in sorted(places):
-        by_place[places[rank]].append(rank)
-    said = [
-        f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}"
-        for place, ranks in sorted(by_place.items(), key=lambda item: len(item[1]))
+    ranks_at = defaultdict(list)
+    for rank in sorted(locations):
+        ranks_at[locations[rank]].append(rank)
+    parts = [
+        f"{_format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {location}"
+        for location, ranks in sorted(ranks_at.items(), key=lambda item: len(item[1]))
     ]
-    silent = [rank for rank in range(world_size) if rank not in places]
-    return "; ".join(said + ([f"no word of {_named(silent)}"] if silent else []))
+    missing = [rank for rank in range(world_size) if rank not in locations]
+    return "; ".join(parts + ([f"{_format_ranks(missing)} did not report"] if missing else []))
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
 
 
-def _place(frame: FrameType) -> str:
-    """The function that a thread is in, and the innermost one of the runtime that called it."""
-    ours: FrameType | None = frame
-    while ours is not None and not _module(ours).startswith(_OURS):
-        ours = ours.f_back
-    return _line(frame) if ours is None or ours is frame else f"{_line(frame)}, called by {_line(ours)}"
+def _location(frame: FrameType) -> str:
+    """The function a thread is in, and the innermost function of the runtime that called it."""
+    own: FrameType | None = frame
+    while own is not None and not _module(own).startswith(_OWN_MODULES):
+        own = own.f_back
+    return (
+        _format_frame(frame)
+        if own is None or own is frame
+        else f"{_format_frame(frame)}, called by {_format_frame(own)}"
+    )
 
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "?"))
 
 
-def _line(frame: FrameType) -> str:
+def _format_frame(frame: FrameType) -> str:
     return f"{_module(frame)}.{frame.f_code.co_qualname}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""The folder of a run: its layout and lock, the completion record, format versions.
+"""The run folder: its layout and lock, the completion record, format versions.
 
 May import `process` only.
 """

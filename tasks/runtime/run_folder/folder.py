@@ -1,4 +1,4 @@
-"""Where a run keeps what it writes: one folder, the same for every attempt."""
+"""The run folder `<output>/<name>`: its layout, its lock, and which spec it belongs to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tasks.runtime.metrics.metrics_file import read_points
 
 log = logging.getLogger(__name__)
 
-# How long to wait for the end of whoever else has the run: as long as an NFS server keeps the locks of a lost machine.
-LOCK_SECONDS = 120.0
+# Seconds to wait for another process's lock: an NFS server keeps the locks of a lost machine for about that long.
+LOCK_TIMEOUT = 120.0
 
-# What may differ between two attempts of one run: none of it changes what the next step computes, rounding aside. How
-# the rows of a step are spread over processes and micro-batches is free, how many they are is not.
-_FREE = {
+# Fields that may change between two attempts of a run, because the next step computes the same without rounding. The
+# number of rows in a step is fixed; how they are spread over processes and micro-batches is not.
+_CHANGEABLE = {
     "tracking": True,
     "evaluation": True,
     "export": True,
@@ -56,12 +56,12 @@ class RunFolder:
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
-        """The folder of this spec's run; nothing is created."""
+        """The folder of this spec's run. Does not create it."""
         return cls(Path(spec.output).absolute() / spec.name)
 
     @property
     def spec(self) -> Path:
-        """The run's spec, whole."""
+        """The full spec, with all defaults."""
         return self.root / "spec.yaml"
 
     @property
@@ -76,12 +76,12 @@ class RunFolder:
 
     @property
     def data_commit(self) -> Path:
-        """The commit of the Hub's data set that the run reads; there only when it reads one."""
+        """Commit of the Hub dataset that the run reads; only for runs that read one."""
         return self.root / "data_commit.txt"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """TensorBoard event files."""
         return self.root / "tensorboard"
 
     @property
@@ -91,12 +91,12 @@ class RunFolder:
 
     @property
     def hangs(self) -> Path:
-        """Stacks of processes that hung, by attempt."""
+        """Stacks of hung processes, by attempt."""
         return self.root / "hangs"
 
     @property
     def weights(self) -> Path:
-        """The trained weights on their way to evaluation and export."""
+        """The trained weights, for evaluation and export."""
         return self.root / "weights"
 
     @property
@@ -106,132 +106,132 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The report."""
+        """The HTML report."""
         return self.root / "report.html"
 
     @property
     def record(self) -> Path:
-        """The completion record; there only when the run has one."""
+        """The completion record, written at the end of training."""
         return self.root / "record.json"
 
     @property
-    def _own(self) -> tuple[Path, ...]:
-        """What a run writes after its spec, and replaces or removes."""
-        made = (self.record, self.report, self.model, self.weights)
-        return (self.checkpoints, self.metrics, self.data_commit, self.tensorboard, self.attempts, self.hangs, *made)
+    def _outputs(self) -> tuple[Path, ...]:
+        """Paths that a run writes after its spec, and that it replaces or deletes."""
+        results = (self.record, self.report, self.model, self.weights)
+        return (self.checkpoints, self.metrics, self.data_commit, self.tensorboard, self.attempts, self.hangs, *results)
 
-    def make(self) -> None:
-        """Make the folder, if it is not there. Raises ValueError when that fails."""
+    def create(self) -> None:
+        """Create the folder unless it exists. Raises ValueError when that fails."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"output: the run's folder {self.root} cannot be made: {error.strerror}; set output to a folder that "
-                "may be written to"
+                f"output: the run folder {self.root} cannot be created: {error.strerror}; set output to a writable "
+                "folder"
             ) from error
 
     @property
-    def begun(self) -> bool:
-        """Whether there is what a start would continue, or could lose: a step that was taken, or what came of it."""
-        made = (self.record, self.weights, self.model)
-        if any(path.exists() for path in made) or any(self.checkpoints.glob("*")):
+    def has_progress(self) -> bool:
+        """Whether the run has taken a step or written a result, which a new start would continue or could lose."""
+        results = (self.record, self.weights, self.model)
+        if any(path.exists() for path in results) or any(self.checkpoints.glob("*")):
             return True
         return any(not point.skipped for point in read_points(self.metrics))
 
-    def require_no_strangers(self) -> None:
-        """Raises ValueError when the folder has no spec, but what a run would replace or remove."""
+    def require_no_unowned_files(self) -> None:
+        """Raises ValueError when the folder has no spec but has files that a run would replace or delete."""
         if not self.spec.exists():
-            require_no_runs_entries([path.name for path in self._own if path.exists()], str(self.root), "output")
+            refuse_unowned_files([path.name for path in self._outputs if path.exists()], str(self.root), "output")
 
-    def claim(self, spec: RunSpec, *, alone: bool = False) -> None:
-        """Make the folder this spec's own; `alone` says that nobody else can be at work in it.
+    def claim(self, spec: RunSpec, *, exclusive: bool = False) -> None:
+        """Claim the folder for `spec` and write spec.yaml. exclusive: this process holds the folder's lock.
 
-        Raises ValueError when it holds a run of another spec, which is at work or has begun: continuing would train
-        something nobody described. And when it holds what is no run's, though a run would replace or remove it.
+        Raises ValueError when the folder holds a run of another spec that is running or has progress, or files that a
+        run would overwrite but that belong to none.
         """
-        self.make()
-        self.require_no_strangers()
-        if self.spec.exists() and self.differs_from(spec):
-            if self.begun or not alone:
+        self.create()
+        self.require_no_unowned_files()
+        if self.spec.exists() and self.differences_from(spec):
+            if self.has_progress or not exclusive:
                 require_same_run(self, spec, str(self.root))
-            log.info("%s is of another spec so far, which took no step; it is begun anew", self.root)
-            # The trackers' names for the run, too.
-            for left in (self.metrics, self.attempts, self.data_commit, *self.root.glob("*.id")):
-                left.unlink(missing_ok=True)
+            log.info("%s holds another spec that took no step; the run starts from scratch", self.root)
+            # `*.id`: the trackers' identifiers of the run.
+            for path in (self.metrics, self.attempts, self.data_commit, *self.root.glob("*.id")):
+                path.unlink(missing_ok=True)
         _write(self.spec, dump_spec(spec))
 
     @contextmanager
-    def lock(self, patience: float = LOCK_SECONDS) -> Iterator[bool]:
-        """Keep out every other process that would write this run; says whether it does, as not every file system can.
+    def lock(self, timeout: float = LOCK_TIMEOUT) -> Iterator[bool]:
+        """Hold the run's lock, which keeps other processes out. Yields False on a file system without locks.
 
-        The kernel unlocks when the process ends, however it does; some file systems need a while to notice that a
-        machine is gone. Raises ValueError when it is locked after `patience` seconds.
+        The kernel releases the lock when the process ends in any way. A network file system may take a while to notice
+        that a machine is gone. Raises ValueError when another process still holds the lock after `timeout` seconds.
         """
-        self.make()
+        self.create()
         with (self.root / ".lock").open("a+") as file:
-            alone = _lock(file, time.monotonic() + patience)
+            exclusive = _lock(file, time.monotonic() + timeout)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-            yield alone
+            yield exclusive
 
-    def commit_for(self, spec: RunSpec) -> str | None:
-        """The commit of the Hub's data set that this spec's run has read so far; None when it has read none."""
-        return self._noted_commit if self.spec.exists() and not self.differs_from(spec) else None
+    def data_commit_for(self, spec: RunSpec) -> str | None:
+        """The commit of the Hub dataset that this spec's run has read so far, or None."""
+        return self._stored_data_commit if self.spec.exists() and not self.differences_from(spec) else None
 
-    def note_commit(self, commit: str) -> None:
-        """Note the commit of the Hub's data set that the run reads, for all starts to come."""
+    def write_data_commit(self, commit: str) -> None:
+        """Store the commit of the Hub dataset that the run reads, so that every later start reads the same."""
         _write(self.data_commit, f"{commit}\n")
 
     @property
-    def _noted_commit(self) -> str | None:
+    def _stored_data_commit(self) -> str | None:
         return self.data_commit.read_text(encoding="utf-8").strip() if self.data_commit.exists() else None
 
-    def differs_from(self, spec: RunSpec) -> list[str]:
-        """What makes `spec` the spec of another run than this folder's, in words."""
-        old, commit = load_spec(self.spec), self._noted_commit
+    def differences_from(self, spec: RunSpec) -> list[str]:
+        """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run."""
+        old, commit = load_spec(self.spec), self._stored_data_commit
         if commit is not None and spec.data.revision == commit:
-            # To name the commit that is read anyway changes nothing.
+            # To pin the commit that the run reads already is no change.
             old = old.model_copy(update={"data": old.data.model_copy(update={"revision": commit})})
-        return what_binds(old, spec)
+        return changed_fixed_fields(old, spec)
 
     def begin_attempt(self) -> int:
-        """Note that the training processes start, and return how often they did before."""
+        """Record a start of the training processes; returns the number of earlier starts."""
         before = len(self.attempts.read_text().splitlines()) if self.attempts.exists() else 0
         with self.attempts.open("a") as file:
             file.write(f"{before}\n")
         return before
 
 
-def require_no_runs_entries(entries: list[str], where: str, field: str) -> None:
-    """Raises ValueError when the folder `where`, which has no spec of a run, has `entries` named as those of a run.
+def refuse_unowned_files(entries: list[str], where: str, field: str) -> None:
+    """Raises ValueError when the folder `where` has no spec, but `entries` that a run would overwrite.
 
-    `field` of the spec says where the folder is.
+    field: the field of the spec that names the folder.
     """
     if entries:
         raise ValueError(
-            f"{field}: {where} is not a run's, having no spec.yaml, and a run there would take its "
-            f"{', '.join(entries)} for its own; choose another name or {field}, or move that away"
+            f"{field}: {where} has no spec.yaml, so it is not the folder of a run, and a run would overwrite its "
+            f"{', '.join(entries)}; choose another name or {field}, or move these files"
         )
 
 
 def require_same_run(folder: RunFolder, spec: RunSpec, where: str) -> None:
-    """Raises ValueError when `spec` is of another run than that of `folder`, which a person knows as `where`."""
-    changed = folder.differs_from(spec)
+    """Raises ValueError unless `spec` may continue the run in `folder`. where: the folder's name in the message."""
+    changed = folder.differences_from(spec)
     if changed:
         raise ValueError(
             f"{where} holds a run of another spec; different: {'; '.join(changed)}. "
-            "Choose another name, restore these fields to continue that run, or remove the folder"
+            "Choose another name, restore these fields to continue that run, or delete the folder"
         )
 
 
-def what_binds(old: RunSpec, new: RunSpec) -> list[str]:
-    """What makes `new` the spec of another run than `old`, in words; empty when it may continue that one."""
-    return _differences(_bound(old), _bound(new))
+def changed_fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:
+    """Changes from `old` to `new`, in words, of fields that a run may not change; empty when `new` may continue it."""
+    return _differences(_fixed_fields(old), _fixed_fields(new))
 
 
 def data_folder(output: str, recipe: DataRecipe) -> Path:
-    """Where prepared data is kept: shared by all runs of the output folder that read the same recipe."""
+    """Folder of the prepared data; runs of one output folder that have the same recipe share it."""
     return Path(output).absolute() / "data" / recipe.hash()
 
 
@@ -260,16 +260,16 @@ def _lock(file: TextIO, deadline: float) -> bool:
             warned = True
             time.sleep(0.2)
         except OSError as error:
-            log.warning("%s has no locks (%s): see to it that nobody starts this run twice", file.name, error)
+            log.warning("%s cannot be locked (%s): do not start this run twice at the same time", file.name, error)
             return False
 
 
-def _bound(spec: RunSpec) -> dict[str, Any]:
-    decisive = {
+def _fixed_fields(spec: RunSpec) -> dict[str, Any]:
+    derived = {
         "rows per step (training.micro_batch_size x gradient_accumulation_steps x processes)": spec.rows_per_step,
         "parallel.compute_dtype": spec.parallel.compute_dtype if spec.parallel.type == "fsdp" else "model",
     }
-    return spec.model_dump(mode="json", exclude=_FREE) | decisive  # type: ignore[arg-type]
+    return spec.model_dump(mode="json", exclude=_CHANGEABLE) | derived  # type: ignore[arg-type]
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:

@@ -1,6 +1,6 @@
-"""Versions of what the runtime stores."""
+"""Version numbers of the formats that the runtime writes."""
 
-# Of prepared data. Raised when the same recipe would be prepared differently, or stored differently.
+# Prepared data. Raise it when the same recipe gives other rows, or stores them differently.
 DATA = 4
-# Of checkpoints. Raised when those of the version before can no longer be read.
+# Checkpoints. Raise it when this version can no longer read those of the version before.
 CHECKPOINT = 2

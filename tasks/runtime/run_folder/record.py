@@ -1,7 +1,7 @@
-"""The completion record: the one proof that a run did what was asked.
+"""The completion record: the only proof that a run finished.
 
-A process that exits 0, a job that turns green and a checkpoint that exists all happen to runs that did not finish. What
-follows a training task asks the record, and the record alone.
+Exit code 0, a green job and a checkpoint on disk also occur with runs that did not finish. Tasks that follow training
+therefore read the record and nothing else.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NATS = "nats per token"
 """The unit of losses whose exponential is a perplexity."""
 
 
-# A metric may be NaN, which JSON has no number for: by default it would be null, which no reader takes for a number.
+# A metric may be NaN. By default pydantic writes it as null, which cannot be read back as a float.
 _CONFIG = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Sample(BaseModel):
-    """What the model writes for one prompt of the validation split."""
+    """The model's output for one prompt of the validation split, before and after training."""
 
     model_config = _CONFIG
 
@@ -33,7 +33,7 @@ class Sample(BaseModel):
 
 
 class TaskScore(BaseModel):
-    """How well the model does a task of lm-evaluation-harness, by one of its metrics."""
+    """The model's score in a task of lm-evaluation-harness, before and after training, by one metric."""
 
     model_config = _CONFIG
 
@@ -42,12 +42,12 @@ class TaskScore(BaseModel):
     before: float
     after: float
     error: float | None = None
-    """Standard error of `after`, where there is one."""
+    """Standard error of `after`, where the task has one."""
     higher_is_better: bool | None = None
 
 
 class CompletionRecord(BaseModel):
-    """What a run did. `status` is `complete` only when every step asked for was done and its checkpoint is whole."""
+    """Result of a run. `status` is `complete` only when all requested steps are done and checkpointed."""
 
     model_config = _CONFIG
 
@@ -57,51 +57,51 @@ class CompletionRecord(BaseModel):
     steps: int
     steps_asked: int
     tokens: int
-    """Tokens processed, padding included."""
+    """Tokens processed, including padding."""
     target_tokens: int
     train_loss: float
-    """Loss of the last step that was taken."""
+    """Loss of the last step that was not skipped."""
     loss_unit: str = NATS
-    """Of all losses here."""
+    """Unit of all losses in the record."""
     eval_loss_before: float | None = None
     eval_loss_after: float | None = None
     eval_metrics: dict[str, float] = {}
-    """What else the objective tells of the trained model on the validation split."""
+    """Further metrics of the objective, for the trained model on the validation split."""
     task_scores: tuple[TaskScore, ...] = ()
-    """Of `evaluation.tasks`."""
+    """Scores in `evaluation.tasks`."""
     checkpoint: str
     """The last complete checkpoint."""
     restarts: int
-    """Starts of the training processes after the first."""
+    """Starts of the training processes after the first one."""
     skipped_steps: int = 0
-    """Of `steps`: those that were not taken, because of their loss or their gradients."""
+    """How many of `steps` were skipped because of their loss or their gradients."""
     rollbacks: int = 0
-    """How often the run went back to a checkpoint, to pass over data."""
+    """How often the run went back to a checkpoint in order to skip data."""
     seconds: float
     """Wall time of training steps, over all attempts."""
     tokens_per_second: float
     """Median over the steps."""
     mfu: float | None = None
-    """Model FLOPs utilization, median over the steps, 0 to 1; none where the peak of the device is not known."""
+    """Model FLOPs utilization, median over the steps, 0 to 1; None when the device's peak FLOP/s is not known."""
     data_wait_seconds: float = 0.0
-    """Of `seconds`: what the process that waited longest for its data spent on that."""
+    """How many of `seconds` the rank that waited longest for data spent waiting for it."""
     peak_memory_bytes: int
     parameters: int
     trainable_parameters: int
-    """Those that learn: fewer than all under an adapter."""
+    """Parameters with gradients: with an adapter, fewer than `parameters`."""
     device: str
     world_size: int
     data: dict[str, int]
     """Counts of the prepared data: samples read, used and skipped by reason, rows, tokens."""
     kernels: dict[str, int]
-    """Modules patched, by operator."""
+    """Number of patched modules, by operator."""
     warmup: dict[str, Any]
-    """What was compiled before training; see the kernel layer's WarmupReport."""
+    """Kernels compiled before training; see the kernel layer's WarmupReport."""
     versions: dict[str, str]
     samples: tuple[Sample, ...] = ()
 
     def require_complete(self) -> CompletionRecord:
-        """This record. Raises ValueError when the run did not finish."""
+        """Returns this record. Raises ValueError when the run did not finish."""
         if self.status != "complete":
             raise ValueError(
                 f"run {self.name!r} is {self.status}: {self.steps} of {self.steps_asked} steps are done; "
@@ -110,25 +110,25 @@ class CompletionRecord(BaseModel):
         return self
 
     def save(self, path: Path) -> None:
-        """Write as JSON; a reader sees the old file or the new one, never a part."""
+        """Write as JSON, atomically: a reader sees the old file or the new one."""
         write_json(path, json.loads(self.model_dump_json()))
 
     @classmethod
     def load(cls, path: Path) -> CompletionRecord:
-        """Read what `save` wrote. Raises ValueError for anything else."""
+        """Read a file that `save` wrote. Raises ValueError for any other content."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]
             where = ".".join(map(str, reason["loc"]))
             raise ValueError(
-                f"{path} cannot be read: {f'{where}: ' if where else ''}{reason['msg']}; remove it, and start the run "
-                "again to have it written anew"
+                f"{path} cannot be read: {f'{where}: ' if where else ''}{reason['msg']}; delete it and start the run "
+                "again, which writes it anew"
             ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically and durably."""
+    """Write `value` to `path` as JSON, atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)

@@ -29,8 +29,8 @@ from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.process.signals import Notice, Preempted
-from tasks.runtime.process.watchdog import SLOW, Watchdog
+from tasks.runtime.process.signals import Preempted, StopRequest
+from tasks.runtime.process.watchdog import SLOW_FACTOR, Watchdog
 from tasks.runtime.training.step_guard import Guard, RollBack
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Job:
     """Sets those that the next step starts from."""
     step_ended: Callable[[], None]
     """Is called after every step, and returns at once."""
-    notice: Notice = field(default_factory=Notice)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     """Given when the job is to stop after the step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
     """Share of the peak rate for the step after so many are done."""
@@ -116,7 +116,7 @@ class Job:
         """Call right before the first step: nothing may draw a random number in between."""
         self.recorder.begin(self.start, self.steps)
         self.watchdog.start()
-        self.watchdog.expect(f"step {self.start + 1}", SLOW)
+        self.watchdog.expect(f"step {self.start + 1}", SLOW_FACTOR)
         self.set_random_states()
 
     def count(self, batches: Sequence[Batch]) -> Tensor:
@@ -131,7 +131,7 @@ class Job:
         if self.processes.world_size > 1:
             dist.all_reduce(total)
             # Those that compute the same have all counted it.
-            total //= self.processes.copies
+            total //= self.processes.tp_size
         items, targets = total.unbind()
         self.recorder.begin_step(targets)
         return items
@@ -144,7 +144,7 @@ class Job:
         """
         share = self.objective.share(model, batch, items, self._max_targets.popleft())
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
-        return share.loss * self.processes.shares
+        return share.loss * self.processes.dp_cp_size
 
     def clip_gradients(self) -> Tensor | None:
         """Call after a step's last backward pass, right before the optimizer's step, which it may forbid.
@@ -168,9 +168,9 @@ class Job:
         self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.withheld))
         self.withheld = None
         self.step_ended()
-        stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.notice.given)
+        stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
-            self.watchdog.expect(f"the checkpoint of step {step}", SLOW)
+            self.watchdog.expect(f"the checkpoint of step {step}", SLOW_FACTOR)
             # Metrics first: a whole checkpoint implies that every step up to it is on record.
             self._follow(self.recorder.flush())
             self.recorder.sync()
@@ -190,7 +190,7 @@ class Job:
 
     def _go_back(self, fault: RollBack) -> None:
         """To the newest whole checkpoint, which from now on says what data is passed over after it."""
-        self.watchdog.expect("the return to a checkpoint", SLOW)
+        self.watchdog.expect("the return to a checkpoint", SLOW_FACTOR)
         self.withheld = None
         self.writer.wait()
         folder, metadata = self.processes.on_main(self._newest)

@@ -22,7 +22,7 @@ from tasks.runtime.parallel import require_installed
 from tasks.runtime.process.deterministic import deterministic
 from tasks.runtime.process.exit_codes import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.process.signals import end_with_agent, preemptible
+from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup.pod import ensure_warm
 from tasks.runtime.warmup.training_process import Warmed, warmed
@@ -46,17 +46,17 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
     SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
     """
-    processes = Processes.from_environment(copies=spec.tensor_parallel, slices=spec.context_parallel)
+    processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     folder = RunFolder.of(spec)
-    processes.require(spec)
+    processes.require_world_size(spec)
     require_trackers(spec)
     require_installed(spec)
     uploader = uploader_for(spec, folder)
     if not torch.cuda.is_available():
         # Unset, accelerate makes a guess of its own and warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    end_with_agent()
-    with preemptible(), ExitStack() as held:
+    die_with_agent()
+    with raise_on_sigterm(), ExitStack() as held:
         if spec.training.deterministic:
             held.enter_context(deterministic())
         tell(stage=Stage.WARM_UP)
@@ -64,8 +64,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
         report = ensure_warm(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, uploader, alone=alone)))
+        exclusive = processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, uploader, exclusive=exclusive)))
         if uploader is not None:
             held.callback(uploader.close)
         _require_shared(spec, folder, processes)
@@ -76,21 +76,22 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
 
 @contextmanager
-def _claimed(spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, alone: bool) -> Iterator[None]:
-    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
+def _claimed(
+    spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, exclusive: bool
+) -> Iterator[None]:
+    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: the folder's lock is held.
 
-    In a store nobody can see whether somebody is at work. So a start that ends before its first step takes back what it
-    claimed there, and no other finds it.
+    An object store has no locks. A start that ends before its first step therefore deletes the spec that it uploaded.
     """
     if uploader is not None:
         uploader.download_run_files()
-    folder.claim(spec, alone=alone)
+    folder.claim(spec, exclusive=exclusive)
     if uploader is not None:
         uploader.upload_spec()
     try:
         yield
     except BaseException:
-        if spec.checkpoint.url and alone and not folder.begun:
+        if spec.checkpoint.url and exclusive and not folder.has_progress:
             undo_upload(spec.checkpoint.url, spec.name, folder.spec)
         raise
 

@@ -69,7 +69,7 @@ class Guard:
         if self._processes.world_size > 1:
             dist.all_reduce(told)
         loss, ruined = told.unbind()
-        loss = loss / self._processes.copies
+        loss = loss / self._processes.tp_size
         withheld = ~loss.isfinite() | (ruined > 0)
         if self._spec.faults.spike != "ignore":
             withheld = withheld | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))

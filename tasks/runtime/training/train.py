@@ -48,7 +48,7 @@ from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.tensor import require_divisible
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
-from tasks.runtime.process.signals import Notice, Preempted, deferred
+from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, write_record
@@ -80,7 +80,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     run.processes.on_main(lambda: require_attention(run.spec))
     run.processes.on_main(lambda: require_positions(run.spec))
     if commit := data.manifest.commit:
-        run.processes.on_main(lambda: run.folder.note_commit(commit))
+        run.processes.on_main(lambda: run.folder.write_data_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     adopt_tokenizer(model, data.tokenizer())
@@ -104,9 +104,9 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             run.warmed.ready()
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
-            stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
+            stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
-                with stopping as job.notice:
+                with stopping as job.stop_request:
                     job.run(framework_of(run.spec))
                     job.watchdog.expect("the end", math.inf)
                 _stop_before_copying(run, job)
@@ -127,7 +127,7 @@ def _stop_before_copying(run: Session, job: Job) -> None:
 
     While they do nobody looks at the notice any more, and a store that is away is waited for.
     """
-    if run.spec.checkpoint.url and not run.processes.all_true(not job.notice.given):
+    if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
         log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
         raise Preempted("SIGTERM")
 
@@ -237,14 +237,14 @@ def _load(
     """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
     rank = run.processes.rank
     if resume_from is None:
-        return lambda: seed_generators(run.spec.seed, run.processes.share, 0)
+        return lambda: seed_generators(run.spec.seed, run.processes.dp_cp_rank, 0)
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
     continued = have_the_same_ranks(checkpoint.metadata_of(resume_from), run.processes)
 
     def set_random_states() -> None:
-        seed_generators(run.spec.seed, run.processes.share, checkpoint.step_of(resume_from))
+        seed_generators(run.spec.seed, run.processes.dp_cp_rank, checkpoint.step_of(resume_from))
         if continued:
             load_random_states(index, rank)
 
@@ -253,22 +253,22 @@ def _load(
 
 def have_the_same_ranks(metadata: Mapping[str, Any], processes: Processes) -> bool:
     """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
-    there = metadata["world_size"], metadata.get("copies", processes.copies)
-    return there == (processes.world_size, processes.copies)
+    there = metadata["world_size"], metadata.get("copies", processes.tp_size)
+    return there == (processes.world_size, processes.tp_size)
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:
     """Optimizer steps of the run: those that read as many rows as its passes have."""
-    if rows < spec.training.micro_batch_size * spec.readers:
+    if rows < spec.training.micro_batch_size * spec.dp_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
-            f"{spec.training.micro_batch_size} x {spec.readers} processes that read rows; "
+            f"{spec.training.micro_batch_size} x {spec.dp_size} processes that read rows; "
             "lower training.micro_batch_size or give more data"
         )
-    if spec.passes is None:
+    if spec.epochs is None:
         assert spec.training.steps is not None
         return spec.training.steps
-    return math.ceil(spec.passes * rows / spec.rows_per_step)
+    return math.ceil(spec.epochs * rows / spec.rows_per_step)
 
 
 def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
@@ -301,7 +301,7 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
                 f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has no "
                 f"whole checkpoint; restore that, choose another name, or remove {run.folder.root} to train anew"
             )
-    if not latest and run.folder.begun:
+    if not latest and run.folder.has_progress:
         log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.uploader is not None:
