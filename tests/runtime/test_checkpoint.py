@@ -127,5 +127,7 @@ def test_a_checkpoint_of_another_version_is_refused_with_the_way_out(root):
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["format"]
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"checkpoint format 1, this version of Strata reads 2; finish that run with"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint format 1, but this version of Strata reads format 2; finish that run with"
+    ):
         checkpoint.metadata_of(folder)

@@ -70,5 +70,5 @@ def test_a_parameter_says_where_its_values_are():
     register_flat_shard(parameter, lambda: shard)
     assert shard_of(parameter) is shard and shard.shape == (2, 3)
     assert local_values(parameter).tolist() == [4.0, 5.0]
-    with pytest.raises(TypeError, match="on other processes"):
+    with pytest.raises(TypeError, match="on other ranks"):
         torch.neg(shard)

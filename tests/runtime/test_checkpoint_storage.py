@@ -133,7 +133,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, mod
     try:
         saver.save(2)
         with pytest.raises(
-            ValueError, match=r"checkpoint-2 could not be written: process 0: .*File too large.*make room"
+            ValueError, match=r"checkpoint-2 could not be written: rank 0: .*File too large.*free disk space"
         ):
             saver.save(3)
     finally:
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_before_the_first_checkpoint_is_told_as_well(tmp_pat
     saver = make_writer(tmp_path / "checkpoints", model, optimizer)
     monkeypatch.setattr(writer.Path, "mkdir", refuse)
     saver.save(1)
-    with pytest.raises(ValueError, match=r"checkpoint-1 could not be written: .*No space left.*GB are free there"):
+    with pytest.raises(ValueError, match=r"checkpoint-1 could not be written: .*No space left.*GB are free"):
         saver.wait()
 
 
@@ -162,7 +162,9 @@ def test_a_save_in_flight_ends_with_the_process_and_failing_is_told(tmp_path, mo
     monkeypatch.setattr(writer, "write_tensors", lambda *arguments: 1 / 0)
     saver.save(2)
     saver.close()
-    assert re.search(r"the last checkpoint is not whole: .*checkpoint-2 could not be .*division by zero", caplog.text)
+    assert re.search(
+        r"the last checkpoint is not complete: .*checkpoint-2 could not be .*division by zero", caplog.text
+    )
 
 
 def write_as_one_of_two(rank, root):
@@ -214,7 +216,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, model, o
         for step in (1, 2):
             saver.save(step)
         saver.wait()
-    assert "checkpoint-1 could not be removed" in caplog.text
+    assert "checkpoint-1 could not be deleted" in caplog.text
     assert [checkpoint.step_of(folder) for folder in checkpoint.folders(tmp_path)] == [1, 2]
     saver.save(3)
     saver.wait()
@@ -227,7 +229,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, model, optimi
     saver.wait()
     index = checkpoint.latest(tmp_path) / INDEX
     index.write_text(index.read_text().replace("process-", "../process-"))
-    with pytest.raises(ValueError, match=r"names '\.\./process-00000-000\.safetensors', which is no file of"):
+    with pytest.raises(ValueError, match=r"names '\.\./process-00000-000\.safetensors', which is not a file of"):
         Index(index.parent)
 
 
@@ -237,7 +239,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, model, optimizer):
     saver.wait()
     other = Model()
     other.register_buffer("more", torch.ones(1))
-    with pytest.raises(ValueError, match=r"has no tensor 'model\.more': it is of another model"):
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.more': it was saved from another model"):
         load_model(Index(checkpoint.latest(tmp_path)), other)
     other = Model()
     other.kept = torch.ones(3)

@@ -174,8 +174,8 @@ def test_a_run_is_trained_by_one_start_at_a_time(tmp_path, caplog):
         with pytest.raises(ValueError, match=rf"mine is being trained by process {os.getpid()} on .*; wait for it"):
             folder.lock(timeout=0.0).__enter__()
         assert "waiting for its end" not in caplog.text
-    with folder.lock(timeout=0.0) as alone:
-        assert alone
+    with folder.lock(timeout=0.0) as exclusive:
+        assert exclusive
 
 
 def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch, caplog):
@@ -183,9 +183,9 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch, cap
         raise OSError("no locks")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with RunFolder.of(spec(tmp_path)).lock() as alone:
-        assert not alone
-    assert "see to it that nobody starts this run twice" in caplog.text
+    with RunFolder.of(spec(tmp_path)).lock() as exclusive:
+        assert not exclusive
+    assert "do not start this run twice" in caplog.text
 
 
 def test_a_start_waits_for_the_one_before_to_end(tmp_path, caplog):

@@ -207,8 +207,12 @@ RUNS = {
         {"checkpoint": {"resume": "never"}},
         r"checkpoint\.resume is 'never' but .* has checkpoints",
     ),
-    "newer-format": (newer_format, {}, r"has checkpoint format 99, this version of Strata reads \d+; finish that run"),
-    "broken-record": (broken_record, {}, r"record\.json cannot be read: .*; remove it"),
+    "newer-format": (
+        newer_format,
+        {},
+        r"has checkpoint format 99, but this version of Strata reads format \d+; finish that run",
+    ),
+    "broken-record": (broken_record, {}, r"record\.json cannot be read: .*; delete it"),
     "file-for-folder": (file_for_folder, {}, r"output: the run folder .*finetune cannot be created: File exists"),
 }
 

@@ -196,7 +196,7 @@ class FlatMasters(torch.optim.Optimizer):
 
     def __init__(self, model):
         super().__init__(list(model.parameters()), {})
-        self.copy_model_weights()
+        self.copy_weights_to_masters()
 
     def slots(self, parameter):
         return {"master": FlatShard(parameter.shape, 0, self.flat[parameter])}
@@ -205,7 +205,7 @@ class FlatMasters(torch.optim.Optimizer):
         # Moments are the engine's own matter.
         return self.slots(parameter)[name] if name == "master" else None
 
-    def copy_model_weights(self):
+    def copy_weights_to_masters(self):
         self.flat = {p: p.detach().float().flatten() for group in self.param_groups for p in group["params"]}
 
 

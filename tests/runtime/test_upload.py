@@ -205,7 +205,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path):
     run_store, folder = RunStore("flaky://bucket/runs", "x"), save(tmp_path, 2)
     run_store.upload(folder)
     Flaky.store["/bucket/runs/x/checkpoint-2/manifest.json"].write(b'{"files": {"../../x": {}}}' + b" " * 999)
-    with pytest.raises(ValueError, match="names files outside of it"):
+    with pytest.raises(ValueError, match="names files outside its folder"):
         run_store.download(2, tmp_path / "there")
 
 
@@ -265,7 +265,7 @@ def test_how_long_a_store_is_away_is_counted_from_when_it_fails(monkeypatch):
     ("error", "timeout", "kind", "said"),
     [
         (OSError("away"), 0, Unreachable, "s3://x cannot be reached: OSError: away. When it can, start the run again"),
-        (PermissionError("no"), 60, ValueError, "s3://x cannot be used: PermissionError: no. Mend that, and start"),
+        (PermissionError("no"), 60, ValueError, "s3://x cannot be used: PermissionError: no. Fix that and start"),
     ],
 )
 def test_giving_up_says_what_to_do_and_whether_another_attempt_may_mend_it(error, timeout, kind, said):
@@ -556,7 +556,7 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
 
     record = train_spec(spec)
     assert (record.status, record.restarts, record.steps) == ("complete", 1, STEPS)
-    assert "fetching checkpoint-4" in caplog.text and "continuing after step 4" in caplog.text
+    assert "downloading checkpoint-4" in caplog.text and "continuing after step 4" in caplog.text
     assert curve(spec) == undisturbed
     assert {name.split("/")[1] for name in names()} == {
         "attempts.txt", f"checkpoint-{STEPS}", "metrics.jsonl", "spec.yaml",
@@ -604,7 +604,7 @@ def test_a_store_that_is_away_does_not_hide_why_a_start_ends(output, store, capl
     with pytest.raises(RuntimeError, match="unfit"), session(spec):
         store.refusing = True
         raise RuntimeError("unfit")
-    assert "spec.yaml of flaky://bucket/runs/hidden stays there: OSError: away" in caplog.text
+    assert "spec.yaml could not be deleted from flaky://bucket/runs/hidden: OSError: away" in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["in the last step", "while it waits"])

@@ -1,7 +1,7 @@
-"""A tensor of which a process has some consecutive elements: what a strategy that splits flat memory leaves of it.
+"""Shard of a flattened tensor: the consecutive elements that ZeRO leaves on one rank.
 
-Distributed checkpointing deals in boxes: parts with an offset and a size in every dimension. A fragment says which
-boxes its elements are, and hands out the memory of each: it is written and read in place, without its peers.
+Distributed checkpointing saves rectangular chunks, with an offset and a size in every dimension. A `FlatShard` maps its
+elements to such chunks and returns each as a view, so that they are written and read in place without communication.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in every dimension."""
 
-_GET_SHARD = "_strata_part"
+_GET_SHARD = "_strata_get_shard"
 
 
 def chunks(shape: tuple[int, ...], begin: int, end: int) -> list[Chunk]:
-    """The elements `begin` to `end` of a tensor, counted row by row, as boxes in the same order.
+    """Rectangular chunks that cover the elements `begin` to `end` of a row-major tensor, in the same order.
 
-    >>> boxes((4, 3), 2, 11)
+    >>> chunks((4, 3), 2, 11)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 2))]
     """
     if begin == end:
@@ -43,22 +43,23 @@ def chunks(shape: tuple[int, ...], begin: int, end: int) -> list[Chunk]:
     return [*_in_row(first - 1, head), *whole, *_in_row(last, tail)]
 
 
-def _in_row(row: int, found: list[Chunk]) -> list[Chunk]:
-    return [((row, *offset), (1, *size)) for offset, size in found]
+def _in_row(row: int, inner: list[Chunk]) -> list[Chunk]:
+    return [((row, *offset), (1, *size)) for offset, size in inner]
 
 
 class FlatShard(Tensor):
-    """A tensor of shape `shape`, of which only the elements from number `start` on are there, in the memory of `flat`.
+    """A tensor of shape `shape` of which this rank has only `flat`: the elements from index `start` on, row-major.
 
-    To distributed checkpointing it is like a DTensor; to all else it has a shape and a dtype, and no values.
+    Distributed checkpointing handles it like a DTensor. All other operators raise TypeError: it has a shape and a dtype
+    but not all values.
     """
 
     start: int
     flat: Tensor
-    """[elements here], possibly none: this process's part, which training reads and writes."""
+    """[n], n >= 0: the elements of this rank, in the memory that training uses."""
 
     def __new__(cls, shape: torch.Size, start: int, flat: Tensor) -> FlatShard:
-        """Takes no copy of `flat`."""
+        """Keeps a reference to `flat`, no copy."""
         self: FlatShard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=flat.dtype, device=flat.device)
         self.start, self.flat = start, flat
         self._chunks, taken = {}, 0
@@ -68,7 +69,7 @@ class FlatShard(Tensor):
         return self
 
     _chunks: dict[torch.Size, tuple[int, torch.Size]]
-    """By offset: where a box begins in `flat`, and its size."""
+    """By the chunk's offset: where the chunk begins in `flat`, and its size."""
 
     def __create_write_items__(self, name: str, tensor: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.flat)
@@ -94,23 +95,23 @@ class FlatShard(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> NoReturn:
-        raise TypeError(f"{function} needs values that are on other processes")
+        raise TypeError(f"{function} needs values that are on other ranks")
 
 
-def register_flat_shard(parameter: nn.Parameter, part: Callable[[], FlatShard]) -> None:
-    """From now on `part()` is what this process has of `parameter`, whose own values come and go."""
-    setattr(parameter, _GET_SHARD, part)
+def register_flat_shard(parameter: nn.Parameter, get_shard: Callable[[], FlatShard]) -> None:
+    """Have `shard_of(parameter)` return `get_shard()`, for a parameter without storage of its own."""
+    setattr(parameter, _GET_SHARD, get_shard)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """What this process has of a parameter or buffer: all of it, or a DTensor or Fragment with its part."""
-    elsewhere: Callable[[], FlatShard] | None = getattr(tensor, _GET_SHARD, None)
-    return tensor.detach() if elsewhere is None else elsewhere()
+    """This rank's shard of a parameter or buffer: a DTensor, a FlatShard, or the whole tensor if it is not sharded."""
+    get_shard: Callable[[], FlatShard] | None = getattr(tensor, _GET_SHARD, None)
+    return tensor.detach() if get_shard is None else get_shard()
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """The values that this process has of a parameter or buffer."""
-    part = shard_of(tensor)
-    if isinstance(part, FlatShard):
-        return part.flat
-    return part.to_local() if isinstance(part, DTensor) else part
+    """The values of a parameter or buffer on this rank, as a plain tensor. PyTorch: `DTensor.to_local`."""
+    shard = shard_of(tensor)
+    if isinstance(shard, FlatShard):
+        return shard.flat
+    return shard.to_local() if isinstance(shard, DTensor) else shard

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or do not count.
+"""The manifest of a checkpoint: commit, verify, find the latest, update metadata, prune.
 
-A step's folder is filled by all processes, then one process writes `manifest.json` with the size and SHA-256 of every
-file: the checkpoint exists from that rename on. A folder without a manifest is what a killed save left; a folder whose
-files differ from its manifest is damaged. Both are passed over, never loaded.
+All ranks write their files into the folder of a step. Then rank 0 writes `manifest.json`, with the size and SHA-256 of
+every file; the checkpoint is complete from that rename on. A folder without a manifest was left by a save that was
+killed, and a folder whose files differ from its manifest is corrupt. Neither is ever loaded.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
 
-# What a manifest has of itself.
+# Key of the manifest's checksum of itself.
 _CHECKSUM = "seal"
 
 
 def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was taken, from its name."""
+    """The step after which a checkpoint was saved, from the folder's name."""
     return int(folder.name.removeprefix(PREFIX))
 
 
 def folders(root: Path) -> list[Path]:
-    """Checkpoint folders, whole or not, oldest first."""
+    """All checkpoint folders, complete or not, oldest first."""
     return sorted((p for p in root.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()), key=step_of)
 
 
-def commit(folder: Path, written: dict[str, Any], metadata: dict[str, Any]) -> None:
-    """Declare the checkpoint whole. Call on one process, after every process has written its files.
+def commit(folder: Path, digests: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Write the manifest, which makes the checkpoint complete. Call it on rank 0 when all ranks have written.
 
-    `written` has the size and SHA-256 of the files whose writers told them; the others are read. `metadata` are noted.
+    digests: size and SHA-256 of files whose writers computed them; all other files are read and digested here.
+    metadata: further entries of the manifest.
     """
-    others = [p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST]
-    found = {str(p.relative_to(folder)): p for p in others}
+    paths = [p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST]
+    missing = {name: path for path in paths if (name := str(path.relative_to(folder))) not in digests}
     with ThreadPoolExecutor() as pool:
-        read = pool.map(_fsync_and_digest, (path for name, path in found.items() if name not in written))
-        files = written | dict(zip((name for name in found if name not in written), read, strict=True))
+        computed = pool.map(_fsync_and_digest, missing.values())
+        files = digests | dict(zip(missing, computed, strict=True))
     _write_manifest(
         folder,
         {
@@ -58,9 +59,9 @@ def commit(folder: Path, written: dict[str, Any], metadata: dict[str, Any]) -> N
             "files": dict(sorted(files.items())),
         },
     )
-    # The rename itself must survive a power cut, too, and so must the folder: older ones are removed next.
-    for changed in (folder, folder.parent):
-        descriptor = os.open(changed, os.O_RDONLY)
+    # The rename and the folder's own entry must survive a power cut, too: older checkpoints are deleted next.
+    for directory in (folder, folder.parent):
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -68,7 +69,7 @@ def commit(folder: Path, written: dict[str, Any], metadata: dict[str, Any]) -> N
 
 
 def verification_error(folder: Path) -> str | None:
-    """Why the checkpoint cannot be used, or None when it is whole."""
+    """Why the checkpoint cannot be used, or None when it is complete. Reads and digests every file."""
     if not (folder / MANIFEST).exists():
         return "its save did not finish"
     files = parse_files((folder / MANIFEST).read_bytes())
@@ -87,26 +88,26 @@ def verification_error(folder: Path) -> str | None:
 
 
 def metadata_of(folder: Path) -> dict[str, Any]:
-    """What the manifest of a whole checkpoint notes of its run.
+    """Metadata in the manifest of a complete checkpoint.
 
-    Raises ValueError when it was written by a version of Strata whose checkpoints cannot be read by this one.
+    Raises ValueError when a version of Strata wrote it whose checkpoints this version cannot read.
     """
     manifest = _read_manifest(folder)
     if manifest.get("format") != format_versions.CHECKPOINT:
         raise ValueError(
-            f"{folder} has checkpoint format {manifest.get('format', 1)}, this version of Strata reads "
-            f"{format_versions.CHECKPOINT}; finish that run with the version that began it, or choose another name"
+            f"{folder} has checkpoint format {manifest.get('format', 1)}, but this version of Strata reads format "
+            f"{format_versions.CHECKPOINT}; finish that run with the version that started it, or choose another name"
         )
     return manifest
 
 
 def update_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
-    """Change what the manifest of a whole checkpoint notes of its run."""
+    """Set entries of the metadata of a complete checkpoint."""
     _write_manifest(folder, {**_read_manifest(folder), **metadata})
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint; warns about every newer one that is not."""
+    """The newest complete checkpoint, or None; warns about every newer one that is incomplete or corrupt."""
     for folder in reversed(folders(root)):
         reason = verification_error(folder)
         if reason is None:
@@ -116,42 +117,44 @@ def latest(root: Path) -> Path | None:
 
 
 def discard_after(root: Path, step: int) -> None:
-    """Remove folders of later steps: what a killed or damaged save left must not mix with the next one."""
+    """Delete checkpoints of later steps, so that files of an incomplete save do not mix with the next one's."""
     for folder in folders(root):
         if step_of(folder) > step:
             shutil.rmtree(folder)
 
 
 def parse_files(manifest: bytes) -> dict[str, Any] | None:
-    """The files that the text of a manifest names; None when it is torn, or is not what was written."""
+    """Size and SHA-256 of the files in a manifest's text, by name; None when it is truncated or was changed."""
     try:
         value = dict(json.loads(manifest))
         files = dict(value["files"])
     except (ValueError, KeyError, TypeError):
         return None
-    # Earlier versions wrote none.
+    # Earlier versions wrote no checksum.
     return files if value.get(_CHECKSUM) in (None, _checksum(value)) else None
 
 
 def read_files(folder: Path) -> dict[str, Any]:
-    """Size and SHA-256 of each file of a whole checkpoint but the manifest, by name."""
+    """Size and SHA-256 of the files of a complete checkpoint, without the manifest, by name."""
     return dict(_read_manifest(folder)["files"])
 
 
 def to_prune(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Which checkpoints go, given the steps of all of them in order: the last ones stay, and those of every so many.
+    """Steps whose checkpoints are deleted, given all steps in order.
 
-    >>> expendable([2, 4, 6, 8, 10], keep_last=2, keep_every=4)
+    The last `keep_last` checkpoints stay, and those whose step is a multiple of `keep_every`.
+
+    >>> to_prune([2, 4, 6, 8, 10], keep_last=2, keep_every=4)
     [2, 6]
     """
     return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
 
 
 def prune(root: Path, keep_last: int, keep_every: int | None = None, *, keep: Path | None = None) -> None:
-    """Keep the newest checkpoints, those of every so many steps, and `keep`.
+    """Delete all checkpoints but the last `keep_last`, those of every `keep_every` steps, and `keep`.
 
-    Call after `commit`: a whole one always exists. One that cannot be removed is tried again the next time: a file that
-    somebody reads over the network, say.
+    Call it after `commit`, so that a complete checkpoint always exists. If a checkpoint cannot be deleted, for example
+    because another machine reads it over NFS, the next call tries again.
     """
     by_step = {step_of(folder): folder for folder in folders(root)}
     for step in to_prune(list(by_step), keep_last, keep_every):
@@ -159,11 +162,11 @@ def prune(root: Path, keep_last: int, keep_every: int | None = None, *, keep: Pa
         if folder == keep:
             continue
         try:
-            # Without its manifest a half-removed folder is no checkpoint.
+            # The manifest first: without it, a folder that is only half deleted is no checkpoint.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
         except OSError as error:
-            log.warning("the old checkpoint %s could not be removed: %s", folder, error)
+            log.warning("the old checkpoint %s could not be deleted: %s", folder, error)
 
 
 def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
@@ -171,9 +174,10 @@ def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
-    """A digest of what a manifest says, however it is laid out: training continues by that as much as by tensors."""
-    said = json.dumps({name: value for name, value in manifest.items() if name != _CHECKSUM})
-    return hashlib.sha256(json.dumps(json.loads(said), sort_keys=True).encode()).hexdigest()
+    """SHA-256 of the manifest's values, independent of their layout: resuming depends on them as much as on tensors."""
+    values = json.dumps({name: value for name, value in manifest.items() if name != _CHECKSUM})
+    # Through JSON, which turns tuples into lists and keys into strings.
+    return hashlib.sha256(json.dumps(json.loads(values), sort_keys=True).encode()).hexdigest()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A run in an object store: its checkpoints, and what else it takes to continue it on a machine that has nothing.
+"""The run folder in an object store: checkpoints and the small files needed to resume on a new machine.
 
-The store is what fsspec knows by the URL's scheme. A checkpoint there has the files of one on the disk; its manifest
-comes last and goes first, so that a folder without one is what an upload left.
+fsspec opens the store by the scheme of its URL. A checkpoint has the same files there as on disk. Its manifest is
+uploaded last and deleted first, so a folder without a manifest was left by an upload that did not finish.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)
 
-# Files that travel at the same time.
+# Files that are transferred at the same time.
 _PARALLEL_TRANSFERS = 4
-# How often a file is asked for once more that its manifest names and the store has not: for a minute.
+# Retries, over about a minute, for a file that the manifest names and that the store does not have yet.
 _MISSING_FILE_RETRIES = 6
-# Seconds between two attempts: first, and at most.
+# Seconds between two attempts.
 INITIAL_BACKOFF, MAX_BACKOFF = 1.0, 60.0
-# What no later attempt mends.
+# Errors that a retry does not fix.
 _NOT_RETRYABLE = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
 
-_RESTART_HINT = "start the run again: it continues from its newest checkpoint, here or there"
+_RESTART_HINT = "start the run again: it continues from its newest checkpoint, on disk or in the store"
 
 T = TypeVar("T")
 
 
 class RunStore:
-    """The folder of a run in a store. Methods raise what the store's own client raises."""
+    """The folder of one run in an object store. Its methods raise the errors of the store's client."""
 
     def __init__(self, url: str, name: str) -> None:
-        """Raises ValueError when there is no client for the URL's scheme, or it cannot do with this URL."""
+        """Raises ValueError when no client is installed for the URL's scheme, or it rejects the URL."""
         self.url = f"{url.rstrip('/')}/{name}"
         self._fs, root = open_url(url, "checkpoint.url")
         self._root = f"{root.rstrip('/')}/{name}"
 
     def complete_steps(self) -> list[int]:
-        """Steps of the checkpoints that are whole there, the newest last."""
+        """Steps of the complete checkpoints in the store, newest last."""
         return [step for step in self.all_steps() if manifest.MANIFEST in self._list(self._folder(step))]
 
     def all_steps(self) -> list[int]:
-        """Steps of all checkpoints of which there is something, whole or not, the newest last."""
+        """Steps of all checkpoints in the store, complete or not, newest last."""
         self._fs.invalidate_cache()
-        # Listed: as a pattern, what the URL says may mean something else, and errors of the store would find nothing.
-        named = (name for name in self._list(self._root) if name.startswith(manifest.PREFIX))
-        return sorted(int(step) for step in (name.removeprefix(manifest.PREFIX) for name in named) if step.isdigit())
+        # A listing, not a glob: the URL may contain characters that a glob interprets, and a glob hides errors.
+        names = (name for name in self._list(self._root) if name.startswith(manifest.PREFIX))
+        return sorted(int(step) for step in (name.removeprefix(manifest.PREFIX) for name in names) if step.isdigit())
 
     def list_files(self) -> list[str]:
-        """Names of what the run's folder there has; none, where there is no folder."""
+        """Names of the files and folders in the run's folder; empty when it does not exist."""
         self._fs.invalidate_cache()
         return sorted(self._list(self._root))
 
     def upload(self, folder: Path) -> None:
-        """Copy a whole checkpoint there, or its manifest alone where the files are the same."""
+        """Upload a complete checkpoint; only its manifest when the store has the same files already."""
         target, files = self._folder(manifest.step_of(folder)), manifest.read_files(folder)
         if self._files_at(target) != files:
             self._remove(target)
@@ -74,40 +74,40 @@ class RunStore:
         self._write(f"{target}/{manifest.MANIFEST}", (folder / manifest.MANIFEST).read_bytes())
 
     def download(self, step: int, root: Path) -> Path:
-        """Copy a checkpoint from there into the folder `root`; of one whose manifest is unreadable nothing else."""
+        """Download a checkpoint into the folder `root`. If its manifest is unreadable, download only the manifest."""
         source, folder = self._folder(step), root / f"{manifest.PREFIX}{step}"
         content = self._fs.cat_file(f"{source}/{manifest.MANIFEST}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         names = list(manifest.parse_files(content) or ())
         if any(Path(name).name != name for name in names):
-            raise ValueError(f"the manifest of {self.url}/{manifest.PREFIX}{step} names files outside of it")
+            raise ValueError(f"the manifest of {self.url}/{manifest.PREFIX}{step} names files outside its folder")
         _in_parallel(lambda name: self._get(f"{source}/{name}", folder / name), names)
         (folder / manifest.MANIFEST).write_bytes(content)
         return folder
 
     def delete(self, step: int) -> None:
-        """Remove a checkpoint there."""
+        """Delete a checkpoint from the store."""
         self._remove(self._folder(step))
 
     def upload_file(self, path: Path) -> None:
-        """Copy a small file of the run's folder there, as it is now."""
+        """Upload a small file of the run folder."""
         self._fs.makedirs(self._root, exist_ok=True)
         self._write(f"{self._root}/{path.name}", path.read_bytes())
 
     def download_file(self, path: Path) -> bool:
-        """Copy the file of this name from the run's folder there; says whether there is one."""
+        """Download the file of this name to `path`; returns False when the store does not have it."""
         self._fs.invalidate_cache()
         if not self._fs.exists(f"{self._root}/{path.name}"):
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.part")
-        unfinished.write_bytes(self._fs.cat_file(f"{self._root}/{path.name}"))
-        unfinished.replace(path)
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_bytes(self._fs.cat_file(f"{self._root}/{path.name}"))
+        temporary.replace(path)
         return True
 
     def delete_if_only(self, path: Path) -> None:
-        """Remove a file of the run's folder there, unless there is anything else."""
+        """Delete a file from the run's folder if nothing else is in it."""
         self._fs.invalidate_cache()
         if self._list(self._root) == [path.name]:
             self._fs.rm_file(f"{self._root}/{path.name}")
@@ -116,23 +116,23 @@ class RunStore:
         return f"{self._root}/{manifest.PREFIX}{step}"
 
     def _get(self, source: str, path: Path) -> None:
-        """Copy a file that a manifest names from there."""
+        """Download a file that a manifest names; wait a while if it is missing."""
         for attempt in range(_MISSING_FILE_RETRIES):
             with suppress(FileNotFoundError):
                 self._fs.get_file(source, str(path))
                 return
-            # Where sites copy from each other, large files may come after their manifest. Without them the checkpoint
-            # would pass for damaged, and be removed.
+            # With replication between sites, large files may arrive after their manifest. Without the wait the
+            # checkpoint would count as corrupt and be deleted.
             time.sleep(INITIAL_BACKOFF * 2**attempt)
             self._fs.invalidate_cache()
         self._fs.get_file(source, str(path))
 
     def _write(self, path: str, content: bytes) -> None:
-        """Replace a file there, which others see as it was or as it is to be."""
+        """Replace a file atomically."""
         if not isinstance(self._fs, LocalFileSystem):
             self._fs.pipe_file(path, content)
             return
-        # What is no store of objects would have a part of it after a kill, or none where the disk is full.
+        # An object store replaces objects atomically, a folder does not: after a kill the file would be truncated.
         self._fs.pipe_file(f"{path}.part", content)
         self._fs.mv(f"{path}.part", path)
 
@@ -143,7 +143,7 @@ class RunStore:
             return None
 
     def _list(self, folder: str) -> list[str]:
-        """What a folder there has; nothing, where there is none."""
+        """Names in a folder of the store; empty when it does not exist."""
         try:
             return [path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class RunStore:
         names = self._list(target)
         if manifest.MANIFEST in names:
             self._fs.rm_file(f"{target}/{manifest.MANIFEST}")
-        # One by one: clients that remove a folder take its name for a pattern, too.
+        # File by file: some clients interpret the name of a folder to delete as a glob.
         _in_parallel(lambda name: self._fs.rm_file(f"{target}/{name}"), {*names} - {manifest.MANIFEST})
         if self._fs.exists(target):
             with suppress(OSError):
@@ -162,9 +162,10 @@ class RunStore:
 
 
 def _in_parallel(call: Callable[[str], object], names: Iterable[str]) -> None:
-    """`call` of each of the names, several at a time; raises the first error.
+    """Call `call` with each name in a few threads; raises the first error.
 
-    No executor: the interpreter waits at its end for the threads of one, and so would a process that is told to end.
+    Daemon threads instead of a ThreadPoolExecutor: the interpreter waits at exit for an executor's threads, which would
+    delay a process that received SIGTERM.
     """
     waiting, errors = deque(names), list[Exception]()
 
@@ -187,49 +188,52 @@ def _in_parallel(call: Callable[[str], object], names: Iterable[str]) -> None:
         for thread in threads:
             thread.join()
     finally:
-        # Of what interrupts this: nothing more is begun.
+        # On an interrupt, start no further transfer.
         waiting.clear()
     if errors:
         raise errors[0]
 
 
 def undo_upload(url: str, name: str, path: Path) -> None:
-    """`RunStore.delete_if_only`, for a process that ends for another reason: what goes wrong is told, and no more."""
+    """`RunStore.delete_if_only` for a process that is already failing: it logs a warning instead of raising."""
     try:
         RunStore(url, name).delete_if_only(path)
     except Exception as error:
-        log.warning("%s of %s/%s stays there: %s: %s", path.name, url, name, type(error).__name__, error)
+        log.warning("%s could not be deleted from %s/%s: %s: %s", path.name, url, name, type(error).__name__, error)
 
 
-def retry(call: Callable[[], T], url: str, timeout: float, pause: Callable[[float], object] = time.sleep) -> T:
-    """The result of `call`, which is tried again for `timeout` seconds after it failed, at intervals that double.
+def retry(call: Callable[[], T], url: str, timeout: float, sleep: Callable[[float], object] = time.sleep) -> T:
+    """Return `call()`; retry with exponential backoff for `timeout` seconds after its first failure.
 
-    `pause` waits for so many seconds; it gives up by raising. Raises ValueError when no further attempt would mend it,
-    and Unreachable when the last one failed.
+    sleep: waits for a number of seconds; may raise to give up.
+
+    Raises:
+        ValueError: an error that a retry does not fix, such as missing permissions.
+        Unreachable: the last retry failed.
     """
     deadline, wait = math.inf, INITIAL_BACKOFF
     failed = False
     while True:
         try:
             result = call()
-        # A store's client raises errors of its own, of no common class.
+        # The clients' errors have no common base class.
         except Exception as error:
             if not failed:
-                # Not from the beginning: a large checkpoint travels for longer than that, and may be torn off once.
+                # Counted from the first failure: the transfer of a large checkpoint may take longer than the timeout.
                 deadline = time.monotonic() + timeout
-            said = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             if isinstance(error, _NOT_RETRYABLE):
                 raise ValueError(
-                    f"checkpoint.url: {url} cannot be used: {said}. Mend that, and {_RESTART_HINT}"
+                    f"checkpoint.url: {url} cannot be used: {reason}. Fix that and {_RESTART_HINT}"
                 ) from error
             if time.monotonic() + wait > deadline:
                 raise Unreachable(
-                    f"checkpoint.url: {url} cannot be reached: {said}. When it can, {_RESTART_HINT}"
+                    f"checkpoint.url: {url} cannot be reached: {reason}. When it can, {_RESTART_HINT}"
                 ) from error
             if not failed:
-                log.warning("%s cannot be reached (%s: %s); trying again", url, type(error).__name__, error)
+                log.warning("%s cannot be reached (%s); trying again", url, reason)
             failed = True
-            pause(wait)
+            sleep(wait)
             wait = min(2 * wait, MAX_BACKOFF)
         else:
             if failed:

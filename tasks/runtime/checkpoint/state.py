@@ -1,6 +1,7 @@
-"""What a checkpoint holds: weights, the optimizer's state, random states; by names that no framework or strategy knows.
+"""The tensors of a checkpoint: weights, optimizer state and random states.
 
-Learning rate and data position are functions of the step, so the step is all that is kept of them.
+Their names do not depend on the framework or the parallel strategy. The learning rate and the position in the
+data are functions of the step, so a checkpoint stores the step only.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from tasks.runtime.process.rng import random_states, restore_random_states
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
 
 MODEL = "model."
-"""What the name of a tensor of the model begins with."""
+"""Prefix of the names of the model's tensors."""
 
 MASTER = "master"
-"""The state tensor of an optimizer with fp32 master weights beside the bfloat16 ones that layers compute with."""
+"""Name of the optimizer state that holds fp32 master weights beside the bfloat16 weights of the layers."""
 
 REMAINDER = "remainder"
-"""The state tensor of an optimizer that keeps the low 16 bits of master weights alone."""
+"""Name of the optimizer state that holds the low 16 bits of the master weights only."""
 
 
 @runtime_checkable
 class FlatStateOptimizer(Protocol):
-    """An optimizer whose state is in memory that it has laid out itself, and not by the model's parameters."""
+    """An optimizer that keeps its state in flat buffers of its own instead of one tensor per parameter."""
 
     def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What this process has of a parameter's state."""
+        """This rank's state tensors of a parameter, by name."""
 
     def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Where a slot of a parameter is to be read into; None where this process needs nothing of it."""
+        """The tensor to load a parameter's state into; None when this rank needs none of it."""
 
     def copy_weights_to_masters(self) -> None:
-        """Start from the weights that the model has now."""
+        """Copy the model's current weights to the master weights."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names in the checkpoint; a tied one has the first of its names."""
+    """Parameters and persistent buffers by their names in the checkpoint; tied ones once, under the first name."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -57,18 +58,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `model_tensors` that a checkpoint has: under an adapter not the frozen ones, which are read anew."""
+    """The tensors of `model_tensors` that a checkpoint stores: with an adapter, no frozen parameters."""
     tensors = model_tensors(model)
     if has_adapter(model):
-        learned = {MODEL + name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        # Beside parameters and buffers a state dict has what quantized weights are read by.
-        kept = learned | {MODEL + name for name, _ in model.named_buffers()}
+        trainable = {MODEL + name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Listed by name, because a state dict also has the scales of quantized weights.
+        kept = trainable | {MODEL + name for name, _ in model.named_buffers()}
         tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
     return tensors
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
-    """All tensors that this process has of a checkpoint: whole ones, and its parts of the distributed ones."""
+    """All tensors that this rank contributes to a checkpoint: replicated ones, and its shards of the sharded ones."""
     tensors = saved_tensors(model)
     for name, parameter in model.named_parameters():
         for slot, tensor in _slots(optimizer, parameter).items():
@@ -77,38 +78,41 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: i
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """Types of the tensors of `model_tensors`."""
+    """Dtypes of the tensors of `model_tensors`."""
     return {name: tensor.dtype for name, tensor in model_tensors(model).items()}
 
 
 def set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give an empty model the types of one with weights: some families keep some tensors in fp32 under any dtype."""
+    """Set the dtypes of a model on the meta device to those of a loaded one.
+
+    Some model families keep some tensors in fp32 whatever dtype is asked for.
+    """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if MODEL + name in dtypes:
             tensor.data = tensor.data.to(dtypes[MODEL + name])
 
 
 def load_model(index: Index, model: nn.Module) -> None:
-    """Fill the model, or this process's parts of it, with what the checkpoint has of it."""
+    """Load the checkpoint's weights into the model, or into this rank's shards of it."""
     index.read(saved_tensors(model))
 
 
 def read_model_tensors(index: Index) -> dict[str, Tensor]:
-    """What the checkpoint has of the model, whole and on the CPU, by names in the model."""
+    """The checkpoint's weights, unsharded and on the CPU, by their names in the model."""
     tensors = {key: index.empty(key) for key in index if key.startswith(MODEL)}
     index.read(tensors)
     return {key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}
 
 
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the state it had, split like the parameters are now. Call when the model is loaded."""
+    """Load the optimizer state, sharded like the parameters are now. Call it after `load_model`."""
     parameters = dict(model.named_parameters())
     new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
     if isinstance(optimizer, FlatStateOptimizer):
         optimizer.copy_weights_to_masters()
         new_slot = optimizer.new_slot
     else:
-        # What the checkpoint does not have the optimizer had not then, either.
+        # State that the checkpoint lacks did not exist when it was saved.
         optimizer.state.clear()
     tensors: dict[str, Tensor] = {}
     convert: list[Callable[[], None]] = []
@@ -116,7 +120,10 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
         if key.startswith(_OPTIMIZER):
             slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
             if name not in parameters:
-                raise ValueError(f"the checkpoint has {slot} of {name!r}, which this model does not have")
+                raise ValueError(
+                    f"the checkpoint has optimizer state {slot!r} of {name!r}, a parameter that this model lacks; "
+                    "restore the model it was trained with, or choose another name"
+                )
             shape, dtype = index.shape(key), index.dtype(key)
             if isinstance(optimizer, FlatStateOptimizer) and slot == REMAINDER:
                 tensors |= _join_master(optimizer, parameters[name], key, convert)
@@ -125,20 +132,20 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
                 tensors |= _split_master(optimizer, parameters[name], key, convert)
                 continue
             if f"{_OPTIMIZER}{MASTER}.{name}" in index and shape == parameters[name].shape:
-                # Moments of exact weights; those of rounded ones are rounded like them.
+                # Beside fp32 master weights the moments are fp32, too; load them in the dtype of the parameter.
                 dtype = parameters[name].dtype
             tensor = new_slot(parameters[name], slot, shape, dtype)
             if tensor is not None:
                 tensors[key] = tensor
     index.read(tensors)
-    for each in convert:
-        each()
+    for function in convert:
+        function()
 
 
 def _split_master(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
 ) -> dict[str, Tensor]:
-    """Read an fp32 master weight, to become the parameter and, of a bfloat16 one, the low bits beside it."""
+    """Read an fp32 master weight; for a bfloat16 parameter, split it into the weight and its low 16 bits."""
     master = new_slot(parameter, parameter.shape, torch.float32, paged=False)
 
     def split() -> None:
@@ -160,7 +167,7 @@ def _split_master(
 def _join_master(
     optimizer: FlatStateOptimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
 ) -> dict[str, Tensor]:
-    """Read the low bits of a bfloat16 parameter, to make its fp32 master weight whole."""
+    """Read the low 16 bits of a bfloat16 parameter and join them with the weight to its fp32 master weight."""
     master = optimizer.new_slot(parameter, MASTER, parameter.shape, torch.float32)
     if not isinstance(master, FlatShard):
         return {}
@@ -174,9 +181,9 @@ def _join_master(
 
 
 def load_random_states(index: Index, rank: int) -> None:
-    """Continue this process's random numbers; only for the number of processes that the checkpoint was written by.
+    """Restore this rank's random states. Only valid with the same ranks as when the checkpoint was written.
 
-    A generator that it had not, such as a GPU's where it ran on the CPU, is left as it is.
+    A generator that the checkpoint lacks, such as the GPU's after a run on the CPU, keeps its state.
     """
     kept = [name for name in random_states() if f"{_RANDOM}{rank}.{name}" in index]
     states = {name: index.empty(f"{_RANDOM}{rank}.{name}") for name in kept}
@@ -194,7 +201,7 @@ def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 def _new_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    # Where the optimizer would have it; PyTorch's own do not say.
+    # On the device where the optimizer itself would put it. PyTorch's own optimizers have no `paged`.
     tensor = new_slot(parameter, shape, dtype, paged=getattr(optimizer, "paged", False))
     optimizer.state[parameter][name] = tensor
     return tensor

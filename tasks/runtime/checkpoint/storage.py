@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint on disk: safetensors files, and a JSON index that says which part of which tensor is where.
+"""Storage of a checkpoint's tensors: safetensors files and a JSON index of the chunks in them.
 
-PyTorch's distributed checkpointing plans who writes which part and which parts a process needs to read; its own files
-are left out, because their metadata is a pickle, and loading a pickle runs what its author likes.
+PyTorch's distributed checkpointing (DCP) plans which rank writes which chunk and which chunks a rank has to read. Its
+own storage is not used: its metadata is a pickle, and unpickling can run any code.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Write tensors, contiguous and on the CPU, as a safetensors file; returns its size and SHA-256.
+    """Write contiguous CPU tensors as a safetensors file; returns its size and SHA-256.
 
-    The digest is of what was meant to be written, not of what the disk gives back. Nothing is copied, and other threads
-    run while the bytes are hashed and written.
+    The digest is computed from memory, not read back from disk. Nothing is copied, and the GIL is released while bytes
+    are hashed and written.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    # The data begin at a multiple of eight bytes.
+    # Align the data to eight bytes.
     encoded += b" " * (-len(encoded) % 8)
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
-        before = memoryview(len(encoded).to_bytes(8, "little") + encoded)
-        for part in (before, *map(_bytes, tensors.values())):
-            digest.update(part)
-            size += _write(file, part)
+        prefix = memoryview(len(encoded).to_bytes(8, "little") + encoded)
+        for content in (prefix, *map(_bytes, tensors.values())):
+            digest.update(content)
+            size += _write(file, content)
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
@@ -71,26 +71,26 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
-def _write(file: Any, part: memoryview) -> int:
-    """One call writes two gigabytes at most."""
-    done = 0
-    while done < len(part):
-        done += file.write(part[done:])
-    return done
+def _write(file: Any, content: memoryview) -> int:
+    """Write all bytes: one call of write(2) takes at most 2 GiB."""
+    written = 0
+    while written < len(content):
+        written += file.write(content[written:])
+    return written
 
 
 class Index:
-    """Where the parts of a checkpoint's tensors are: what DCP calls its metadata, without a pickle."""
+    """Index of the chunks of a checkpoint's tensors; the JSON counterpart of DCP's `Metadata`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index of a whole checkpoint. Raises ValueError when it names a file outside of it."""
+        """Read the index of a complete checkpoint. Raises ValueError when it names a file outside its folder."""
         self._folder = folder
         self._tensors: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         files = {part["file"] for tensor in self._tensors.values() for part in tensor["parts"].values()}
         outside = sorted(file for file in files if Path(file).name != file)
         if outside:
             raise ValueError(
-                f"{folder / INDEX} names {outside[0]!r}, which is no file of the checkpoint; remove {folder}"
+                f"{folder / INDEX} names {outside[0]!r}, which is not a file of the checkpoint; delete {folder}"
             )
 
     def __contains__(self, name: str) -> bool:
@@ -100,23 +100,23 @@ class Index:
         return iter(self._tensors)
 
     def empty(self, name: str) -> Tensor:
-        """A tensor on the CPU of the shape and dtype of `name`, its values to be read."""
+        """An uninitialized CPU tensor with the shape and dtype of `name`."""
         return torch.empty(self._tensors[name]["shape"], dtype=_BY_NAME[self._tensors[name]["dtype"]])
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of the whole tensor."""
+        """Shape of the unsharded tensor."""
         return torch.Size(self._tensors[name]["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of its elements."""
+        """Dtype of the tensor."""
         return _BY_NAME[self._tensors[name]["dtype"]]
 
     def read(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the tensors, or this process's parts of them, from whatever parts they were written in.
+        """Read the tensors, or this rank's shards of them, in place, however they were sharded when written.
 
-        Raises ValueError when one of them is not in the checkpoint or has another shape there.
+        Raises ValueError when a tensor is not in the checkpoint or has another shape there.
         """
-        self._require(tensors)
+        self._require_same_shapes(tensors)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensors, self._metadata(), is_coordinator=False)
         by_file = defaultdict(list)
@@ -127,22 +127,22 @@ class Index:
         for file, items in by_file.items():
             with safe_open(str(self._folder / file), framework="pt") as opened:
                 for item in items:
-                    part = part_key(item.storage_index)
-                    wanted = tuple(
+                    key = part_key(item.storage_index)
+                    region = tuple(
                         slice(begin, begin + length)
                         for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
                     )
-                    read = opened.get_slice(part)[wanted] if wanted else opened.get_tensor(part)
-                    planner.resolve_tensor(item).detach().copy_(read)
+                    values = opened.get_slice(key)[region] if region else opened.get_tensor(key)
+                    planner.resolve_tensor(item).detach().copy_(values)
 
-    def _require(self, tensors: dict[str, Tensor]) -> None:
+    def _require_same_shapes(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name not in self:
-                raise ValueError(f"{self._folder} has no tensor {name!r}: it is of another model")
+                raise ValueError(f"{self._folder} has no tensor {name!r}: it was saved from another model")
             if self.shape(name) != tensor.shape:
                 raise ValueError(
                     f"{self._folder}: {name!r} has the shape {tuple(self.shape(name))}, not {tuple(tensor.shape)}: "
-                    "it is of another model"
+                    "it was saved from another model"
                 )
 
     def _metadata(self) -> Metadata:
@@ -162,17 +162,17 @@ class Index:
 
 
 def index_entry(size: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
-    """What the index says of a tensor; its parts are added under their keys."""
+    """A tensor's entry in the index, still without its chunks."""
     return {"shape": list(size), "dtype": _DTYPES[dtype], "parts": {}}
 
 
 def offset_key(offsets: torch.Size) -> str:
-    """How a part is named: by where it begins in each dimension."""
+    """Key of a chunk in the index: its offset in each dimension, joined by commas."""
     return ",".join(map(str, offsets))
 
 
 def part_key(index: MetadataIndex) -> str:
-    """The name of a part in its file."""
+    """Name of a chunk in its safetensors file."""
     assert index.offset is not None
     return f"{index.fqn}@{offset_key(index.offset)}"
 

@@ -1,8 +1,8 @@
-"""Copies a run's checkpoints to an object store while training goes on, and brings them back.
+"""Upload of checkpoints to an object store in the background, and their download at a start.
 
-Checkpoints are written to the disk first, whatever the store does. A thread of the main process copies each when it is
-whole; while the store is away they wait on the disk, where the newest ones are kept anyway. The newest goes first, and
-the one under way stays on the disk: so a store that is slower than checkpoints come has some of them, and not none.
+Checkpoints are always written to disk first. A thread of rank 0 uploads each one when it is complete; while the store
+is unreachable they wait on disk, where the newest ones are kept anyway. The newest is uploaded first, and the one being
+uploaded is not pruned. So even a store that is slower than the checkpoints come always gets some of them.
 """
 
 from __future__ import annotations
@@ -25,70 +25,70 @@ from tasks.runtime.run_folder.folder import RunFolder, refuse_unowned_files, req
 
 log = logging.getLogger(__name__)
 
-# Seconds that a start waits for a store: what is wrong then is most often wrong for good.
+# Seconds that a start waits for the store: an error at the start is usually permanent.
 STARTUP_TIMEOUT = 60.0
-# Seconds that a process which is told to end gives to copies under way.
+# Seconds that a process which is stopping gives to an upload in progress.
 SHUTDOWN_TIMEOUT = 20.0
 
 T = TypeVar("T")
 
 
 class _Cancelled(Exception):
-    """The process ends; there is no further attempt."""
+    """The process is ending, so the upload is not retried."""
 
 
 class CheckpointUploader:
-    """The run's folder in the store that `checkpoint.url` names. Its methods are for the main process alone.
+    """Keeps a copy of the run's checkpoints under `checkpoint.url`. For rank 0 only.
 
-    All that ask the store raise Unreachable when it has been away for longer than it may.
+    Methods that use the store raise Unreachable when it has been unreachable for longer than their timeout.
     """
 
     def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
-        """Raises ValueError when the URL names no store."""
+        """Raises ValueError when the URL cannot be opened."""
         assert spec.checkpoint.url is not None
         self._spec, self._settings, self._folder = spec, spec.checkpoint, folder
         self._store = RunStore(spec.checkpoint.url, spec.name)
         self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self.uploading: Path | None = None
-        """The checkpoint under way, which is to stay on the disk until it is there."""
+        """The checkpoint being uploaded, which must not be pruned from disk."""
         self._cancelled = threading.Event()
         self._failure: ValueError | Unreachable | None = None
         self._thread: threading.Thread | None = None
 
     def download_run_files(self) -> None:
-        """Bring what a machine lacks that has no folder of this run.
+        """Download the small files of the run folder that are missing on disk.
 
-        Raises ValueError when the store cannot be read, or has a run of another spec by this name, or when what is
-        there or here is no run's.
+        Raises ValueError when the store cannot be read or holds a run of another spec under this name, or when the
+        store or the disk has files that belong to no run.
         """
-        theirs = RunFolder(self._folder.root / ".theirs")
-        if not self._retry_at_start(partial(self._store.download_file, theirs.spec)):
+        stored = RunFolder(self._folder.root / ".theirs")
+        if not self._retry_at_start(partial(self._store.download_file, stored.spec)):
             entries = self._retry_at_start(self._store.list_files)
             small = {path.name for path in self._small_files()}
             own = [name for name in entries if name.startswith(manifest.PREFIX) or name in small]
             refuse_unowned_files(own, self._store.url, "checkpoint.url")
             return
         try:
-            self._retry_at_start(partial(self._store.download_file, theirs.data_commit))
-            require_same_run(theirs, self._spec, self._store.url)
+            self._retry_at_start(partial(self._store.download_file, stored.data_commit))
+            require_same_run(stored, self._spec, self._store.url)
         except SpecError as error:
-            # A person finds it there: what was fetched is removed.
-            raise SpecError(error.problems, f"{self._store.url}/{theirs.spec.name}") from error
+            # Name the file in the store: the downloaded copy is deleted below.
+            raise SpecError(error.problems, f"{self._store.url}/{stored.spec.name}") from error
         finally:
-            shutil.rmtree(theirs.root)
-        # While it has no spec: with one that is fetched it would pass for the run's.
+            shutil.rmtree(stored.root)
+        # Before the spec is downloaded: with a spec, other people's files would count as the run's.
         self._folder.require_no_unowned_files()
-        # Its spec first: a folder without one is nobody's.
+        # The spec first: a folder without one belongs to no run.
         for path in self._small_files():
             if not path.exists():
                 self._retry_at_start(partial(self._store.download_file, path))
 
     def upload_spec(self) -> None:
-        """Claim the folder there, and see that it can be written. Raises ValueError when it cannot."""
+        """Claim the folder in the store, which also checks write access. Raises ValueError when that fails."""
         self._retry_at_start(partial(self._store.upload_file, self._folder.spec))
 
     def download_latest(self) -> None:
-        """Bring the newest whole checkpoint, if it is newer than what the disk has.
+        """Download the newest complete checkpoint, unless the disk has a newer one.
 
         Raises ValueError when the store cannot be read.
         """
@@ -96,49 +96,49 @@ class CheckpointUploader:
         done = manifest.step_of(here) if here else 0
         newer = [step for step in self._retry_at_start(self._store.complete_steps) if step > done]
         if newer:
-            # Metrics first: a start after one that was killed in here finds the checkpoint, and looks no further.
+            # Metrics first: if this start is killed here, the next one finds the checkpoint and downloads nothing.
             self._retry_at_start(partial(self._store.download_file, self._folder.metrics))
         for step in reversed(newer):
             if self._download(step):
                 return
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints of later steps, which the run is about to compute anew."""
+        """Delete checkpoints of later steps, which the run will compute again."""
         for other in self._retry_at_start(self._store.complete_steps):
             if other > step:
                 self._retry_at_start(partial(self._store.delete, other))
 
     def enqueue(self, folder: Path) -> None:
-        """Have a checkpoint copied, which is whole, or whose manifest has changed.
+        """Enqueue a checkpoint that is complete, or whose metadata has changed, for upload.
 
-        Raises ValueError when the store refuses what has been copied so far.
+        Raises ValueError when an earlier upload failed.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+            self._thread = threading.Thread(target=self._upload_loop, name="checkpoint-upload", daemon=True)
             self._thread.start()
         self._queue.put(folder)
         self._raise_failure()
 
     def enqueue_pending(self, latest: Path) -> None:
-        """At a start: have `latest`, which is whole, copied, and what is kept here and an earlier start left waiting.
+        """At a start: enqueue `latest`, a complete checkpoint, and all others that an earlier start did not upload.
 
         Raises ValueError when the store cannot be read.
         """
         self.enqueue(latest)
-        here = {
+        on_disk = {
             manifest.step_of(folder): folder
             for folder in manifest.folders(self._folder.checkpoints)
             if folder != latest
         }
-        there = self._retry_at_start(self._store.complete_steps)
-        steps = sorted({*here, *there, manifest.step_of(latest)})
-        dropped = manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every)
-        for step in here.keys() - {*dropped, *there}:
-            if manifest.verification_error(here[step]) is None:
-                self.enqueue(here[step])
+        in_store = self._retry_at_start(self._store.complete_steps)
+        steps = sorted({*on_disk, *in_store, manifest.step_of(latest)})
+        pruned = manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every)
+        for step in on_disk.keys() - {*pruned, *in_store}:
+            if manifest.verification_error(on_disk[step]) is None:
+                self.enqueue(on_disk[step])
 
     def finish(self) -> None:
-        """Return when all is copied. Raises ValueError when it cannot be."""
+        """Wait until all checkpoints are uploaded. Raises ValueError when an upload failed."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -146,7 +146,7 @@ class CheckpointUploader:
         self._raise_failure()
 
     def close(self) -> None:
-        """For a process that ends for another reason: give what is under way a little time."""
+        """Stop the uploads of a process that is ending; the upload in progress gets a few seconds."""
         self._cancelled.set()
         if self._thread is not None:
             self._queue.put(None)
@@ -157,25 +157,24 @@ class CheckpointUploader:
             raise self._failure
 
     def _download(self, step: int) -> bool:
-        log.info("fetching checkpoint-%d from %s", step, self._store.url)
-        timeout = self._settings.url_timeout
-        reason = retry(partial(self._download_complete, step), self._store.url, timeout)
+        log.info("downloading checkpoint-%d from %s", step, self._store.url)
+        reason = retry(partial(self._download_and_verify, step), self._store.url, self._settings.url_timeout)
         if reason is not None:
             log.warning("checkpoint-%d of %s is not used: %s", step, self._store.url, reason)
         return reason is None
 
-    def _download_complete(self, step: int) -> str | None:
-        """Why it cannot be used."""
+    def _download_and_verify(self, step: int) -> str | None:
+        """Why the downloaded checkpoint cannot be used, or None."""
         try:
             return manifest.verification_error(self._store.download(step, self._folder.checkpoints))
         except FileNotFoundError as error:
             return f"{error} is missing"
 
-    def _work(self) -> None:
+    def _upload_loop(self) -> None:
         for folder in self._newest_first():
             self.uploading = folder
             try:
-                retry(partial(self._copy, folder), self._store.url, self._settings.url_timeout, self._pause)
+                retry(partial(self._upload, folder), self._store.url, self._settings.url_timeout, self._sleep)
             except _Cancelled:
                 return
             except (ValueError, Unreachable) as error:
@@ -185,7 +184,7 @@ class CheckpointUploader:
                 self.uploading = None
 
     def _newest_first(self) -> Iterator[Path]:
-        """What is to be copied, the newest first, until no more comes and all had their turn."""
+        """Enqueued checkpoints, the newest first; ends when the queue is closed and empty."""
         waiting: set[Path] = set()
         more = True
         while more or waiting:
@@ -200,27 +199,27 @@ class CheckpointUploader:
                 waiting.remove(newest)
                 yield newest
 
-    def _copy(self, folder: Path) -> None:
-        step, there = manifest.step_of(folder), self._store.complete_steps()
-        if step in manifest.to_prune(sorted({*there, step}), self._settings.keep_last, self._settings.keep_every):
+    def _upload(self, folder: Path) -> None:
+        step, in_store = manifest.step_of(folder), self._store.complete_steps()
+        if step in manifest.to_prune(sorted({*in_store, step}), self._settings.keep_last, self._settings.keep_every):
             return
         try:
-            # Metrics first: a whole checkpoint implies that every step up to it is on record.
+            # Metrics first: a complete checkpoint implies that the metrics have every step up to it.
             for path in self._small_files():
                 if path.exists():
                     self._store.upload_file(path)
             self._store.upload(folder)
         except FileNotFoundError:
-            # Newer ones may have taken its place on the disk before its turn: then its manifest was the first to go.
+            # It may have been pruned from disk while it waited. Pruning deletes the manifest first.
             if (folder / manifest.MANIFEST).exists():
                 raise
-            log.warning("checkpoint-%d left the disk before it was copied to %s", step, self._store.url)
+            log.warning("checkpoint-%d was pruned from disk before it was uploaded to %s", step, self._store.url)
             self._store.delete(step)
             return
         self._prune()
 
     def _prune(self) -> None:
-        """Remove what the spec does not keep, and what is left of older ones whose copy or removal was cut short."""
+        """Delete checkpoints that the spec does not keep, and remains of older ones from interrupted transfers."""
         kept = self._store.complete_steps()[-self._settings.keep_last :]
         older = [step for step in self._store.all_steps() if step < min(kept, default=0)]
         for step in manifest.to_prune([*older, *kept], self._settings.keep_last, self._settings.keep_every):
@@ -232,11 +231,11 @@ class CheckpointUploader:
     def _retry_at_start(self, call: Callable[[], T]) -> T:
         return retry(call, self._store.url, STARTUP_TIMEOUT)
 
-    def _pause(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> None:
         if self._cancelled.wait(seconds):
             raise _Cancelled
 
 
 def uploader_for(spec: RunSpec, folder: RunFolder) -> CheckpointUploader | None:
-    """What `checkpoint.url` asks for, if anything. Raises ValueError when it names no store."""
+    """The uploader for `checkpoint.url`, or None without one. Raises ValueError when the URL cannot be opened."""
     return CheckpointUploader(spec, folder) if spec.checkpoint.url else None

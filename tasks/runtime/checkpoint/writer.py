@@ -1,8 +1,8 @@
-"""Writing checkpoints while training goes on.
+"""Asynchronous checkpoint writer.
 
-`save` copies the state to the host and returns; a thread writes the copy. Every process writes what PyTorch's planner
-gives it, tensors that all have being shared out among them. When all have written, the main process writes the index
-and, last, the manifest. One save is in flight at most.
+`save` copies the state to host memory and returns; a thread writes the copy while training continues. PyTorch's planner
+assigns each rank the chunks to write and distributes replicated tensors over the ranks. When all ranks have written,
+rank 0 writes the index and, last, the manifest. At most one save is in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# Files of this size are hashed side by side when a checkpoint is read.
+# Maximum file size: several files of a checkpoint are hashed in parallel when it is verified.
 FILE_BYTES = 2 << 30
 
 
@@ -51,19 +51,19 @@ class CheckpointWriter:
         metadata: dict[str, Any],
         uploader: CheckpointUploader | None = None,
     ) -> None:
-        """`metadata` are noted in every manifest; the main process's `uploader` copies what is whole."""
+        """metadata: entries of every manifest. uploader: on rank 0, uploads each complete checkpoint."""
         self.root, self._model, self._optimizer = root, model, optimizer
-        self._keep, self._facts, self._uploader = (keep_last, keep_every), metadata, uploader
-        # A group of its own: the thread must not take part in what the training process says to its peers.
+        self._keep, self._metadata, self._uploader = (keep_last, keep_every), metadata, uploader
+        # A group of its own: the thread's collectives must not mix with those of the training loop.
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, step: int, metadata: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Begin to save the state after `step`, of which the manifest notes `metadata`, too.
+        """Start to save the state after `step`, with further `metadata` in its manifest.
 
-        Waits for the save before, and raises what that one failed with.
+        Waits for the previous save first, and raises its error if it failed.
         """
         self.wait()
         folder = self.root / f"{manifest.PREFIX}{step}"
@@ -74,7 +74,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the save in flight.
 
-        Raises ValueError, on every process, when one could not write its part.
+        Raises ValueError on every rank when any rank could not write its files.
         """
         if self._thread is not None:
             self._thread.join()
@@ -84,29 +84,29 @@ class CheckpointWriter:
             raise error
 
     def update_metadata(self, folder: Path, metadata: Mapping[str, Any]) -> None:
-        """Change what the manifest of a whole checkpoint notes, also where it was copied to."""
+        """Set entries of a complete checkpoint's metadata, on disk and in the object store."""
 
-        def change() -> None:
+        def update() -> None:
             manifest.update_metadata(folder, metadata)
             if self._uploader is not None:
                 self._uploader.enqueue(folder)
 
-        self._processes.on_main(change)
+        self._processes.on_main(update)
 
     def finish(self) -> None:
-        """Wait for the save in flight, and until all is copied. Raises ValueError, on every process, when it is not."""
+        """Wait for the save in flight and for all uploads. Raises ValueError on every rank when one of them failed."""
         self.wait()
         self._processes.on_main(lambda: self._uploader.finish() if self._uploader is not None else None)
 
     def close(self) -> None:
-        """Let the save in flight end, for a process that ends for another reason: what is whole need not be redone."""
+        """Wait for the save in flight in a process that is ending; an error is logged, not raised."""
         try:
             self.wait()
         except Exception as error:
-            log.warning("the last checkpoint is not whole: %s", error)
+            log.warning("the last checkpoint is not complete: %s", error)
 
     def _stage(self, tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
-        """This process's files, copied to the host, and on the main process the index of all files."""
+        """This rank's files, copied to host memory, and on rank 0 the index of all ranks' files."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensors, is_coordinator=self._processes.is_main)
         plans = self._processes.gather(_without_empty(planner.create_local_plan()))
@@ -125,7 +125,7 @@ class CheckpointWriter:
         return files, index
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        """`tensor` on the host; the memory is kept for the next save, since pinning it takes longer than the copy."""
+        """Copy `tensor` to host memory. The next save reuses the buffer: to pin it takes longer than to copy."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -139,18 +139,18 @@ class CheckpointWriter:
         index: dict[str, Any] | None,
         metadata: Mapping[str, Any],
     ) -> None:
-        """In the thread: write, wait for the others, declare the checkpoint whole."""
+        """Runs in the thread: write this rank's files, wait for the other ranks, commit the checkpoint."""
         try:
-            written: dict[str, Any] = {}
+            digests: dict[str, Any] = {}
             failure = None
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                written = {file: write_tensors(folder / file, tensors) for file, tensors in files.items()}
-            # Whatever it is: the others wait to hear of it.
+                digests = {file: write_tensors(folder / file, tensors) for file, tensors in files.items()}
+            # Any error: the other ranks wait in `gather` to hear of it.
             except Exception as error:
-                log.warning("this process could not write its part of %s", folder, exc_info=True)
-                failure = f"process {self._processes.rank}: {error}{_disk_space_hint(error, folder, files)}"
-            outcomes = self._processes.gather((written, failure))
+                log.warning("this rank could not write its files of %s", folder, exc_info=True)
+                failure = f"rank {self._processes.rank}: {error}{_disk_space_hint(error, folder, files)}"
+            outcomes = self._processes.gather((digests, failure))
             self._processes.on_main(lambda: self._commit(folder, outcomes or [], index or {}, metadata))
         except BaseException as error:
             self._error = error
@@ -165,50 +165,50 @@ class CheckpointWriter:
         failures = [failure for _, failure in outcomes if failure]
         try:
             if not failures:
-                # What it takes, beside the tensors, to build the model again.
+                # The configs, with which the model can be built again.
                 self._model.config.save_pretrained(folder)
                 self._model.generation_config.save_pretrained(folder)
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-                known = {file: digest for written, _ in outcomes for file, digest in written.items()}
-                mesh = {"world_size": self._processes.world_size, "copies": self._processes.tp_size}
-                manifest.commit(folder, known, {**self._facts, **metadata, **mesh})
+                digests = {file: digest for written, _ in outcomes for file, digest in written.items()}
+                layout = {"world_size": self._processes.world_size, "copies": self._processes.tp_size}
+                manifest.commit(folder, digests, {**self._metadata, **metadata, **layout})
                 manifest.prune(
                     self.root, *self._keep, keep=self._uploader.uploading if self._uploader is not None else None
                 )
         except Exception as error:
-            log.warning("checkpoint %s could not be declared whole", folder, exc_info=True)
+            log.warning("checkpoint %s could not be committed", folder, exc_info=True)
             failures = [str(error)]
         if failures:
             if not (folder / manifest.MANIFEST).exists():
-                # Of no use, and while it fills the disk not even the next start could write that it is at work.
+                # An incomplete checkpoint is useless, and on a full disk even the next start's lock file fails.
                 shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(
-                f"checkpoint {folder} could not be written: {'; '.join(failures)}. Mend that, or make room, and start "
-                "the run again: it continues from the checkpoint before"
+                f"checkpoint {folder} could not be written: {'; '.join(failures)}. Fix that, or free disk space, and "
+                "start the run again: it continues from the previous checkpoint"
             )
         if self._uploader is not None:
             self._uploader.enqueue(folder)
 
 
 def _disk_space_hint(error: Exception, folder: Path, files: dict[str, dict[str, Tensor]]) -> str:
-    """What the disk lacks, where that is the error."""
+    """How much disk space a checkpoint needs and how much is free, if that is the error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    # The first checkpoint's folder, or that of all of them, may not have come to be.
+    # The folder of the first checkpoint, and its parent, may not exist yet.
     free = shutil.disk_usage(next(path for path in folder.parents if path.exists())).free
-    return f" (it writes {size / 1e9:.2f} GB a checkpoint; {free / 1e9:.2f} GB are free there)"
+    return f" (this rank writes {size / 1e9:.2f} GB per checkpoint; {free / 1e9:.2f} GB are free)"
 
 
 def _without_empty(plan: SavePlan) -> SavePlan:
-    """A tensor with fewer rows than there are processes leaves some of them nothing."""
+    """The plan without empty chunks, which ranks get from a tensor with fewer rows than ranks."""
     items = [item for item in plan.items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() > 0]
-    assert all(item.type != WriteItemType.BYTE_IO for item in plan.items), "only tensors are written, never a pickle"
+    assert all(item.type != WriteItemType.BYTE_IO for item in plan.items), "a checkpoint has tensors only, no pickles"
     return dataclasses.replace(plan, items=items)
 
 
 def _files(plan: SavePlan, rank: int) -> list[tuple[WriteItem, str]]:
-    """The file that each part goes to."""
+    """The file of each chunk; a new file begins when the current one would exceed `FILE_BYTES`."""
     placed, number, filled = [], 0, 0
     for item in plan.items:
         assert item.tensor_data is not None
@@ -221,7 +221,7 @@ def _files(plan: SavePlan, rank: int) -> list[tuple[WriteItem, str]]:
 
 
 def _index(plans: list[SavePlan]) -> dict[str, Any]:
-    """What `storage.Index` reads."""
+    """The index of all ranks' chunks, as `storage.Index` reads it."""
     tensors: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item, file in _files(plan, rank):
