@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collate, prepare, recipe_of
-from tasks.runtime.data.order import training_loader
+from tasks.runtime.data.loader import training_loader
 from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.process.ranks import Processes

@@ -17,7 +17,7 @@ Shape = Mapping[str, int]
 
 RMS_EPS = 1e-6
 LAYER_EPS = 1e-5
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 def random(*sizes: int, dtype: torch.dtype, device: torch.device, trained: bool = True) -> Tensor:
@@ -122,7 +122,7 @@ def linear_cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.
     x = random(rows, features, dtype=dtype, device=device)
     weight = (torch.randn(vocabulary, features, device=device) * features**-0.5).to(dtype).requires_grad_()
     target = torch.randint(vocabulary, (rows,), device=device)
-    target[torch.randperm(rows, device=device)[: rows * shape.get("ignored", 0) // 100]] = IGNORED
+    target[torch.randperm(rows, device=device)[: rows * shape.get("ignored", 0) // 100]] = IGNORE_INDEX
     return x, weight, target
 
 
@@ -138,7 +138,7 @@ def linear_cross_entropy_exact(x: Tensor, weight: Tensor, target: Tensor) -> Ten
 
     parts = zip(x.split(1024), target.split(1024), strict=True)
     losses = [checkpoint(summed, x, target, use_reentrant=False) for x, target in parts]
-    return torch.stack(losses).sum() / (target != IGNORED).sum()
+    return torch.stack(losses).sum() / (target != IGNORE_INDEX).sum()
 
 
 def linear_cross_entropy_products(x: Tensor, weight: Tensor, _: Tensor) -> None:

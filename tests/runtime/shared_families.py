@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.slices import slice_of
+from tasks.runtime.data.context_shards import shard_batch
 from tasks.runtime.models.activation_checkpointing import compile_layers
 from tasks.runtime.models.build import prepare_for_training
 from tasks.runtime.objectives.next_token import NextToken
@@ -70,7 +70,7 @@ def check(family, parallel, settings, changes=None):
     model.zero_grad(set_to_none=True)
     compile_layers(model, spec)
     Fsdp(spec, processes).wrap(model, weights_follow=False)
-    loss, found = gradients(model, spec, slice_of(batch, processes) if processes.cp_size > 1 else batch, processes)
+    loss, found = gradients(model, spec, shard_batch(batch, processes) if processes.cp_size > 1 else batch, processes)
     dist.all_reduce(loss)
     torch.testing.assert_close(loss / processes.tp_size, expected, msg=lambda text: f"{family} {parallel}: {text}")
     assert found.keys() == whole.keys()

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tasks.runtime.data.encode import Encoded, Encoder, head, split_long
+from tasks.runtime.data.encode import Encoded, Encoder, split_long, truncate
 from tasks.runtime.data.formats import Document, Segment
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
@@ -19,7 +19,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _pair(prompt: str, completion: str) -> Document:
-    return Document((Segment(prompt, False), Segment(completion, True)), bare=False)
+    return Document((Segment(prompt, False), Segment(completion, True)), has_special_tokens=False)
 
 
 def test_completion_and_end_are_learned_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -30,7 +30,7 @@ def test_completion_and_end_are_learned_and_nothing_else(tokenizer: PreTrainedTo
 
 
 def test_in_pretraining_all_but_the_first_token_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = Document((Segment("Return the thing.", True),), bare=False)
+    text = Document((Segment("Return the thing.", True),), has_special_tokens=False)
     for encoded in Encoder(tokenizer, learn_all=True).encode([text, _pair("Return\n", "the thing.")]):
         assert encoded.targets.tolist() == [False] + [True] * (len(encoded) - 1)
 
@@ -42,7 +42,7 @@ def test_no_token_crosses_from_prompt_to_completion(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair(prompt, completion)])
-    begin, end = encoded.written
+    begin, end = encoded.completion_span
     assert encoded.ids[:begin].tolist() == tokenizer(prompt)["input_ids"]
     assert tokenizer.decode(encoded.ids[begin:end]) == completion
     assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == prompt + completion
@@ -79,7 +79,7 @@ def test_line_breaks_that_merge_are_not_lost(prepend: str, completion: str) -> N
     tokenizer = _sentencepiece_like(prepend, ("\n", "\n"), ("\n\n", "\n"))
     (encoded,) = Encoder(tokenizer, learn_all=False).encode([_pair("hello:", completion)])
     assert tokenizer.decode(encoded.ids) == f"<s> hello:{completion}</s>"
-    begin, end = encoded.written
+    begin, end = encoded.completion_span
     assert encoded.ids[begin:end].tolist() == tokenizer(f"hello:{completion}")["input_ids"][begin:]
 
 
@@ -115,8 +115,8 @@ def test_special_tokens_that_a_text_has_are_not_doubled(
 ) -> None:
     """As of chats that were rendered before they were stored."""
     segments = (Segment(begin + prompt, False), Segment(completion + end, True))
-    document = Document(tuple(segment for segment in segments if segment.text), bare=False)
-    plain = _pair(prompt, completion) if prompt else Document((Segment(completion, True),), bare=False)
+    document = Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
+    plain = _pair(prompt, completion) if prompt else Document((Segment(completion, True),), has_special_tokens=False)
     for learn_all in (False, True):
         encoder = Encoder(tokenizer, learn_all=learn_all)
         found, expected = encoder.encode([document, plain])
@@ -143,5 +143,9 @@ def test_long_documents_lose_no_target_when_split(length: int) -> None:
 
 def test_head_keeps_the_bounds_of_what_is_written() -> None:
     encoded = Encoded(np.arange(6, dtype=np.int32), np.array([0, 0, 0, 1, 1, 1], dtype=np.bool_), (3, 5))
-    cut = head(encoded, 4)
-    assert (cut.ids.tolist(), cut.targets.tolist(), cut.written) == ([0, 1, 2, 3], [False, False, False, True], (3, 4))
+    cut = truncate(encoded, 4)
+    assert (cut.ids.tolist(), cut.targets.tolist(), cut.completion_span) == (
+        [0, 1, 2, 3],
+        [False, False, False, True],
+        (3, 4),
+    )

@@ -8,7 +8,7 @@ import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.formats import bind_format, choose_format
+from tasks.runtime.data.formats import choose_format, make_format
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import train_tokenizer
 
@@ -29,9 +29,9 @@ def read(values, **data):
     """What a row says: for each answer, what is read before it and the answer."""
     row = Row("row 1", values)
     name, columns = choose_format(recipe_of(**data), [row])
-    form = bind_format(name, columns, train_tokenizer(["2 + 2 = 4"]), None)
+    form = make_format(name, columns, train_tokenizer(["2 + 2 = 4"]), None)
     return [
-        (document.segments[0].text, "".join(segment.text for segment in document.segments if segment.written))
+        (document.segments[0].text, "".join(segment.text for segment in document.segments if segment.generated))
         for document in form.documents(row)
     ]
 
@@ -179,4 +179,4 @@ def test_a_template_that_renders_nothing_is_told():
     tokenizer = train_tokenizer(["2 + 2 = 4"])
     tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(RowError, match=r"row 1: the chat template renders nothing for an answer"):
-        bind_format(name, columns, tokenizer, None).documents(row)
+        make_format(name, columns, tokenizer, None).documents(row)

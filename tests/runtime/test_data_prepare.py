@@ -24,12 +24,12 @@ import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, prepare
+from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
-from tasks.runtime.data.pipeline import _held_out
+from tasks.runtime.data.pipeline import _validation_mask
 from tasks.runtime.data.prepared_manifest import Split
 from tasks.runtime.data.rows import RowError
-from tasks.runtime.data.spool import Spool
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
 ROWS = [
@@ -156,7 +156,7 @@ def test_samples_are_raw_prompts_and_references(prepared: Prepare) -> None:
         assert sample.prompt_ids == data.tokenizer()(sample.prompt)["input_ids"]
 
 
-def test_the_tokenizer_is_not_trained_on_what_is_held_out(prepared: Prepare) -> None:
+def test_the_tokenizer_is_not_trained_on_what_is_validation_mask(prepared: Prepare) -> None:
     letters = np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), (40, 8))
     words = [f" {''.join(word)}" for word in letters]
     data = prepared([{"prompt": "p", "completion": word * 3} for word in words])
@@ -370,9 +370,9 @@ def test_the_smallest_validation_splits(count: int, fraction: float, expected: i
 def test_the_split_follows_the_seed_and_stays_when_rows_are_appended(tmp_path: Path) -> None:
     _write(tmp_path / "rows.jsonl", [])
     recipes = [_recipe(tmp_path / "rows.jsonl", seed=seed) for seed in (0, 1)]
-    shorter, longer = (_held_out(recipes[0], np.arange(n)) for n in (1000, 2000))
+    shorter, longer = (_validation_mask(recipes[0], np.arange(n)) for n in (1000, 2000))
     assert np.array_equal(shorter, longer[:1000])
-    assert not np.array_equal(shorter, _held_out(recipes[1], np.arange(1000)))
+    assert not np.array_equal(shorter, _validation_mask(recipes[1], np.arange(1000)))
     assert 0.15 < shorter.mean() < 0.25
 
 
@@ -411,10 +411,10 @@ def test_the_hash_of_the_contents_is_that_of_the_rows_and_not_of_the_recipe(
 def test_each_row_counts_in_the_hash_of_the_contents(tmp_path: Path) -> None:
     def digest(name: str, *documents: list[int], targets: bool = True, length: int = 8) -> str:
         (tmp_path / name).mkdir(exist_ok=True)
-        with Spool(tmp_path / name) as spool:
+        with DocumentBuffer(tmp_path / name) as buffer:
             for number, ids in enumerate(documents):
-                spool.add(Encoded(np.array(ids, np.int32), np.full(len(ids), targets), (0, len(ids))), number)
-            split = spool.write_shards(tmp_path / name, "train", np.arange(len(documents)), length=length, seed=0)
+                buffer.add(Encoded(np.array(ids, np.int32), np.full(len(ids), targets), (0, len(ids))), number)
+            split = buffer.write_shards(tmp_path / name, "train", np.arange(len(documents)), length=length, seed=0)
         return split.shards[0].sha256
 
     base = digest("base", [1, 2, 3], [4, 5])
@@ -514,19 +514,19 @@ def test_nothing_that_runs_code_is_written(prepared: Prepare) -> None:
 
 
 def test_rows_are_spread_over_shards(tmp_path: Path) -> None:
-    with Spool(tmp_path) as spool:
+    with DocumentBuffer(tmp_path) as buffer:
         for number in range(50):
             ids = np.full(1 + number % 7, number, dtype=np.int32)
-            spool.add(Encoded(ids, ids > 0, (0, len(ids))), number)
-        split = spool.write_shards(tmp_path, "train", np.arange(50), length=8, seed=0, shard_tokens=40)
-        whole = spool.write_shards(tmp_path, "whole", np.arange(50), length=8, seed=0)
-        empty = spool.write_shards(tmp_path, "none", np.arange(0), length=8, seed=0)
+            buffer.add(Encoded(ids, ids > 0, (0, len(ids))), number)
+        split = buffer.write_shards(tmp_path, "train", np.arange(50), length=8, seed=0, shard_tokens=40)
+        whole = buffer.write_shards(tmp_path, "whole", np.arange(50), length=8, seed=0)
+        empty = buffer.write_shards(tmp_path, "none", np.arange(0), length=8, seed=0)
     assert len(split.shards) > 3 and len(whole.shards) == 1
     assert sum(shard.rows for shard in split.shards) == split.rows == whole.rows
     assert empty == Split(samples=0, documents=0, tokens=0, target_tokens=0, rows=0, shards=())
-    from tasks.runtime.data.dataset import Rows
+    from tasks.runtime.data.dataset import RowDataset
 
-    sharded, single, none = (Rows(tmp_path, s, length=8, pad_token_id=99) for s in (split, whole, empty))
+    sharded, single, none = (RowDataset(tmp_path, s, length=8, pad_token_id=99) for s in (split, whole, empty))
     assert len(none) == 0
     for index in range(split.rows):
         assert torch.equal(sharded[index]["input_ids"], single[index]["input_ids"])

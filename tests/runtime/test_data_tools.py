@@ -8,8 +8,8 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.chat import kept_templates, messages_of
-from tasks.runtime.data.formats import bind_format
+from tasks.runtime.data.chat import messages_of, templates_to_save
+from tasks.runtime.data.formats import make_format
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
@@ -50,8 +50,8 @@ def file(tmp_path):
 
 def read(tokenizer, values, template=None):
     """Of each document the text before the first turn, and the turns."""
-    documents = bind_format("chat", ("messages",), tokenizer, template).documents(Row("row 1", values))
-    return [(d.segments[0].text, [segment.text for segment in d.segments if segment.written]) for d in documents]
+    documents = make_format("chat", ("messages",), tokenizer, template).documents(Row("row 1", values))
+    return [(d.segments[0].text, [segment.text for segment in d.segments if segment.generated]) for d in documents]
 
 
 def prepared(folder, source, **values):
@@ -75,7 +75,7 @@ def test_a_chat_may_offer_no_tools(tokenizer, tools):
 
 def test_pairs_of_answers_offer_tools_too(tokenizer):
     row = {"tools": TOOLS, "chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]}
-    form = bind_format("preference_chat", ("chosen", "rejected"), tokenizer, None)
+    form = make_format("preference_chat", ("chosen", "rejected"), tokenizer, None)
     assert all(d.segments[0].text.startswith("tools: [{") for d in form.documents(Row("row 1", row)))
 
 
@@ -193,9 +193,9 @@ def test_a_template_for_tools_is_used_and_kept(tmp_path):
 
 def test_a_named_template_stands_for_both_of_the_tokenizers_own(tmp_path, file):
     made = with_templates(tmp_path)
-    assert kept_templates(file(FORGETFUL), made) == {"default": FORGETFUL, "search": "{{ documents }}"}
+    assert templates_to_save(file(FORGETFUL), made) == {"default": FORGETFUL, "search": "{{ documents }}"}
     made.chat_template = {"default": "", "tool_use": TEMPLATE}
-    assert kept_templates(file(FORGETFUL), made) == FORGETFUL
+    assert templates_to_save(file(FORGETFUL), made) == FORGETFUL
 
 
 def test_templates_in_a_folder_of_their_own_change_the_fingerprint(tmp_path):

@@ -156,7 +156,7 @@ def test_the_reference_comes_with_the_row_that_it_is_of(folder, rows):
     data, model = data_of(spec), small_model()
     ours = objective_of(spec, fused=False)
     found = score_rows(data.train, 5, lambda batch: ours.scores(model, batch), Processes(), 2, collate)
-    given = data.with_reference(train=found).train
+    given = data.with_reference_log_probs(train=found).train
     for index in (4, 0, 2):
         row = given[index]
         assert torch.equal(row["input_ids"], rows[index]["input_ids"])

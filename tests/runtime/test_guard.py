@@ -125,7 +125,7 @@ def test_rollback_passes_over_all_that_is_bad_so_often_as_it_may():
     assert caught.value.bad == 7
     returning.pass_over(4, caught.value)
     returning.pass_over(4, RollBack(5, ""))
-    assert returning.passed_over == [(4, 3), (4, 1)]
+    assert returning.data_skips == [(4, 3), (4, 1)]
     with pytest.raises(ValueError, match=r"gone back 2 times already, and faults\.max_rollbacks"):
         returning.pass_over(4, RollBack(5, "the loss is nan"))
 
@@ -135,7 +135,7 @@ def test_of_steps_that_follow_lost_weights_none_is_to_blame():
     with pytest.raises(RollBack, match="step 6: the loss is nan") as caught:
         returning.follow([point(5), *(point(step, math.nan, None) for step in range(6, 9))], newest=4, steps=9)
     returning.pass_over(4, caught.value)
-    assert returning.passed_over == [(4, 2)]
+    assert returning.data_skips == [(4, 2)]
 
 
 def test_before_the_first_checkpoint_rollback_skips_what_was_not_taken():

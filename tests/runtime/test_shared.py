@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from strata_kernels.patch.structure import projected
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.slices import document_ends, slice_of
+from tasks.runtime.data.context_shards import document_ends, shard_batch
 from tasks.runtime.parallel.context import require_attention
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_divisible
@@ -62,7 +62,7 @@ def test_slices_of_a_row_make_the_row():
     tokens = torch.arange(13)[None]
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
-    slices = [slice_of(batch, Processes(rank, rank, 4, cp_size=4)) for rank in range(4)]
+    slices = [shard_batch(batch, Processes(rank, rank, 4, cp_size=4)) for rank in range(4)]
     assert slices[0]["position_ids"].tolist() == [[0, 1, 1, 2]]
     whole = {
         name: torch.cat([*(part[name][:, :2] for part in slices), *(part[name][:, 2:] for part in slices[::-1])], dim=1)

@@ -5,7 +5,15 @@ data = prepare(recipe, Path("out/finetune/data"), report=print)
 DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 """
 
-from tasks.runtime.data.dataset import PreparedData, Reference, Rows, Sample, collate, collate_flat, collator
+from tasks.runtime.data.dataset import (
+    PreparedData,
+    ReferenceLogProbs,
+    RowDataset,
+    Sample,
+    collate,
+    collate_flat,
+    collator,
+)
 from tasks.runtime.data.fingerprint import fingerprint, recipe_of
 from tasks.runtime.data.pipeline import prepare
 from tasks.runtime.data.prepared_manifest import Manifest
@@ -13,8 +21,8 @@ from tasks.runtime.data.prepared_manifest import Manifest
 __all__ = [
     "Manifest",
     "PreparedData",
-    "Reference",
-    "Rows",
+    "ReferenceLogProbs",
+    "RowDataset",
     "Sample",
     "collate",
     "collate_flat",

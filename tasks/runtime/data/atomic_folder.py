@@ -23,61 +23,61 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """Hold the lock of `place`. The lock is the process's: it goes when the process does, however that ends.
+def folder_lock(target: Path) -> Iterator[None]:
+    """Hold the lock of `target`. The lock is the process's: it goes when the process does, however that ends.
 
     Leftovers of killed preparations of this machine are removed on the way.
     """
-    with open(place.parent / f".{place.name}.lock", "a", encoding="utf-8") as file:
+    with open(target.parent / f".{target.name}.lock", "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             warnings.warn(
-                f"{place.parent} has no file locks; preparations at the same time do the work twice", stacklevel=3
+                f"{target.parent} has no file locks; preparations at the same time do the work twice", stacklevel=3
             )
         else:
-            for path in place.parent.iterdir():
-                if path.name.startswith(_build_prefix(place)):
+            for path in target.parent.iterdir():
+                if path.name.startswith(_build_prefix(target)):
                     shutil.rmtree(path, ignore_errors=True)
         yield
 
 
 @contextmanager
-def building(place: Path, *, usable: Callable[[], bool]) -> Iterator[Path]:
+def atomic_folder(target: Path, *, is_usable: Callable[[], bool]) -> Iterator[Path]:
     """A new folder that takes its place when the block ends, and vanishes when it fails.
 
-    `usable` tells whether what is in the place by then is as good; it is kept. Prepared data that is not is replaced.
+    `is_usable` tells whether what is in the place by then is as good; it is kept. Prepared data that is not is replaced.
 
     Raises:
         ValueError: something that is no prepared data is in the place.
     """
-    require_replaceable(place)
-    folder = _build_folder(place)
+    require_replaceable(target)
+    folder = _build_folder(target)
     folder.mkdir()
     try:
         yield folder
-        while not _renamed(folder, place):
-            if usable():
+        while not _try_rename(folder, target):
+            if is_usable():
                 return
-            require_replaceable(place)
-            old = _build_folder(place)
-            os.rename(place, old)
+            require_replaceable(target)
+            old = _build_folder(target)
+            os.rename(target, old)
             shutil.rmtree(old)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_replaceable(place: Path) -> None:
-    """Raise ValueError when `place` holds files that are no prepared data."""
-    if place.exists() and not is_prepared(place) and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"{place} holds other files; give a new or an empty folder for the prepared data")
+def require_replaceable(target: Path) -> None:
+    """Raise ValueError when `target` holds files that are no prepared data."""
+    if target.exists() and not is_prepared(target) and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} holds other files; give a new or an empty folder for the prepared data")
 
 
-def _renamed(folder: Path, place: Path) -> bool:
+def _try_rename(folder: Path, target: Path) -> bool:
     try:
-        os.rename(folder, place)
+        os.rename(folder, target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -85,10 +85,10 @@ def _renamed(folder: Path, place: Path) -> bool:
     return True
 
 
-def _build_folder(place: Path) -> Path:
-    return place.parent / f"{_build_prefix(place)}{uuid4().hex[:8]}"
+def _build_folder(target: Path) -> Path:
+    return target.parent / f"{_build_prefix(target)}{uuid4().hex[:8]}"
 
 
-def _build_prefix(place: Path) -> str:
+def _build_prefix(target: Path) -> str:
     # With the machine's name: another machine's folder may be in use where locks do not reach across.
-    return f".{place.name}.{socket.gethostname()}-"
+    return f".{target.name}.{socket.gethostname()}-"

@@ -18,8 +18,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tasks.runtime.data.rows import Row, RowError, closest, kind, require_characters
-from tasks.runtime.data.tools import COLUMN, Tools, called, is_quoted, offered, without_nulls
+from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode, suggestion
+from tasks.runtime.data.tools import COLUMN, Tools, called_functions, drop_nulls, is_double_encoded, offered_functions
 
 # Templates by name, with the tokens that a tokenizer must have for each to make sense.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -55,10 +55,10 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
             )
         return str(tokenizer.get_chat_template(tools=[] if tools else None))
     if name in NAMED_TEMPLATES:
-        lacking = [token for token in NAMED_TEMPLATES[name] if token not in tokenizer.get_added_vocab()]
-        if lacking:
+        missing_tokens = [token for token in NAMED_TEMPLATES[name] if token not in tokenizer.get_added_vocab()]
+        if missing_tokens:
             raise ValueError(
-                f"data.chat_template {name!r} needs the special tokens {', '.join(lacking)}, which the tokenizer "
+                f"data.chat_template {name!r} needs the special tokens {', '.join(missing_tokens)}, which the tokenizer "
                 "lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
             )
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
             if path.suffix == ".jinja"
             else f"neither {_choices()} nor a .jinja file"
         )
-        raise ValueError(f"data.chat_template {name!r}: {missing}{closest(name, NAMED_TEMPLATES)}")
+        raise ValueError(f"data.chat_template {name!r}: {missing}{suggestion(name, NAMED_TEMPLATES)}")
     try:
         # Without the byte order mark that some editors write: it would begin every text.
         return path.read_text(encoding="utf-8-sig")
@@ -77,7 +77,7 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
         raise ValueError(f"data.chat_template {name!r} cannot be read: {error}; save it as UTF-8") from error
 
 
-def kept_templates(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:
+def templates_to_save(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:
     """What the tokenizer of prepared data has: the template of `data.chat_template` among the tokenizer's others.
 
     One that is named stands for the tokenizer's own two, without tools and with: chats of both kinds are learned in it.
@@ -102,24 +102,24 @@ def messages_of(row: Row, column: str) -> Messages:
     """
     value = row.value(column)
     if not isinstance(value, list):
-        raise RowError(f"{row.where}: column {column!r} holds {kind(value)}, not a list of messages")
+        raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages")
     if not value:
         raise RowError(f"{row.where}: column {column!r} holds no message")
     messages = []
     for number, message in enumerate(value, start=1):
         where = f"{row.where}: message {number}"
         if not isinstance(message, dict):
-            raise RowError(f"{where} is {kind(message)}, not an object with role and content")
+            raise RowError(f"{where} is {describe_type(message)}, not an object with role and content")
         message = {key: item for key, item in message.items() if item is not None and (key, item) != ("tool_calls", [])}
         message = _with_text(_with_role(message, where))
         if "tool_calls" in message:
-            message["tool_calls"] = without_nulls(message["tool_calls"])
-            called(message["tool_calls"], where)
+            message["tool_calls"] = drop_nulls(message["tool_calls"])
+            called_functions(message["tool_calls"], where)
         if not isinstance(message.get("role"), str):
-            raise RowError(f"{where}: role is {kind(message.get('role'))}, not text{_other_keys(message)}")
+            raise RowError(f"{where}: role is {describe_type(message.get('role'))}, not text{_other_keys(message)}")
         if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
-            raise RowError(f"{where}: content is {kind(message.get('content'))}, not text")
-        require_characters(message.get("content", ""), f"{where}: content")
+            raise RowError(f"{where}: content is {describe_type(message.get('content'))}, not text")
+        require_valid_unicode(message.get("content", ""), f"{where}: content")
         _require_weight(message, where)
         messages.append(message)
     return messages
@@ -220,7 +220,7 @@ class ChatTemplate:
 
     def _require_tools(self, tools: Tools | None, text: str, where: str) -> None:
         """Raise RowError when `text`, which the template makes of a chat, lacks a function that the row offers."""
-        for name in offered(tools or []):
+        for name in offered_functions(tools or []):
             # Messages may have that word, too.
             if not self._reads_tools or name not in text:
                 raise RowError(
@@ -255,10 +255,10 @@ class ChatTemplate:
     def _render_marked(self, messages: Messages, where: str, tools: Tools | None) -> tuple[str, list[Span]]:
         text, spans = self._apply(messages, where, tools, return_assistant_tokens_mask=True)
         # Where the marks leave out the token that ends the turn, it is learned all the same: or the model never stops.
-        closers = [token for token in self._special if text.rstrip().endswith(token)]
-        closer = max(closers, key=len, default="")
+        end_tokens = [token for token in self._special if text.rstrip().endswith(token)]
+        end_token = max(end_tokens, key=len, default="")
         return text, [
-            (begin, end + len(closer) if text.startswith(closer, end) else self._end_of_turn(text, begin, end))
+            (begin, end + len(end_token) if text.startswith(end_token, end) else self._end_of_turn(text, begin, end))
             for begin, end in spans
         ]
 
@@ -276,7 +276,7 @@ class ChatTemplate:
         except Exception as error:
             raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
         # Tools and calls have texts, too.
-        require_characters(texts[0], f"{where}: what the chat template renders")
+        require_valid_unicode(texts[0], f"{where}: what the chat template renders")
         return texts[0], spans[0] if spans else []
 
 
@@ -285,8 +285,8 @@ def _require_calls(messages: Messages, index: int, written: str, where: str) -> 
     arguments in quotes.
     """
     calls = messages[index].get("tool_calls", [])
-    for call, name in zip(calls, called(calls, where), strict=True):
-        if is_quoted(call, written):
+    for call, name in zip(calls, called_functions(calls, where), strict=True):
+        if is_double_encoded(call, written):
             raise RowError(
                 f"{where}: the chat template writes the arguments of {name!r} in message {index + 1} as a text in "
                 "quotes; give them as an object, and not as its JSON"
@@ -301,8 +301,8 @@ def _require_calls(messages: Messages, index: int, written: str, where: str) -> 
 def _require_reasoning(messages: Messages, index: int, written: str, where: str) -> None:
     """Raise RowError when what the template has the assistant write lacks what the message has it think."""
     for key in _REASONING:
-        thought = messages[index].get(key)
-        if isinstance(thought, str) and thought.strip() not in written:
+        reasoning = messages[index].get(key)
+        if isinstance(reasoning, str) and reasoning.strip() not in written:
             raise RowError(
                 f"{where}: the chat template leaves out {key} of message {index + 1}; set data.chat_template to a "
                 "template that knows it, or leave it out of the messages"

@@ -20,7 +20,7 @@ from tasks.runtime.data.prepared_manifest import Manifest, Split
 
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of a token that is not learned."""
 
 Row = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     prompt_ids: list[int]
 
 
-class Reference(NamedTuple):
+class ReferenceLogProbs(NamedTuple):
     """Log-probabilities that a model gave to the targets of documents: of row i those from `rows[i]` to `rows[i + 1]`.
 
     log_probs: [D], fp32, a sum for each document; rows: [R + 1], int64.
@@ -44,12 +44,12 @@ class Reference(NamedTuple):
     log_probs: Tensor
     rows: Tensor
 
-    def of_row(self, index: int) -> Tensor:
+    def for_row(self, index: int) -> Tensor:
         """A value for each document of the row."""
         return self.log_probs[int(self.rows[index]) : int(self.rows[index + 1])]
 
 
-class Rows(Dataset[Row]):
+class RowDataset(Dataset[Row]):
     """Rows of `input_ids`, `labels`, `position_ids`, each [T], int64.
 
     `labels[i]` is `input_ids[i]` where that token is learned and -100 elsewhere, so at the first token of each document
@@ -69,10 +69,10 @@ class Rows(Dataset[Row]):
         length: int | None,
         pad_token_id: int,
         paired: bool = False,
-        reference: Reference | None = None,
+        reference: ReferenceLogProbs | None = None,
     ) -> None:
         self._files = [folder / shard.file for shard in split.shards]
-        self._ends = list(accumulate(shard.rows for shard in split.shards))
+        self._row_offsets = list(accumulate(shard.rows for shard in split.shards))
         self._length = length
         self._pad_token_id = pad_token_id
         self._paired = paired
@@ -80,20 +80,20 @@ class Rows(Dataset[Row]):
         self._open: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._row_offsets[-1] if self._row_offsets else 0
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        number = bisect_right(self._ends, index)
+        number = bisect_right(self._row_offsets, index)
         shard = self._shard(number)
-        row = index - (self._ends[number - 1] if number else 0)
+        row = index - (self._row_offsets[number - 1] if number else 0)
         bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         tensors = self._tensors(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
         if self._reference is not None:
             tensors["reference"] = torch.zeros(end - begin)
-            tensors["reference"][bounds[:-1] - begin] = self._reference.of_row(index)
+            tensors["reference"][bounds[:-1] - begin] = self._reference.for_row(index)
         return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
 
     def __getstate__(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ class Rows(Dataset[Row]):
     def _tensors(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Row:
         row = {
             "input_ids": ids,
-            "labels": ids.masked_fill(~targets, IGNORED),
+            "labels": ids.masked_fill(~targets, IGNORE_INDEX),
             "position_ids": torch.cat([torch.arange(int(length)) for length in lengths]),
         }
         if self._paired:
@@ -122,7 +122,7 @@ def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
     if padding == 0:
         return row
     filled = {
-        name: torch.full((padding,), IGNORED if name == "labels" else 0, dtype=tensor.dtype)
+        name: torch.full((padding,), IGNORE_INDEX if name == "labels" else 0, dtype=tensor.dtype)
         for name, tensor in row.items()
     }
     filled |= {"input_ids": torch.full((padding,), pad_token_id), "position_ids": torch.arange(padding)}
@@ -156,13 +156,15 @@ def collator(attention: str) -> Callable[[list[Row]], Batch]:
 class PreparedData:
     """A prepared folder. Nothing is read into memory before it is asked for.
 
-    `references` are what the first model gave the documents of a split, by its name; its rows bring them.
+    `reference_log_probs` are what the first model gave the documents of a split, by its name; its rows bring them.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, references: dict[str, Reference] | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, reference_log_probs: dict[str, ReferenceLogProbs] | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.references = references or {}
+        self.reference_log_probs = reference_log_probs or {}
 
     @classmethod
     def load(cls, folder: Path | str) -> PreparedData:
@@ -171,18 +173,18 @@ class PreparedData:
         return cls(folder, Manifest.read(folder))
 
     @property
-    def train(self) -> Rows:
+    def train(self) -> RowDataset:
         """The rows to train on."""
         return self._rows("train", self.manifest.train)
 
     @property
-    def validation(self) -> Rows:
+    def validation(self) -> RowDataset:
         """The rows held out; none when the fraction is 0 or there is but one sample."""
         return self._rows("validation", self.manifest.validation)
 
-    def with_reference(self, **references: Reference) -> PreparedData:
+    def with_reference_log_probs(self, **reference_log_probs: ReferenceLogProbs) -> PreparedData:
         """The same data; rows of the splits named bring `reference`."""
-        return PreparedData(self.folder, self.manifest, self.references | references)
+        return PreparedData(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that the data was made with, its chat template included."""
@@ -193,13 +195,13 @@ class PreparedData:
         stored = json.loads((self.folder / SAMPLES).read_text(encoding="utf-8"))
         return [Sample(**sample) for sample in stored[:n]]
 
-    def _rows(self, name: str, split: Split) -> Rows:
+    def _rows(self, name: str, split: Split) -> RowDataset:
         manifest = self.manifest
-        return Rows(
+        return RowDataset(
             self.folder,
             split,
             length=manifest.sequence_length if manifest.packing else None,
             pad_token_id=manifest.pad_token_id,
             paired=manifest.format in PREFERENCES,
-            reference=self.references.get(name),
+            reference=self.reference_log_probs.get(name),
         )

@@ -33,7 +33,7 @@ class Encoded:
 
     ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
-    written: tuple[int, int]
+    completion_span: tuple[int, int]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,11 +46,11 @@ class Encoder:
         self._tokenizer = tokenizer
         self._learn_all = learn_all
         # The last tokens of what the model wrote in chats so far.
-        self.turn_ends: set[int] = set()
-        self.leading = self._leading_tokens()
-        self._joins = self._decodes_joined(self._tokenize([_PROBE])[0])
+        self.turn_end_ids: set[int] = set()
+        self.prefix_ids = self._prefix_ids()
+        self._concatenates = self._decodes_concatenated(self._tokenize([_PROBE])[0])
         self._anchors = self._known_anchors()
-        if not self._joins and not self._decodes_joined(self._continue([_PROBE])[0]):
+        if not self._concatenates and not self._decodes_concatenated(self._continue([_PROBE])[0]):
             raise ValueError(
                 "the tokenizer's tokens depend on the text before them: prompts cannot be told from completions"
             )
@@ -58,31 +58,33 @@ class Encoder:
     def encode(self, documents: list[Document]) -> list[Encoded]:
         """One result per document, in order. Raises RowError when one cannot be cut into segments."""
         first = self._tokenize([document.segments[0].text for document in documents])
-        later = iter(self._continue([segment.text for document in documents for segment in document.segments[1:]]))
+        continuations = iter(
+            self._continue([segment.text for document in documents for segment in document.segments[1:]])
+        )
         return [
-            self._join(document, [head, *(next(later) for _ in document.segments[1:])])
-            for document, head in zip(documents, first, strict=True)
+            self._concatenate(document, [first_ids, *(next(continuations) for _ in document.segments[1:])])
+            for document, first_ids in zip(documents, first, strict=True)
         ]
 
-    def _join(self, document: Document, pieces: list[list[int]]) -> Encoded:
+    def _concatenate(self, document: Document, pieces: list[list[int]]) -> Encoded:
         # Texts that were rendered before they were stored have these tokens already; twice no model knows them.
-        begun = pieces[0][: len(self.leading)] == self.leading
-        ids: list[int] = [] if document.bare or begun else list(self.leading)
+        has_prefix = pieces[0][: len(self.prefix_ids)] == self.prefix_ids
+        ids: list[int] = [] if document.has_special_tokens or has_prefix else list(self.prefix_ids)
         targets = [False] * len(ids)
-        written = (0, 0)
+        completion_span = (0, 0)
         for segment, piece in zip(document.segments, pieces, strict=True):
-            if segment.written:
-                written = (len(ids), len(ids) + len(piece))
-                if document.bare and piece:
-                    self.turn_ends.add(piece[-1])
+            if segment.generated:
+                completion_span = (len(ids), len(ids) + len(piece))
+                if document.has_special_tokens and piece:
+                    self.turn_end_ids.add(piece[-1])
             ids += piece
-            targets += [segment.written] * len(piece)
-        if not document.bare and ids[-1:] != [self._tokenizer.eos_token_id]:
+            targets += [segment.generated] * len(piece)
+        if not document.has_special_tokens and ids[-1:] != [self._tokenizer.eos_token_id]:
             ids.append(self._tokenizer.eos_token_id)
             targets.append(True)
         learned = np.ones(len(ids), dtype=np.bool_) if self._learn_all else np.array(targets, dtype=np.bool_)
         learned[:1] = False
-        return Encoded(np.array(ids, dtype=np.int32), learned, written)
+        return Encoded(np.array(ids, dtype=np.int32), learned, completion_span)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -92,7 +94,7 @@ class Encoder:
 
     def _continue(self, texts: list[str]) -> list[list[int]]:
         """The tokens of texts that follow another. Raises RowError for one whose beginning merges with any anchor."""
-        if self._joins:
+        if self._concatenates:
             return self._tokenize(texts)
         pieces: dict[int, list[int]] = {}
         left = list(range(len(texts)))
@@ -113,11 +115,11 @@ class Encoder:
         tokens = dict(zip(_ANCHORS, self._tokenize(list(_ANCHORS)), strict=True))
         return {anchor: ids for anchor, ids in tokens.items() if self._tokenizer.unk_token_id not in ids}
 
-    def _decodes_joined(self, following: list[int]) -> bool:
+    def _decodes_concatenated(self, following: list[int]) -> bool:
         joined = self._tokenize([_PROBE])[0] + following
         return str(self._tokenizer.decode(joined, clean_up_tokenization_spaces=False)) == _PROBE * 2
 
-    def _leading_tokens(self) -> list[int]:
+    def _prefix_ids(self) -> list[int]:
         """What the tokenizer puts before a text by default: usually its beginning-of-sequence token, or nothing."""
         plain = self._tokenize([_PROBE])[0]
         whole = self._tokenizer([_PROBE], verbose=False)["input_ids"][0]
@@ -135,7 +137,7 @@ def split_long(encoded: Encoded, length: int) -> list[Encoded]:
     return [_slice(encoded, start, start + length) for start in starts]
 
 
-def head(encoded: Encoded, length: int) -> Encoded:
+def truncate(encoded: Encoded, length: int) -> Encoded:
     """The first `length` tokens."""
     return _slice(encoded, 0, length)
 
@@ -143,5 +145,5 @@ def head(encoded: Encoded, length: int) -> Encoded:
 def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:
     ids, targets = encoded.ids[start:stop], encoded.targets[start:stop].copy()
     targets[:1] = False
-    begin, end = (min(max(bound - start, 0), len(ids)) for bound in encoded.written)
+    begin, end = (min(max(bound - start, 0), len(ids)) for bound in encoded.completion_span)
     return Encoded(ids, targets, (begin, end))

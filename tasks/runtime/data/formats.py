@@ -22,25 +22,25 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.chat import ChatTemplate, Messages, Span, kept_templates, messages_of, resolve_template
-from tasks.runtime.data.preferences import chats_of, holds_chats, preference_columns, texts_of
-from tasks.runtime.data.rows import Row, RowError, closest
+from tasks.runtime.data.chat import ChatTemplate, Messages, Span, messages_of, resolve_template, templates_to_save
+from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
+from tasks.runtime.data.rows import Row, RowError, suggestion
 from tasks.runtime.data.tools import tools_of
 
 
 class Segment(NamedTuple):
-    """A piece of text, tokenized by itself; `written`: the model is to write it."""
+    """A piece of text, tokenized by itself; `generated`: the model is to write it."""
 
     text: str
-    written: bool
+    generated: bool
 
 
 @dataclass(frozen=True)
 class Document:
-    """Segments in order. `bare`: the text has its own special tokens, none are added around it."""
+    """Segments in order. `has_special_tokens`: the text has its own special tokens, none are added around it."""
 
     segments: tuple[Segment, ...]
-    bare: bool
+    has_special_tokens: bool
 
 
 ToDocuments = Callable[[Row], list[Document]]
@@ -82,7 +82,7 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
     if recipe.objective == "dpo":
         columns = preference_columns(data, present)
-        return PREFERENCES[holds_chats(columns, rows)], columns
+        return PREFERENCES[are_chats(columns, rows)], columns
     known = {
         "chat": (data.messages_column,),
         "prompt_completion": (data.prompt_column, data.completion_column),
@@ -120,17 +120,17 @@ def _first_problem(rows: list[Row]) -> str:
 def _missing(format_name: str, column: str, present: list[str]) -> str:
     return (
         f"data.format {format_name!r} needs the column {column!r}, but the data has "
-        f"{', '.join(map(repr, present))}{closest(column, present)}"
+        f"{', '.join(map(repr, present))}{suggestion(column, present)}"
     )
 
 
-def bind_format(
+def make_format(
     name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> Format:
     """The format with all that it takes to make documents: for chats, the template."""
     if name in ("chat", "preference_chat"):
         render = _renderer(tokenizer, chat_template)
-        templates = kept_templates(chat_template, tokenizer)
+        templates = templates_to_save(chat_template, tokenizer)
         if name == "chat":
             return Format(name, lambda row: _chat(row, columns[0], render), templates)
         return Format(name, lambda row: _chat_preference(row, columns, render), templates)
@@ -156,7 +156,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> 
 def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
     """What a row says, without special tokens: for training a tokenizer. Raises RowError."""
     if name == "preference_chat":
-        return "\n".join(message.get("content", "") for chat in chats_of(row, columns) for message in chat)
+        return "\n".join(message.get("content", "") for chat in chat_answers(row, columns) for message in chat)
     if name == "chat":
         return "\n".join(message.get("content", "") for message in messages_of(row, columns[0]))
     return "".join(row.text(column) for column in columns)
@@ -164,24 +164,24 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
 
 def _text(row: Row, column: str) -> list[Document]:
     text = row.text(column)
-    return [Document((Segment(text, True),), bare=False)] if text.strip() else []
+    return [Document((Segment(text, True),), has_special_tokens=False)] if text.strip() else []
 
 
 def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> list[Document]:
     prompt, completion = row.text(prompt_column), row.text(completion_column)
-    return [_continued(prompt, completion)] if completion.strip() else []
+    return [_prompt_completion_document(prompt, completion)] if completion.strip() else []
 
 
 def _preference(row: Row, columns: tuple[str, ...]) -> list[Document]:
-    prompt, chosen, rejected = texts_of(row, columns)
+    prompt, chosen, rejected = text_answers(row, columns)
     # Equal answers say nothing of which is better.
     if chosen == rejected or not chosen.strip() or not rejected.strip():
         return []
-    return [_continued(prompt, chosen), _continued(prompt, rejected)]
+    return [_prompt_completion_document(prompt, chosen), _prompt_completion_document(prompt, rejected)]
 
 
 def _chat_preference(row: Row, columns: tuple[str, ...], render: Render) -> list[Document]:
-    chats = chats_of(row, columns)
+    chats = chat_answers(row, columns)
     if chats[0] == chats[1]:
         return []
     # The last turn's document and, of the turns in it, the last: what the others say is the same in both chats.
@@ -190,20 +190,20 @@ def _chat_preference(row: Row, columns: tuple[str, ...], render: Render) -> list
         raise RowError(
             f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another"
         )
-    return [Document(tuple(_cut(text, spans[-1:])), bare=True) for text, spans in last]
+    return [Document(tuple(_split_at_spans(text, spans[-1:])), has_special_tokens=True) for text, spans in last]
 
 
-def _continued(prompt: str, completion: str) -> Document:
+def _prompt_completion_document(prompt: str, completion: str) -> Document:
     segments = (Segment(prompt, False), Segment(completion, True))
-    return Document(tuple(segment for segment in segments if segment.text), bare=False)
+    return Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
 
 
 def _chat(row: Row, column: str, render: Render) -> list[Document]:
     rendered = render(messages_of(row, column), row)
-    return [Document(tuple(_cut(text, spans)), bare=True) for text, spans in rendered if text]
+    return [Document(tuple(_split_at_spans(text, spans)), has_special_tokens=True) for text, spans in rendered if text]
 
 
-def _cut(text: str, spans: list[Span]) -> list[Segment]:
+def _split_at_spans(text: str, spans: list[Span]) -> list[Segment]:
     segments, at = [], 0
     for begin, end in spans:
         segments += [Segment(text[at:begin], False), Segment(text[begin:end], True)]

@@ -30,36 +30,36 @@ def pack(lengths: Ints, capacity: int) -> Ints:
     assert lengths.size == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty(lengths.size, dtype=np.int64)
-    rooms: list[int] = []  # sorted distinct rooms of open rows
+    free_sizes: list[int] = []  # sorted distinct rooms of open rows
     open_rows: dict[int, Ints] = {}
-    opened = 0
+    row_count = 0
 
-    def put_back(room: int, numbers: Ints) -> None:
-        if room and numbers.size:
-            if room not in open_rows:
-                insort(rooms, room)
-            open_rows[room] = np.concatenate([open_rows.get(room, numbers[:0]), numbers])
+    def return_rows(free: int, numbers: Ints) -> None:
+        if free and numbers.size:
+            if free not in open_rows:
+                insort(free_sizes, free)
+            open_rows[free] = np.concatenate([open_rows.get(free, numbers[:0]), numbers])
 
     for documents in _runs(order, lengths):
         length = int(lengths[documents[0]])
         while documents.size:
-            at = bisect_left(rooms, length)
-            if at < len(rooms):
-                room = rooms.pop(at)
-                candidates = open_rows.pop(room)
+            at = bisect_left(free_sizes, length)
+            if at < len(free_sizes):
+                free = free_sizes.pop(at)
+                candidates = open_rows.pop(free)
             else:
-                room = capacity
+                free = capacity
                 needed = -(-documents.size // (capacity // length))
-                candidates = np.arange(opened, opened + needed)
-                opened += needed
-            per_row = room // length
+                candidates = np.arange(row_count, row_count + needed)
+                row_count += needed
+            per_row = free // length
             full, rest = divmod(min(documents.size, per_row * candidates.size), per_row)
             used = full + (rest > 0)
             rows[documents[: full * per_row + rest]] = np.repeat(candidates[:used], per_row)[: full * per_row + rest]
             documents = documents[full * per_row + rest :]
-            put_back(room - per_row * length, candidates[:full])
-            put_back(room - rest * length, candidates[full:used])
-            put_back(room, candidates[used:])
+            return_rows(free - per_row * length, candidates[:full])
+            return_rows(free - rest * length, candidates[full:used])
+            return_rows(free, candidates[used:])
     return rows
 
 

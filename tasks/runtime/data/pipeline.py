@@ -19,26 +19,26 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.atomic_folder import building, locked
+from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData, Sample
-from tasks.runtime.data.encode import Encoded, Encoder, head, split_long
+from tasks.runtime.data.document_buffer import DocumentBuffer
+from tasks.runtime.data.encode import Encoded, Encoder, split_long, truncate
 from tasks.runtime.data.fingerprint import recipe_digest
-from tasks.runtime.data.formats import Document, Format, bind_format, choose_format, raw_text
+from tasks.runtime.data.formats import Document, Format, choose_format, make_format, raw_text
 from tasks.runtime.data.prepared_manifest import SKIP_REASONS, Manifest, Split
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.sources import open_source
-from tasks.runtime.data.spool import Spool
 from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, trains_tokenizer
 
 Report = Callable[[str], None]
 Rows = Callable[[], Iterator[Row]]
 # A row's number and name, and its documents.
-_Fitting = tuple[int, str, list[Document]]
+_RowDocuments = tuple[int, str, list[Document]]
 
 _BATCH = 512
 # Rows that are looked at to learn which columns there are.
-_PEEK = 100
-_MAX_SHOWN = 64
+_FORMAT_ROWS = 100
+_MAX_GENERATION_SAMPLES = 64
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 
@@ -58,11 +58,11 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
         recipe = recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})
     out = Path(out).absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    with folder_lock(out):
         if found := _reusable(out, recipe):
             report(f"data of recipe {recipe.hash()} is already prepared in {out}")
             return found
-        with building(out, usable=lambda: _reusable(out, recipe) is not None) as folder:
+        with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
             _build(recipe, folder, report)
     return PreparedData.load(out)
 
@@ -84,24 +84,26 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     def rows() -> Iterator[Row]:
         return islice(source.rows(), recipe.data.max_samples)
 
-    first = list(islice(rows(), _PEEK))
+    first = list(islice(rows(), _FORMAT_ROWS))
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
-    form = bind_format(name, columns, tokenizer, recipe.data.chat_template)
-    if recipe.data.chat_template and form.templates is None:
+    row_format = make_format(name, columns, tokenizer, recipe.data.chat_template)
+    if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
-    if form.templates is not None:
-        tokenizer.chat_template = form.templates
+    if row_format.templates is not None:
+        tokenizer.chat_template = row_format.templates
     save_tokenizer(tokenizer, folder / TOKENIZER)
     encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
-    with Spool(folder) as spool:
-        tally = _encode_all(recipe, rows(), form, encoder, spool, report)
-        if not tally.used:
-            raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {tally}")
-        train, validation = _write_splits(recipe, folder, spool, tokenizer, encoder, together=2 if form.paired else 1)
+    with DocumentBuffer(folder) as buffer:
+        counts = _encode_all(recipe, rows(), row_format, encoder, buffer, report)
+        if not counts.used:
+            raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {counts}")
+        train, validation = _write_splits(
+            recipe, folder, buffer, tokenizer, encoder, group_size=2 if row_format.paired else 1
+        )
     stop_tokens = _stop_tokens(tokenizer, encoder)
     manifest = Manifest(
         recipe=recipe.model_dump(mode="json"),
@@ -111,16 +113,16 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
         columns=columns,
         sequence_length=recipe.data.sequence_length,
         packing=recipe.data.packing,
-        samples_read=tally.read,
-        samples_used=tally.used,
-        skipped=tally.skipped,
-        truncated=tally.truncated,
-        split_long=tally.split_long,
-        split_turns=tally.split_turns,
+        samples_read=counts.read,
+        samples_used=counts.used,
+        skipped=counts.skipped,
+        truncated=counts.truncated,
+        split_long=counts.split_long,
+        split_turns=counts.split_turns,
         train=train,
         validation=validation,
         vocabulary_size=len(tokenizer),
-        largest_token_id=max(spool.largest_token_id, tokenizer.pad_token_id, *stop_tokens),
+        largest_token_id=max(buffer.largest_token_id, tokenizer.pad_token_id, *stop_tokens),
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=stop_tokens,
         versions={
@@ -130,7 +132,7 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     )
     assert manifest.samples_read == manifest.samples_used + sum(manifest.skipped.values())
     manifest.write(folder)
-    report(f"{source.name}: {tally}")
+    report(f"{source.name}: {counts}")
     for split_name, split in (("train", train), ("validation", validation)):
         report(_describe(split_name, split, manifest))
     report(f"prepared in {time.monotonic() - started:.1f} s")
@@ -148,22 +150,22 @@ def _tokenizer(
 def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns: tuple[str, ...]) -> Iterator[str]:
     """Texts of samples that are not held out. Rows that do not fit are passed over here: they are counted later."""
     for number, row in enumerate(rows):
-        if _draw(recipe.seed, number) < recipe.data.validation_fraction:
+        if _uniform(recipe.seed, number) < recipe.data.validation_fraction:
             continue
         try:
             yield raw_text(name, columns, row)
         except RowError as error:
-            _allow(recipe, error)
+            _raise_unless_skipping(recipe, error)
 
 
-def _allow(recipe: DataRecipe, error: RowError) -> None:
+def _raise_unless_skipping(recipe: DataRecipe, error: RowError) -> None:
     """Return when faulty rows are to be skipped; else raise ValueError."""
     if recipe.data.invalid == "error":
         raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
 
 
 @dataclass
-class _Tally:
+class _Counts:
     """Where every sample went."""
 
     read: int = 0
@@ -186,33 +188,42 @@ class _Tally:
 
 
 def _encode_all(
-    recipe: DataRecipe, rows: Iterator[Row], form: Format, encoder: Encoder, spool: Spool, report: Report
-) -> _Tally:
-    tally = _Tally()
+    recipe: DataRecipe,
+    rows: Iterator[Row],
+    row_format: Format,
+    encoder: Encoder,
+    buffer: DocumentBuffer,
+    report: Report,
+) -> _Counts:
+    counts = _Counts()
     reported = time.monotonic()
     for batch in _batches(enumerate(rows)):
-        fitting: list[_Fitting] = []
+        pending: list[_RowDocuments] = []
         for number, row in batch:
-            tally.read += 1
+            counts.read += 1
             try:
-                fitting.append((number, row.where, form.documents(row)))
+                pending.append((number, row.where, row_format.documents(row)))
             except RowError as error:
-                _allow(recipe, error)
-                tally.skipped["invalid"] += 1
-        fit = _fit_pair if form.paired else partial(_fit, splits=recipe.objective == "pretrain" or form.name == "text")
-        for number, where, encoded in _encode(recipe, fitting, encoder, tally):
-            pieces = fit(recipe, encoded, where, tally)
+                _raise_unless_skipping(recipe, error)
+                counts.skipped["invalid"] += 1
+        fit = (
+            _fit_pair
+            if row_format.paired
+            else partial(_fit_sample, splits=recipe.objective == "pretrain" or row_format.name == "text")
+        )
+        for number, where, encoded in _encode(recipe, pending, encoder, counts):
+            pieces = fit(recipe, encoded, where, counts)
             for piece in pieces:
-                spool.add(piece, number)
-            tally.used += bool(pieces)
+                buffer.add(piece, number)
+            counts.used += bool(pieces)
         if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
-            report(f"{tally.read:,} samples read, {spool.tokens:,} tokens")
-    return tally
+            report(f"{counts.read:,} samples read, {buffer.tokens:,} tokens")
+    return counts
 
 
 def _encode(
-    recipe: DataRecipe, rows: list[_Fitting], encoder: Encoder, tally: _Tally
+    recipe: DataRecipe, rows: list[_RowDocuments], encoder: Encoder, counts: _Counts
 ) -> list[tuple[int, str, list[Encoded]]]:
     """The rows with their documents as tokens. One that the tokenizer cannot do right is found by halving the rows."""
     try:
@@ -220,14 +231,16 @@ def _encode(
     except RowError as error:
         if len(rows) > 1:
             halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-            return [row for half in halves for row in _encode(recipe, half, encoder, tally)]
-        _allow(recipe, RowError(f"{rows[0][1]}: {error}"))
-        tally.skipped["invalid"] += 1
+            return [row for half in halves for row in _encode(recipe, half, encoder, counts)]
+        _raise_unless_skipping(recipe, RowError(f"{rows[0][1]}: {error}"))
+        counts.skipped["invalid"] += 1
         return []
     return [(number, where, [next(encoded) for _ in documents]) for number, where, documents in rows]
 
 
-def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally, *, splits: bool) -> list[Encoded]:
+def _fit_sample(
+    recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts, *, splits: bool
+) -> list[Encoded]:
     """The documents of one sample as they go into rows; none when the sample is skipped, which is counted.
 
     One that is longer than a row is cut into several when it `splits`.
@@ -238,97 +251,99 @@ def _fit(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally
     if longest := max((len(document) for document in learned if len(document) > length), default=0):
         if splits:
             learned = [piece for document in learned for piece in split_long(document, length)]
-            tally.split_long += 1
+            counts.split_long += 1
         elif recipe.data.overlong != "truncate":
-            _pass_over(recipe, where, longest, tally)
+            _skip_overlong(recipe, where, longest, counts)
             return []
         else:
-            learned = [document for document in (head(one, length) for one in learned) if document.targets.any()]
-            tally.truncated += bool(learned)
+            learned = [document for document in (truncate(one, length) for one in learned) if document.targets.any()]
+            counts.truncated += bool(learned)
     if not learned:
-        tally.skipped["no_target"] += 1
-    tally.split_turns += split_turns and bool(learned)
+        counts.skipped["no_target"] += 1
+    counts.split_turns += split_turns and bool(learned)
     return learned
 
 
-def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, tally: _Tally) -> list[Encoded]:
+def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts) -> list[Encoded]:
     """Both documents of a pair of answers, which share a row, or none. The longer one is cut first."""
     length = recipe.data.sequence_length
     longest = sum(map(len, documents))
     if longest > length:
         if recipe.data.overlong != "truncate":
-            _pass_over(recipe, where, longest, tally)
+            _skip_overlong(recipe, where, longest, counts)
             return []
-        room = max(length // 2, length - min(map(len, documents)))
-        documents = [head(document, room) for document in documents]
+        limit = max(length // 2, length - min(map(len, documents)))
+        documents = [truncate(document, limit) for document in documents]
     # Answers of other words may have the same tokens, or have them as far as a row goes: no gradient comes of these.
     alike = len({document.ids.tobytes() for document in documents}) < len(documents)
     if not documents or alike or not all(document.targets.any() for document in documents):
-        tally.skipped["no_target"] += 1
+        counts.skipped["no_target"] += 1
         return []
-    tally.truncated += longest > length
+    counts.truncated += longest > length
     return documents
 
 
-def _pass_over(recipe: DataRecipe, where: str, tokens: int, tally: _Tally) -> None:
+def _skip_overlong(recipe: DataRecipe, where: str, tokens: int, counts: _Counts) -> None:
     """Count a sample that is longer than a row as skipped; raises ValueError where that is to be an error."""
     if recipe.data.overlong == "error":
         raise ValueError(
             f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
             "data.overlong to 'skip' or 'truncate'"
         )
-    tally.skipped["overlong"] += 1
+    counts.skipped["overlong"] += 1
 
 
 def _write_splits(
     recipe: DataRecipe,
     folder: Path,
-    spool: Spool,
+    buffer: DocumentBuffer,
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder,
     *,
-    together: int,
+    group_size: int,
 ) -> tuple[Split, Split]:
-    samples = spool.samples
+    samples = buffer.samples
     used, sample_of = np.unique(samples, return_inverse=True)
-    held_out = _held_out(recipe, used)[sample_of]
+    in_validation = _validation_mask(recipe, used)[sample_of]
     length = recipe.data.sequence_length if recipe.data.packing else None
     splits = [
-        spool.write_shards(folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed, together=together)
-        for name, chosen in (("train", ~held_out), ("validation", held_out))
+        buffer.write_shards(
+            folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed, group_size=group_size
+        )
+        for name, chosen in (("train", ~in_validation), ("validation", in_validation))
     ]
     # The first document of each sample that is held out.
-    shown = np.flatnonzero(held_out & (np.diff(samples, prepend=-1) != 0))[:_MAX_SHOWN]
-    found = [_shown(spool.document(int(document)), tokenizer, encoder.leading) for document in shown]
+    shown = np.flatnonzero(in_validation & (np.diff(samples, prepend=-1) != 0))[:_MAX_GENERATION_SAMPLES]
+    found = [_generation_sample(buffer.document(int(document)), tokenizer, encoder.prefix_ids) for document in shown]
     stored = json.dumps([sample._asdict() for sample in found if sample], ensure_ascii=False, indent=1)
     (folder / SAMPLES).write_text(stored + "\n", encoding="utf-8")
     return splits[0], splits[1]
 
 
-def _held_out(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _validation_mask(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Which samples validate: those whose draw is below the fraction, at least one and never all.
 
     A sample's draw depends on the seed and its number alone, so rows that are appended to a source move none across.
     """
     fraction = recipe.data.validation_fraction
-    draws = np.array([_draw(recipe.seed, int(sample)) for sample in samples])
-    held_out = draws < fraction
+    draws = np.array([_uniform(recipe.seed, int(sample)) for sample in samples])
+    in_validation = draws < fraction
     if fraction > 0 and draws.size >= 2:
-        held_out[np.argmin(draws)] = True
-        held_out[np.argmax(draws)] = False
-    return held_out if draws.size >= 2 else np.zeros(draws.size, dtype=np.bool_)
+        in_validation[np.argmin(draws)] = True
+        in_validation[np.argmax(draws)] = False
+    return in_validation if draws.size >= 2 else np.zeros(draws.size, dtype=np.bool_)
 
 
-def _draw(seed: int, number: int) -> float:
+def _uniform(seed: int, number: int) -> float:
     """A number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=7).digest()) / 2**56
 
 
-def _shown(document: Encoded, tokenizer: PreTrainedTokenizerBase, leading: list[int]) -> Sample | None:
+def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
     """A document as a prompt and what follows it; one that is written throughout is cut in the middle."""
-    begin, end = document.written
+    begin, end = document.completion_span
     ids = document.ids.tolist()
-    skipped = len(leading) if ids[: len(leading)] == leading else 0
+    skipped = len(prefix_ids) if ids[: len(prefix_ids)] == prefix_ids else 0
     if begin <= skipped:
         begin = (begin + end + 1) // 2
     if not skipped < begin < end:
@@ -342,13 +357,13 @@ def _shown(document: Encoded, tokenizer: PreTrainedTokenizerBase, leading: list[
 
 def _stop_tokens(tokenizer: PreTrainedTokenizerBase, encoder: Encoder) -> tuple[int, ...]:
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = encoder.turn_ends & special
-    if encoder.turn_ends and not ends:
+    end_ids = encoder.turn_end_ids & special
+    if encoder.turn_end_ids and not end_ids:
         warnings.warn(
             "data.chat_template: no special token ends the assistant's turns, so the model does not learn to stop",
             stacklevel=2,
         )
-    return tuple(sorted({tokenizer.eos_token_id, *ends}))
+    return tuple(sorted({tokenizer.eos_token_id, *end_ids}))
 
 
 def _describe(name: str, split: Split, manifest: Manifest) -> str:

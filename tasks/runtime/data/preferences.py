@@ -11,7 +11,7 @@ from typing import Any
 
 from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import Messages, messages_of
-from tasks.runtime.data.rows import Row, RowError, closest
+from tasks.runtime.data.rows import Row, RowError, suggestion
 
 ROLES = ("chosen", "rejected")
 
@@ -25,13 +25,13 @@ def preference_columns(data: Data, present: list[str]) -> tuple[str, ...]:
         if column not in present:
             raise ValueError(
                 f"objective.type 'dpo' needs pairs of answers, and the data has no column {column!r}, only "
-                f"{', '.join(map(repr, present))}{closest(column, present)}; set data.{role}_column"
+                f"{', '.join(map(repr, present))}{suggestion(column, present)}; set data.{role}_column"
             )
     prompt = (data.prompt_column,) if data.prompt_column in present else ()
     return (*prompt, data.chosen_column, data.rejected_column)
 
 
-def holds_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
+def are_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
     """Whether the first answer that is there is a list of messages.
 
     Raises ValueError when answers are texts and there is no prompt that they continue.
@@ -50,25 +50,25 @@ def holds_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
     return False
 
 
-def texts_of(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
+def text_answers(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
     """Prompt, chosen and rejected answer of a row of texts. Raises RowError."""
     prompt, chosen, rejected = (row.text(column) for column in columns)
     return prompt, chosen, rejected
 
 
-def chats_of(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages]:
+def chat_answers(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages]:
     """The chats of a row that end with the chosen and the rejected answer, alike before that. Raises RowError."""
     *prompt, chosen, rejected = columns
     first, second = (_chat(row, column, prompt) for column in (chosen, rejected))
     for number, (one, other) in enumerate(zip(first[:-1], second[:-1], strict=False), start=1):
         if one != other:
-            raise RowError(_apart(row, chosen, rejected, f"differ in message {number}"))
+            raise RowError(_mismatch(row, chosen, rejected, f"differ in message {number}"))
     if len(first) != len(second):
-        raise RowError(_apart(row, chosen, rejected, f"have {len(first)} and {len(second)} messages"))
+        raise RowError(_mismatch(row, chosen, rejected, f"have {len(first)} and {len(second)} messages"))
     return first, second
 
 
-def _asked(row: Row, column: str) -> Messages:
+def _prompt_messages(row: Row, column: str) -> Messages:
     if isinstance(row.value(column), str):
         return [{"role": "user", "content": row.text(column)}]
     return messages_of(row, column)
@@ -83,15 +83,17 @@ def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
         raise RowError(
             f"{row.where}: the last message in column {column!r} has weight 0, and is what is compared; leave it out"
         )
-    asked = _asked(row, prompt[0]) if prompt else []
-    if not asked and len(messages) == 1:
+    prompt_messages = _prompt_messages(row, prompt[0]) if prompt else []
+    if not prompt_messages and len(messages) == 1:
         raise RowError(f"{row.where}: column {column!r} holds an answer alone, and there is no prompt before it")
-    if _begins(messages, asked):
+    if _starts_with(messages, prompt_messages):
         return messages
     if messages[0]["role"] == "assistant":
-        return [*asked, *messages]
+        return [*prompt_messages, *messages]
     # A chat may say more before its last question: what the system says, or earlier turns.
-    if any(_begins(messages[start:-1], asked) for start in range(1, len(messages) - len(asked))):
+    if any(
+        _starts_with(messages[start:-1], prompt_messages) for start in range(1, len(messages) - len(prompt_messages))
+    ):
         return messages
     raise RowError(
         f"{row.where}: the chat in column {column!r} neither begins with the prompt nor with the assistant's message; "
@@ -99,14 +101,14 @@ def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
     )
 
 
-def _begins(messages: Messages, asked: Messages) -> bool:
-    return [*map(_said, messages[: len(asked)])] == [*map(_said, asked)]
+def _starts_with(messages: Messages, prompt_messages: Messages) -> bool:
+    return [*map(_message_key, messages[: len(prompt_messages)])] == [*map(_message_key, prompt_messages)]
 
 
-def _said(message: dict[str, Any]) -> tuple[str, str, Any]:
+def _message_key(message: dict[str, Any]) -> tuple[str, str, Any]:
     """What a message says; white space around it varies between columns."""
     return message["role"], message.get("content", "").strip(), message.get("tool_calls")
 
 
-def _apart(row: Row, chosen: str, rejected: str, how: str) -> str:
+def _mismatch(row: Row, chosen: str, rejected: str, how: str) -> str:
     return f"{row.where}: {chosen!r} and {rejected!r} {how}; they must be alike but for the last message, the answer"

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 # Tests, demos, and what is installed beside the library: none of it is documentation of the library.
-_LEFT_OUT = {
+_EXCLUDED = {
     "__pycache__",
     "dist-packages",
     "ensurepip",
@@ -54,7 +54,7 @@ def pairs() -> tuple[tuple[str, str], ...]:
     and one left in training would give away its twin in validation.
     """
     root = _standard_library()
-    with _uncollected():
+    with _gc_disabled():
         found = sorted({pair for path in _files(root) for pair in _module_pairs(path, _module_name(path, root))})
     by_completion: dict[str, str] = {}
     by_prompt: set[str] = set()
@@ -84,13 +84,13 @@ def _files(root: Path) -> list[Path]:
     found = []
     for folder, folders, names in os.walk(root):
         # In place: so that what is installed, ten times as much, is not even listed.
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Syntax trees hold no cycles, and Python would look for some among their nodes for as long as it parses."""
     before = gc.isenabled()
     gc.disable()

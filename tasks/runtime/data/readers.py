@@ -29,7 +29,7 @@ def read(filesystem: Any, path: str) -> Iterator[Row]:
     """The rows of one file, by its extension. Raises ValueError, naming the file, when it cannot be read."""
     from fsspec.utils import infer_compression
 
-    with readable(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
+    with naming_file(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
         yield from READERS[extension(path)](file, path)
 
 
@@ -47,7 +47,7 @@ def _file_name(path: str) -> str:
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
+def naming_file(path: str) -> Iterator[None]:
     """Turn what goes wrong while `path` is read into a ValueError that names it."""
     try:
         yield
@@ -88,7 +88,7 @@ def _parsed(line: str, where: str) -> Row:
         return Row(where, None, f"not valid JSON: {error}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of a key that is there twice Python would keep the last value alone."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -96,7 +96,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_object)
+_JSON = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys)
 
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -121,7 +121,7 @@ def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_FIELD)
     reader = csv.reader((line for _, line in _lines(file)), strict=True)
     header = next(_csv_rows(reader), [])
-    _require_once(header)
+    _require_unique_columns(header)
     for values in _csv_rows(reader):
         where = f"{name} line {reader.line_num}"
         if len(values) == len(header):
@@ -145,7 +145,7 @@ def _csv_rows(reader: Any) -> Iterator[list[str]]:
         ) from error
 
 
-def _require_once(columns: list[str]) -> None:
+def _require_unique_columns(columns: list[str]) -> None:
     if len(set(columns)) < len(columns):
         raise OSError(f"the header names a column twice: {', '.join(columns)}")
 
@@ -157,7 +157,7 @@ def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
     try:
         number = 0
         parquet = ParquetFile(file)
-        _require_once(parquet.schema_arrow.names)
+        _require_unique_columns(parquet.schema_arrow.names)
         for batch in parquet.iter_batches(batch_size=1024):
             for values, problem in _arrow_rows(batch):
                 number += 1

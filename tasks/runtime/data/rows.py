@@ -29,15 +29,15 @@ class Row:
         if self.problem is not None:
             raise RowError(f"{self.where}: {self.problem}")
         if not isinstance(self.values, dict):
-            raise RowError(f"{self.where}: an object with columns was expected, not {kind(self.values)}")
+            raise RowError(f"{self.where}: an object with columns was expected, not {describe_type(self.values)}")
         return self.values
 
     def text(self, column: str) -> str:
         """The text in `column`. Raises RowError when it is missing, not text, or holds half a character."""
         value = self.value(column)
         if not isinstance(value, str):
-            raise RowError(f"{self.where}: column {column!r} holds {kind(value)}, not text")
-        require_characters(value, f"{self.where}: column {column!r}")
+            raise RowError(f"{self.where}: column {column!r} holds {describe_type(value)}, not text")
+        require_valid_unicode(value, f"{self.where}: column {column!r}")
         return value
 
     def value(self, column: str) -> Any:
@@ -48,7 +48,7 @@ class Row:
         return fields[column]
 
 
-def require_characters(text: str, where: str) -> None:
+def require_valid_unicode(text: str, where: str) -> None:
     """Raise RowError when the text holds one half of a surrogate pair: JSON can say it, and no tokenizer takes it."""
     try:
         text.encode()
@@ -58,7 +58,7 @@ def require_characters(text: str, where: str) -> None:
         ) from error
 
 
-def kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """The type of a value in words, with the value when it is short."""
     if value is None:
         return "null"
@@ -66,7 +66,7 @@ def kind(value: Any) -> str:
     return f"{type(value).__name__} {shown}" if len(shown) <= 40 else type(value).__name__
 
 
-def closest(name: str, names: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the name nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -22,9 +22,9 @@ from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import BUILTIN_SOURCES, Data
 from tasks.runtime.data import python_docs
-from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, read, readable
-from tasks.runtime.data.rows import Row, closest
-from tasks.runtime.data.splits import is_shown, of_split, some, split_of
+from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, naming_file, read
+from tasks.runtime.data.rows import Row, suggestion
+from tasks.runtime.data.splits import abbreviate, files_of_split, is_data_file, split_name
 from tasks.runtime.process.hub import asking_hub
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -110,7 +110,7 @@ class Files:
 
         Raises ValueError when one matches nothing, or kinds are mixed.
         """
-        matches = [_matches(name, split) for name in names]
+        matches = [_find_files(name, split) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
         kinds = {extension(path): path for _, path in found}
         if unknown := [path for suffix, path in kinds.items() if suffix not in READERS]:
@@ -136,7 +136,7 @@ class Files:
         """Contents of local files; of remote ones size, tag and time, as far as the server tells them."""
         result = hashlib.sha256()
         for filesystem, path in self.found:
-            with readable(path):
+            with naming_file(path):
                 result.update(f"\0{path.rsplit('/', 1)[-1]}\0{_file_version(filesystem, path)}".encode())
         return result.hexdigest()
 
@@ -192,7 +192,7 @@ class HubDataset:
             raise ValueError(
                 f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"
             ) from error
-        return _undecoded(found)
+        return _without_decoding(found)
 
     def commit(self) -> str | None:
         """The commit that `revision` stands for now; None, with a warning, when the Hub does not say."""
@@ -216,7 +216,7 @@ class HubDataset:
         return hashlib.sha256(f"{self.name}@{self.commit()}".encode()).hexdigest()
 
 
-def _undecoded(rows: Any) -> Any:
+def _without_decoding(rows: Any) -> Any:
     """Rows of a data set whose pictures and sounds stay as they are stored: to decode them takes time, and packages."""
     from datasets import IterableDataset
     from datasets.features.features import require_decoding
@@ -243,17 +243,19 @@ def _warn_of_hub_fields(data: Data, *, split: bool = True) -> None:
 
 
 def _names_files(name: str) -> bool:
-    return "://" in name or extension(name) in READERS or _is_pattern(name) or _local(name).exists()
+    return "://" in name or extension(name) in READERS or _is_pattern(name) or _local_path(name).exists()
 
 
 def _is_pattern(name: str) -> bool:
     # In a URL a question mark begins the query.
     return (
-        any(c in name for c in "*[") if "://" in name else any(c in name for c in "*?[") and not _local(name).exists()
+        any(c in name for c in "*[")
+        if "://" in name
+        else any(c in name for c in "*?[") and not _local_path(name).exists()
     )
 
 
-def _local(name: str) -> Path:
+def _local_path(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
@@ -266,16 +268,16 @@ class _Match(NamedTuple):
     splits: bool = False
 
 
-def _matches(name: str, split: str) -> _Match:
+def _find_files(name: str, split: str) -> _Match:
     from fsspec.core import url_to_fs
 
     try:
-        filesystem, path = url_to_fs(name if "://" in name else str(_local(name).absolute()))
+        filesystem, path = url_to_fs(name if "://" in name else str(_local_path(name).absolute()))
         if _is_pattern(name):
             paths = sorted(filesystem.glob(_pattern(filesystem, path)))
         # A web server is not asked for a listing: it would answer with the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
-            return _in_folder(filesystem, path, name, split)
+            return _find_in_folder(filesystem, path, name, split)
         else:
             paths = [path] if filesystem.exists(path) else []
     except (ImportError, OSError, ValueError) as error:
@@ -291,23 +293,23 @@ def _matches(name: str, split: str) -> _Match:
     return _Match(filesystem, paths)
 
 
-def _in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
+def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
     """Raises ValueError when nothing in the folder can be read, or names tell of splits and not of this one."""
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
-    shown = [path for path in files if is_shown(path)]
+    shown = [path for path in files if is_data_file(path)]
     known = [path for path in shown if extension(path) in READERS]
     if not known:
         raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
-    chosen = of_split(known, split, redacted(name))
+    chosen = files_of_split(known, split, redacted(name))
     others = sorted(set(known) - set(chosen))
-    left_out = f", of split {split!r}; left out: {some(others)}" if others else ""
+    left_out = f", of split {split!r}; left out: {abbreviate(others)}" if others else ""
     if unknown := [path for path in shown if extension(path) not in READERS]:
-        left_out += f"; of no known kind: {some(unknown)}"
+        left_out += f"; of no known kind: {abbreviate(unknown)}"
     return _Match(
         filesystem,
         [files[path] for path in chosen],
-        note=f"reads {some(chosen)}{left_out}",
-        splits=split_of(chosen[0]) is not None,
+        note=f"reads {abbreviate(chosen)}{left_out}",
+        splits=split_name(chosen[0]) is not None,
     )
 
 
@@ -335,14 +337,14 @@ def _file_version(filesystem: Any, path: str) -> str:
 
 def _not_found(name: str, of: int = 1, *, reason: str = "") -> ValueError:
     looked = [f"the built-in {', '.join(BUILTIN_SOURCES)}{' (not in a list)' if of > 1 else ''}"]
-    near = closest(name, BUILTIN_SOURCES)
+    near = suggestion(name, BUILTIN_SOURCES)
     if "://" in name:
         looked = ["that URL"]
     else:
-        path = _local(name).absolute()
+        path = _local_path(name).absolute()
         looked.append(f"the file or folder {path}")
         if path.parent.is_dir():
-            near = near or closest(path.name, os.listdir(path.parent))
+            near = near or suggestion(path.name, os.listdir(path.parent))
     if reason:
         looked.append(f"the Hub ({reason})")
     return ValueError(f"data.source {name!r} was not found; looked for {', '.join(looked)}{near}")

@@ -11,57 +11,57 @@ import re
 from tasks.runtime.data.readers import extension
 
 # Words that names begin or end with, as the package `datasets` knows them.
-_SPLIT_OF = {
+_SPLIT_NAMES = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-_WORDS = "|".join(_SPLIT_OF)
+_WORDS = "|".join(_SPLIT_NAMES)
 _WORD = re.compile(rf"^({_WORDS})(?![^\W\d_])|(?<![^\W\d_])({_WORDS})[\W\d_]*$")
 _SHARD = re.compile(rf"data/((?:{_WORDS})_\w+)-\d{{5}}-of-\d{{5}}")
 # What data sets have beside their rows.
-_ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+_METADATA_FILES = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 
 
-def is_shown(path: str) -> bool:
+def is_data_file(path: str) -> bool:
     """Whether a file, by its path in the folder, is one that a person means: not hidden, and not about the others."""
     *_, file = parts = path.split("/")
-    return file not in _ABOUT and not any(part.startswith((".", "__")) for part in parts)
+    return file not in _METADATA_FILES and not any(part.startswith((".", "__")) for part in parts)
 
 
-def split_of(path: str) -> str | None:
+def split_name(path: str) -> str | None:
     """The split that a path in a folder names, if any."""
     if shard := _SHARD.match(path):
         return shard[1]
     *folders, file = path.lower().split("/")
     for name in (*folders, file[: file.rfind(extension(file))]):
         if word := _WORD.search(name):
-            return _SPLIT_OF[word[1] or word[2]]
+            return _SPLIT_NAMES[word[1] or word[2]]
     return None
 
 
-def of_split(paths: list[str], split: str, folder: str) -> list[str]:
+def files_of_split(paths: list[str], split: str, folder: str) -> list[str]:
     """Those of `paths`, in `folder`, that are of the split; all of them where no name tells of splits.
 
     Raises ValueError, with the way out, when none is, or when it is not known of each.
     """
     by_split: dict[str | None, list[str]] = {}
     for path in paths:
-        by_split.setdefault(split_of(path), []).append(path)
-    untold = by_split.pop(None, [])
+        by_split.setdefault(split_name(path), []).append(path)
+    unmatched = by_split.pop(None, [])
     if not by_split:
         return paths
-    found = ", ".join(f"{name!r} ({some(files)})" for name, files in by_split.items())
+    found = ", ".join(f"{name!r} ({abbreviate(files)})" for name, files in by_split.items())
     pattern = f"give a pattern of the files to train on, such as {folder.rstrip('/')}/**/*{_ending(paths[0])} for all"
-    if untold:
-        raise ValueError(f"names tell the splits {found}, but none of {some(untold)}; {pattern}")
-    wanted = _SPLIT_OF.get(split, split)
+    if unmatched:
+        raise ValueError(f"names tell the splits {found}, but none of {abbreviate(unmatched)}; {pattern}")
+    wanted = _SPLIT_NAMES.get(split, split)
     if wanted not in by_split:
         raise ValueError(f"data.split is {split!r}, and names tell the splits {found}; set it to one, or {pattern}")
     return by_split[wanted]
 
 
-def some(paths: list[str]) -> str:
+def abbreviate(paths: list[str]) -> str:
     """The first of these paths, and how many more there are."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3:,} more" if len(paths) > 3 else "")
 

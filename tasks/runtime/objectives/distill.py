@@ -13,7 +13,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import (
     build_empty_model,
@@ -104,7 +104,7 @@ class Distill:
         """Loss, cross entropy and divergence, divided by the targets of the whole step."""
         labels = next_labels(batch).flatten()
         # Positions with a label first, in order: the others add nothing.
-        kept = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:max_targets]
+        kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
         labels = labels[kept]
         teacher_x, teacher = self._ask(batch)
         teacher_x = teacher_x[kept]

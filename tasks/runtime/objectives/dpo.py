@@ -19,10 +19,10 @@ from torch.nn.functional import logsigmoid
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.data import PreparedData, collator
-from tasks.runtime.data.dataset import IGNORED, Batch
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.models.lora import without_adapter
 from tasks.runtime.objectives.objective import Share, Start, next_labels
-from tasks.runtime.objectives.reference import score_rows, with_reference
+from tasks.runtime.objectives.reference import score_rows, with_reference_log_probs
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.process.ranks import Processes
 
@@ -44,7 +44,7 @@ class Dpo:
         """With the first model's log-probabilities, unless the adapter is switched off to get them in every step."""
         if self._switches:
             return start.data
-        return with_reference(start, lambda batch: self.scores(start.model, batch))
+        return with_reference_log_probs(start, lambda batch: self.scores(start.model, batch))
 
     def metadata(self) -> dict[str, Any]:
         """None: the data and the first model have theirs."""
@@ -57,7 +57,7 @@ class Dpo:
         collate = collator(spec.model.attention)
         found = score_rows(rows, read, lambda batch: self.scores(model, batch), Processes(), size, collate)
         assert found is not None
-        return data.with_reference(validation=found)
+        return data.with_reference_log_probs(validation=found)
 
     def example(self, tokens: Tensor) -> Batch:
         """With whose answer a token is, and the reference if rows bring it."""
@@ -108,7 +108,7 @@ class Dpo:
     def _losses(self, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
         beta, smoothing = self._settings.beta, self._settings.label_smoothing
         if self._settings.loss == "ipo":
-            learned = (next_labels(batch) != IGNORED).float()
+            learned = (next_labels(batch) != IGNORE_INDEX).float()
             tokens = [_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
             return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
         z = beta * (chosen - rejected)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORED, Batch, Row, collate
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 
@@ -97,9 +97,9 @@ def next_labels(batch: Batch) -> Tensor:
     if "next_labels" in batch:
         # Of a slice of a row, after which others go on.
         return batch["next_labels"]
-    return pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def target_tokens(batch: Batch) -> Tensor:
     """Tokens of a batch that carry loss. The first token of a row has nothing before it to be predicted from."""
-    return (next_labels(batch) != IGNORED).sum()
+    return (next_labels(batch) != IGNORE_INDEX).sum()

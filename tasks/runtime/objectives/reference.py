@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import PreparedData, Reference, Rows
+from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.objectives.objective import Start
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Score = Callable[[Batch], Tensor]
 
 
-def with_reference(start: Start, score: Score) -> PreparedData:
+def with_reference_log_probs(start: Start, score: Score) -> PreparedData:
     """The data whose rows to train on bring what the first model gives their answers. A collective.
 
     It is kept in the output folder, for every attempt and for every run of the same model and data.
@@ -45,7 +45,7 @@ def with_reference(start: Start, score: Score) -> PreparedData:
         found = score_rows(data.train, len(data.train), score, start.processes, size, start.collate)
         start.processes.on_main(lambda: _save(path, found))
     tensors = load_file(path)
-    return data.with_reference(train=Reference(tensors["log_probs"], tensors["rows"]))
+    return data.with_reference_log_probs(train=ReferenceLogProbs(tensors["log_probs"], tensors["rows"]))
 
 
 def file_of(spec: RunSpec, content_hash: str, base: str) -> Path:
@@ -55,8 +55,8 @@ def file_of(spec: RunSpec, content_hash: str, base: str) -> Path:
 
 
 def score_rows(
-    rows: Rows, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
-) -> Reference | None:
+    rows: RowDataset, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
+) -> ReferenceLogProbs | None:
     """Scores of the answers of the first `count` rows, `size` rows at a time; for the main process. A collective."""
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
     rounds = -(-len(batches) // processes.world_size)
@@ -75,10 +75,10 @@ def score_rows(
     ordered = [item for _, item in sorted(chain.from_iterable(part.items() for part in parts))]
     counts = [count for answers, _ in ordered for count in answers]
     values = [value for _, scores in ordered for value in scores]
-    return Reference(torch.tensor(values), torch.tensor([0, *accumulate(counts)]))
+    return ReferenceLogProbs(torch.tensor(values), torch.tensor([0, *accumulate(counts)]))
 
 
-def _save(path: Path, reference: Reference | None) -> None:
+def _save(path: Path, reference: ReferenceLogProbs | None) -> None:
     assert reference is not None
     path.parent.mkdir(exist_ok=True)
     # A name of its own: another run may be at the same work.

@@ -3,7 +3,7 @@
 All of a layer but attention goes token by token. In attention each process gathers the keys and values of the whole
 row and attends to them from its own tokens; the backward pass sums their gradients over the processes. Documents that
 share a row stay apart: a token attends from where its document begins up to itself. The slices are those of
-`tasks.runtime.data.slices`.
+`tasks.runtime.data.context_shards`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.slices import chunks_of
+from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.build import load_config
 from tasks.runtime.models.varlen_attention import Bounds, attend, obstacle
 from tasks.runtime.parallel.collectives import AllGather, Group
@@ -57,7 +57,7 @@ def _obstacle(config: PretrainedConfig) -> str | None:
 def cut_rows(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
     """Let the attention of `model` gather keys and values over the one dimension of `mesh`."""
     # No mask is registered under this name, so transformers, whose masks are for whole rows, makes none.
-    AttentionInterface.register(_NAME, _Attention(Group.of(mesh), chunks_of(processes)))
+    AttentionInterface.register(_NAME, _Attention(Group.of(mesh), context_chunks(processes)))
     model.set_attn_implementation(_NAME)
 
 
@@ -83,7 +83,7 @@ class _Attention:
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. The rest is of `slice_of`."""
+        """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. The rest is of `shard_batch`."""
         # Token by token, as projections write them and attention by document reads them: copies are in one piece.
         whole = self._whole_rows(torch.stack((key.transpose(1, 2), value.transpose(1, 2))))
         keys, values = whole.transpose(2, 3).unbind()

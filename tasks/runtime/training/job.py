@@ -23,7 +23,7 @@ from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.data.order import training_loader
+from tasks.runtime.data.loader import training_loader
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
@@ -107,9 +107,9 @@ class Job:
             collate=self.collate,
             start=self.start,
             stop=self.steps,
-            passed_over=self.guard.passed_over,
+            data_skips=self.guard.data_skips,
         )
-        loader.waited = self.recorder.add_data_wait
+        loader.on_wait = self.recorder.add_data_wait
         return loader
 
     def begin(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.order import Passed
+from tasks.runtime.data.loader import DataSkip
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class Guard:
         missing = self._spec.faults.spike_window - len(losses)
         self._losses = torch.tensor([math.nan] * missing + losses, dtype=torch.float64, device=self._processes.device)
         self._skips: int = kept["skips"]
-        self.passed_over: list[Passed] = [(step, steps) for step, steps in kept["passed_over"]]
+        self.data_skips: list[DataSkip] = [(step, steps) for step, steps in kept["passed_over"]]
 
     def metadata(self) -> dict[str, Any]:
         """What a checkpoint notes, so that what continues from it judges as this would."""
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
-        return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.passed_over}}
+        return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
 
     def judge(self, share: Tensor, norm: Tensor) -> Tensor:
         """Whether a step is not to be taken: 1 or 0, fp32, on the device. A collective that does not wait for it.
@@ -110,13 +110,13 @@ class Guard:
         Raises ValueError when the run has gone back as often as it may.
         """
         limit = self._spec.faults.max_rollbacks
-        if len(self.passed_over) >= limit:
+        if len(self.data_skips) >= limit:
             raise ValueError(
                 f"{fault}; the run has gone back {limit} times already, and faults.max_rollbacks allows no more. Start "
                 "anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio, look at the "
                 "data, or raise faults.max_rollbacks and start it again"
             )
-        self.passed_over.append((step, fault.bad - step))
+        self.data_skips.append((step, fault.bad - step))
 
     def _skip(self, point: MetricPoint, why: str, steps: int) -> None:
         self._skips += 1

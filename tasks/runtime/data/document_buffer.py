@@ -22,18 +22,18 @@ from tasks.runtime.data.prepared_manifest import Shard, Split
 SHARD_TOKENS = 1 << 26
 
 
-class Spool:
+class DocumentBuffer:
     """Documents in the order they came, in two files below `folder` that vanish when it closes."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = folder / "ids.spool", folder / "targets.spool"
         self._ids, self._targets = (open(path, "wb") for path in self._paths)  # noqa: SIM115  # closed in __exit__
         self._lengths, self._samples = array("q"), array("q")
-        self._written = array("q")
+        self._completion_spans = array("q")
         self.tokens = 0
         self.largest_token_id = 0
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> DocumentBuffer:
         return self
 
     def __exit__(
@@ -50,7 +50,7 @@ class Spool:
         self._targets.write(encoded.targets.tobytes())
         self._lengths.append(len(encoded))
         self._samples.append(sample)
-        self._written.extend(encoded.written)
+        self._completion_spans.extend(encoded.completion_span)
         self.tokens += len(encoded)
         self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
 
@@ -61,10 +61,14 @@ class Spool:
 
     def document(self, index: int) -> Encoded:
         """The document that came as number `index`."""
-        ids, targets = self._map()
+        ids, targets = self._memory_map()
         begin = int(np.sum(np.array(self._lengths[:index], dtype=np.int64)))
         end = begin + self._lengths[index]
-        return Encoded(ids[begin:end], targets[begin:end], (self._written[2 * index], self._written[2 * index + 1]))
+        return Encoded(
+            ids[begin:end],
+            targets[begin:end],
+            (self._completion_spans[2 * index], self._completion_spans[2 * index + 1]),
+        )
 
     def write_shards(
         self,
@@ -74,12 +78,12 @@ class Spool:
         *,
         length: int | None,
         seed: int,
-        together: int = 1,
+        group_size: int = 1,
         shard_tokens: int = SHARD_TOKENS,
     ) -> Split:
         """Put `documents` into rows and the rows into files `<name>-<number>.safetensors`.
 
-        Each `together` documents are kept in one row, next to each other. With `length`, rows are packed to it; else
+        Each `group_size` documents are kept in one row, next to each other. With `length`, rows are packed to it; else
         each has so many documents. The order of the rows is shuffled by the
         seed: packing leaves them sorted by the lengths of their documents.
 
@@ -87,41 +91,41 @@ class Spool:
         (int64), where each document begins in them; `rows` [R + 1] (int64), the first document of each row.
         """
         lengths = np.array(self._lengths, dtype=np.int64)
-        begins = np.concatenate([[0], np.cumsum(lengths)])
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
         chosen = lengths[documents]
-        groups = chosen.reshape(-1, together).sum(axis=1)
-        row_of = np.repeat(pack(groups, length) if length else np.arange(groups.size), together)
+        groups = chosen.reshape(-1, group_size).sum(axis=1)
+        row_of = np.repeat(pack(groups, length) if length else np.arange(groups.size), group_size)
         count = int(row_of.max()) + 1 if row_of.size else 0
         row_of = np.random.default_rng(seed).permutation(count)[row_of]
         order = np.argsort(row_of, kind="stable")
         documents, row_of = documents[order], row_of[order]
-        ids, targets = self._map()
+        ids, targets = self._memory_map()
         shards: list[Shard] = []
-        learned = 0
+        target_tokens = 0
         row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
-        for first, last in _cuts(row_tokens, shard_tokens):
-            here = slice(*np.searchsorted(row_of, [first, last]))
-            parts = [slice(begins[document], begins[document + 1]) for document in documents[here]]
+        for first, last in _shard_ranges(row_tokens, shard_tokens):
+            in_shard = slice(*np.searchsorted(row_of, [first, last]))
+            spans = [slice(offsets[document], offsets[document + 1]) for document in documents[in_shard]]
             tensors: dict[str, npt.NDArray[np.generic]] = {
-                "input_ids": np.concatenate([ids[part] for part in parts]),
-                "targets": np.concatenate([targets[part] for part in parts]),
-                "documents": np.concatenate([[0], np.cumsum(lengths[documents[here]])]).astype(np.int64),
-                "rows": np.searchsorted(row_of[here], np.arange(first, last + 1)).astype(np.int64),
+                "input_ids": np.concatenate([ids[span] for span in spans]),
+                "targets": np.concatenate([targets[span] for span in spans]),
+                "documents": np.concatenate([[0], np.cumsum(lengths[documents[in_shard]])]).astype(np.int64),
+                "rows": np.searchsorted(row_of[in_shard], np.arange(first, last + 1)).astype(np.int64),
             }
             path = folder / f"{name}-{len(shards):05d}.safetensors"
             save_file(tensors, path)
             shards.append(Shard(path.name, last - first, path.stat().st_size, _digest(tensors)))
-            learned += int(tensors["targets"].sum())
+            target_tokens += int(tensors["targets"].sum())
         return Split(
             samples=np.unique(self.samples[documents]).size,
             documents=documents.size,
             tokens=int(chosen.sum()),
-            target_tokens=learned,
+            target_tokens=target_tokens,
             rows=count,
             shards=tuple(shards),
         )
 
-    def _map(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    def _memory_map(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         self._ids.flush()
         self._targets.flush()
         return np.memmap(self._paths[0], np.int32, "r"), np.memmap(self._paths[1], np.bool_, "r")
@@ -135,7 +139,7 @@ def _digest(tensors: dict[str, npt.NDArray[np.generic]]) -> str:
     return result.hexdigest()
 
 
-def _cuts(row_tokens: Ints, shard_tokens: int) -> list[tuple[int, int]]:
+def _shard_ranges(row_tokens: Ints, shard_tokens: int) -> list[tuple[int, int]]:
     """Ranges of rows with about `shard_tokens` each."""
     shard_of = (np.cumsum(row_tokens) - row_tokens) // shard_tokens
     bounds = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), row_tokens.size]

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tasks.runtime.data.dataset import IGNORED, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.process.ranks import Processes
 
 
-def chunks_of(processes: Processes) -> tuple[int, int]:
+def context_chunks(processes: Processes) -> tuple[int, int]:
     """Numbers of this process's chunks."""
     return processes.cp_rank, 2 * processes.cp_size - 1 - processes.cp_rank
 
 
-def slicing(collate: Callable[[list[Row]], Batch], processes: Processes) -> Callable[[list[Row]], Batch]:
+def shard_collate(collate: Callable[[list[Row]], Batch], processes: Processes) -> Callable[[list[Row]], Batch]:
     """`collate`, and of each row of its batch the slice of this process."""
     if processes.cp_size == 1:
         return collate
-    return lambda rows: slice_of(collate(rows), processes)
+    return lambda rows: shard_batch(collate(rows), processes)
 
 
-def slice_of(batch: Batch, processes: Processes) -> Batch:
+def shard_batch(batch: Batch, processes: Processes) -> Batch:
     """This process's tokens of a batch of whole rows.
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
@@ -44,15 +44,15 @@ def slice_of(batch: Batch, processes: Processes) -> Batch:
     whole = {
         "input_ids": pad(batch["input_ids"], filling),
         "position_ids": positions,
-        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORED),
+        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORE_INDEX),
         "document_begins": torch.arange(positions.shape[1]) - positions,
     }
     parts = {
-        name: torch.cat([tensor.chunk(count, dim=1)[number] for number in chunks_of(processes)], dim=1)
+        name: torch.cat([tensor.chunk(count, dim=1)[number] for number in context_chunks(processes)], dim=1)
         for name, tensor in whole.items()
     }
     begins = whole["document_begins"]
-    early, late = (document_ends(begins, number, count) for number in chunks_of(processes))
+    early, late = (document_ends(begins, number, count) for number in context_chunks(processes))
     return {**parts, "document_ends": early, "late_document_ends": late}
 
 

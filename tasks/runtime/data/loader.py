@@ -14,24 +14,24 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
-from tasks.runtime.data.slices import slicing
 from tasks.runtime.process.ranks import Processes
 
-Passed = tuple[int, int]
+DataSkip = tuple[int, int]
 """A step, and of how many steps the data is passed over after it."""
 
 
-def data_step(done: int, passed_over: Sequence[Passed]) -> int:
+def data_step(done: int, data_skips: Sequence[DataSkip]) -> int:
     """Steps whose data comes before that of the step after `done`: a pure function, the same after every restart.
 
     >>> [data_step(done, [(2, 3)]) for done in range(4)]
     [0, 1, 5, 6]
     """
-    return done + sum(steps for step, steps in passed_over if step <= done)
+    return done + sum(steps for step, steps in data_skips if step <= done)
 
 
-class RowOrder:
+class ShuffledRows:
     """Row at each position of the endless stream of shuffled epochs over `rows` rows."""
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -46,7 +46,7 @@ class RowOrder:
         return int(self._permutation[index])
 
 
-class MicroBatches(Sampler[list[int]]):
+class MicroBatchSampler(Sampler[list[int]]):
     """Rows of this process's micro-batches, from the one after step `start` to the last of step `stop`."""
 
     def __init__(
@@ -57,27 +57,27 @@ class MicroBatches(Sampler[list[int]]):
         *,
         start: int,
         stop: int,
-        passed_over: Sequence[Passed] = (),
+        data_skips: Sequence[DataSkip] = (),
     ) -> None:
-        self._order = RowOrder(rows, spec.seed)
+        self._order = ShuffledRows(rows, spec.seed)
         self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
-        self._processes, self._start, self._stop, self._passed_over = processes, start, stop, passed_over
+        self._processes, self._start, self._stop, self._data_skips = processes, start, stop, data_skips
 
     def __len__(self) -> int:
         return (self._stop - self._start) * self._per_step
 
     def __iter__(self) -> Iterator[list[int]]:
         for done in range(self._start, self._stop):
-            first = data_step(done, self._passed_over) * self._per_step
+            first = data_step(done, self._data_skips) * self._per_step
             for number in range(first, first + self._per_step):
                 begin = (number * self._processes.dp_size + self._processes.dp_rank) * self._size
                 yield [self._order[position] for position in range(begin, begin + self._size)]
 
 
-class Loader(DataLoader[dict[str, torch.Tensor]]):
-    """Micro-batches in order; calls `waited` with the seconds that each took to come."""
+class TimedDataLoader(DataLoader[dict[str, torch.Tensor]]):
+    """Micro-batches in order; calls `on_wait` with the seconds that each took to come."""
 
-    waited: Callable[[float], None] | None = None
+    on_wait: Callable[[float], None] | None = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:  # type: ignore[override]
         micro_batches = super().__iter__()
@@ -86,8 +86,8 @@ class Loader(DataLoader[dict[str, torch.Tensor]]):
             batch = next(micro_batches, None)
             if batch is None:
                 return
-            if self.waited is not None:
-                self.waited(time.monotonic() - asked)
+            if self.on_wait is not None:
+                self.on_wait(time.monotonic() - asked)
             yield batch
 
 
@@ -99,14 +99,14 @@ def training_loader(
     collate: Callable[[list[Row]], Batch],
     start: int,
     stop: int,
-    passed_over: Sequence[Passed] = (),
-) -> Loader:
+    data_skips: Sequence[DataSkip] = (),
+) -> TimedDataLoader:
     """This process's micro-batches in order, `training.gradient_accumulation_steps` for each step."""
     rows = data.train
-    return Loader(
+    return TimedDataLoader(
         rows,
-        batch_sampler=MicroBatches(spec, processes, len(rows), start=start, stop=stop, passed_over=passed_over),
-        collate_fn=slicing(collate, processes),
+        batch_sampler=MicroBatchSampler(spec, processes, len(rows), start=start, stop=stop, data_skips=data_skips),
+        collate_fn=shard_collate(collate, processes),
         pin_memory=torch.cuda.is_available(),
         # Going through it draws a number, which must not come from the generator that dropout draws from: a run that
         # continues would draw it once more.

@@ -7,7 +7,7 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import collate
-from tasks.runtime.data.order import MicroBatches, RowOrder, training_loader
+from tasks.runtime.data.loader import MicroBatchSampler, ShuffledRows, training_loader
 from tasks.runtime.process.ranks import Processes
 
 ROWS = 10
@@ -24,7 +24,7 @@ def rows_of_step(step, *, size, accumulation, processes, seed=0):
         }
     )
     shares = [
-        MicroBatches(spec, Processes(rank, rank, processes), ROWS, start=step, stop=step + 1)
+        MicroBatchSampler(spec, Processes(rank, rank, processes), ROWS, start=step, stop=step + 1)
         for rank in range(processes)
     ]
     assert all(len(share) == accumulation == len(list(share)) for share in shares)
@@ -32,11 +32,11 @@ def rows_of_step(step, *, size, accumulation, processes, seed=0):
 
 
 def test_every_epoch_has_every_row_once_in_another_order():
-    order = RowOrder(ROWS, seed=3)
+    order = ShuffledRows(ROWS, seed=3)
     epochs = [[order[epoch * ROWS + index] for index in range(ROWS)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert [RowOrder(ROWS, seed=4)[index] for index in range(ROWS)] not in epochs
+    assert [ShuffledRows(ROWS, seed=4)[index] for index in range(ROWS)] not in epochs
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_every_epoch_has_every_row_once_in_another_order():
     ids=lambda value: str(value),
 )
 def test_a_step_has_the_same_rows_however_they_are_spread(size, accumulation, processes):
-    order = RowOrder(ROWS, seed=0)
+    order = ShuffledRows(ROWS, seed=0)
     for step in range(6):
         rows = rows_of_step(step, size=size, accumulation=accumulation, processes=processes)
         assert rows == [order[position] for position in range(4 * step, 4 * step + 4)]
@@ -53,8 +53,8 @@ def test_a_step_has_the_same_rows_however_they_are_spread(size, accumulation, pr
 
 def test_steps_follow_each_other_wherever_one_begins():
     spec = RunSpec.model_validate({"training": {"micro_batch_size": 3}})
-    whole = list(MicroBatches(spec, Processes(), ROWS, start=0, stop=9))
-    assert list(MicroBatches(spec, Processes(), ROWS, start=4, stop=9)) == whole[4:]
+    whole = list(MicroBatchSampler(spec, Processes(), ROWS, start=0, stop=9))
+    assert list(MicroBatchSampler(spec, Processes(), ROWS, start=4, stop=9)) == whole[4:]
 
 
 def test_reading_rows_draws_no_random_number_that_training_may_draw():
