@@ -151,7 +151,7 @@ def test_reasoning_that_the_template_leaves_out_is_told(
 ) -> None:
     template = source and file(source)
     talk = [*TALK[:4], {**TALK[4], key: "\nI was asked.\n"}]
-    with pytest.raises(RowError, match=rf"row 1: the chat template leaves out {key} of message 5; set data.chat_temp"):
+    with pytest.raises(RowError, match=rf"row 1: the chat template omits {key} of message 5; set data.chat_temp"):
         _learned(tokenizer, template, talk)
     unlearned = [*TALK[:4], {**TALK[4], key: "I was asked.", "weight": 0}]
     for messages in (unlearned, [*TALK[:4], {**TALK[4], key: " "}]):
@@ -264,7 +264,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
         ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; 1 learns the message"),
         (
             [{"role": "user", "content": "", "weight": 1}],
-            "message 1: weight is 1 and role is 'user'; only the assistant's",
+            "message 1: weight is 1 and role is 'user', but only the assistant's",
         ),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_message_that_calls_tools_needs_no_content() -> None:
 )
 def test_a_template_can_refuse_messages(tokenizer: PreTrainedTokenizerFast, source: str, said: str) -> None:
     template = ChatTemplate(source, tokenizer)
-    with pytest.raises(RowError, match=f"row 1: the chat template refuses these messages: .*{said}"):
+    with pytest.raises(RowError, match=f"row 1: the chat template rejects these messages: .*{said}"):
         template.render(TALK, "row 1")
 
 

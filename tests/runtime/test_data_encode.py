@@ -94,7 +94,7 @@ def test_a_tokenizer_whose_tokens_depend_on_their_neighbors_is_refused() -> None
     backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1, "[SEP]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
-    with pytest.raises(ValueError, match="prompts cannot be told from completions"):
+    with pytest.raises(ValueError, match="prompts cannot be separated from completions"):
         Encoder(tokenizer, learn_all=False)
 
 

@@ -98,25 +98,29 @@ def test_answers_that_tell_nothing_are_passed_over(row):
         (
             {"chosen": [USER, {**GOOD, "weight": 0}], "rejected": [USER, BAD]},
             RowError,
-            "row 1: the last message in column 'chosen' has weight 0, and is what is compared",
+            "row 1: the last message in column 'chosen' has weight 0, but it is the answer to compare",
         ),
-        ({"chosen": [GOOD], "rejected": [BAD]}, RowError, "row 1: column 'chosen' holds an answer alone"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, RowError, "row 1: column 'chosen' has an answer without a prompt"),
         (
             {"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]},
             RowError,
-            "last message in column 'chosen' is the user",
+            "last message in column 'chosen' has role 'user'",
         ),
-        ({"chosen": [*TALK, GOOD], "rejected": [USER, USER, USER, BAD]}, RowError, "differ in message 1; they must be"),
+        (
+            {"chosen": [*TALK, GOOD], "rejected": [USER, USER, USER, BAD]},
+            RowError,
+            "differ in message 1; they may differ",
+        ),
         ({"chosen": [*TALK, GOOD], "rejected": [*TALK[:1], BAD]}, RowError, "have 4 and 2 messages"),
         (
             {"prompt": "2 + 2?", "chosen": [*TALK[:1], GOOD], "rejected": [*TALK[:1], BAD]},
             RowError,
-            "row 1: the chat in column 'chosen' neither begins with the prompt .*'prompt' says.*data.prompt_column",
+            "row 1: the chat in column 'chosen' begins neither with the prompt .*'prompt' nor .*data.prompt_column",
         ),
         (
             {"prompt": [*TALK[:2]], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             RowError,
-            "row 1: the chat in column 'chosen' neither begins with the prompt",
+            "row 1: the chat in column 'chosen' begins neither with the prompt",
         ),
     ],
     ids=[

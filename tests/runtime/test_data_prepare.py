@@ -224,8 +224,10 @@ def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> N
     assert manifest.skipped == {"invalid": 3, "no_target": 1, "overlong": 1}
     assert (manifest.samples_read, manifest.samples_used) == (15, 10)
     account = next(line for line in lines if "read =" in line)
-    assert account.endswith("15 samples read = 10 used + 3 skipped (not readable or of the wrong type) + "
-                            "1 skipped (without a token to learn) + 1 skipped (longer than a row)")  # fmt: skip
+    assert account.endswith(
+        "15 samples read = 10 used + 3 skipped (not readable or of the wrong type) + "
+        "1 skipped (without a token that carries loss) + 1 skipped (longer than a row)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,11 +254,15 @@ CALLING = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": HALF}]
         (
             ROWS[0],
             {"prompt": HALF, "completion": "a"},
-            r"column 'prompt' holds half a character, '\\ud83d' after 'café '",
+            r"column 'prompt' has an unpaired surrogate, '\\ud83d', after 'café '",
         ),
-        (ROWS[0], {"prompt": "a", "completion": HALF}, "column 'completion' holds half a character"),
-        ({"messages": TALK}, {"messages": [{"role": "user", "content": HALF}]}, "message 1: content holds half a"),
-        ({"messages": TALK}, {"messages": [CALLING]}, "what the chat template renders holds half a character"),
+        (ROWS[0], {"prompt": "a", "completion": HALF}, "column 'completion' has an unpaired surrogate"),
+        (
+            {"messages": TALK},
+            {"messages": [{"role": "user", "content": HALF}]},
+            "message 1: content has an unpaired surrogate",
+        ),
+        ({"messages": TALK}, {"messages": [CALLING]}, "the chat template's output has an unpaired surrogate"),
     ],
     ids=["prompt", "completion", "content", "arguments"],
 )
@@ -340,7 +346,7 @@ def test_long_documents_are_split_in_pretraining(prepared: Prepare) -> None:
         (
             [{"question": "q"}],
             {},
-            "'auto' knows none of the columns 'question'; it looks for 'messages' or 'prompt' and",
+            "'auto' recognizes none of the columns 'question'; it looks for 'messages' or 'prompt' and",
         ),
         ([{"text": "t"}], {}, "objective.type 'sft' needs prompts and completions, but the data has only texts"),
     ],
@@ -444,7 +450,7 @@ def test_a_prepared_folder_is_used_again_until_the_recipe_or_the_data_changes(tm
     # A shard that is not whole is no prepared data.
     shard = out / "train-00000.safetensors"
     os.truncate(shard, 100)
-    with pytest.raises(ValueError, match=r"train-00000.safetensors is missing or not whole"):
+    with pytest.raises(ValueError, match=r"train-00000.safetensors is missing or truncated"):
         PreparedData.load(out)
     prepare(changed, out, report=lines.append)
     assert shard.stat().st_size > 100
@@ -456,7 +462,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, lines: list[str
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     (tmp_path / "out" / "manifest.json").write_text('{"version": 1, "files": {}}')
-    with pytest.raises(ValueError, match="out holds other files; give a new or an empty folder"):
+    with pytest.raises(ValueError, match="out has other files in it; give a new or an empty folder"):
         prepare(_recipe(tmp_path / "rows.jsonl"), tmp_path / "out", report=lines.append)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
     assert not lines  # refused before any work is done
@@ -493,13 +499,13 @@ def test_a_killed_preparation_leaves_nothing_in_the_place(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no prepared data: there is no manifest.json"):
+    with pytest.raises(ValueError, match=r"has no prepared data: its manifest.json"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match=r"holds no prepared data"):
+    with pytest.raises(ValueError, match=r"has no prepared data"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
-    with pytest.raises(ValueError, match="is not of version 4; prepare the data anew"):
+    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 4"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
     with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):

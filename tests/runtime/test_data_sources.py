@@ -93,7 +93,7 @@ def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> No
     assert order(str(tmp_path / "d[12]" / "*.jsonl")) == "e" and order(str(tmp_path / "d*" / "*.jsonl")) == "ed"
     assert order(str(tmp_path / "d[1]" / "**" / "*.jsonl")) == "d"
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"none': the folder holds no file of a known kind \(.jsonl, .json"):
+    with pytest.raises(ValueError, match=r"none': the folder has no file of a known format \(.jsonl, .json"):
         _open(str(tmp_path / "none"))
     assert order([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]) == "cab"
 
@@ -125,7 +125,7 @@ def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp
 
 def test_files_of_a_folder_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.zst", "c.tsv", ".d.tsv")))
-    assert source.notes == ("reads a.jsonl; of no known kind: b.jsonl.zst, c.tsv",)
+    assert source.notes == ("reads a.jsonl; unknown format: b.jsonl.zst, c.tsv",)
 
 
 def test_any_split_of_a_folder_can_be_read(tmp_path: Path) -> None:
@@ -137,14 +137,16 @@ def test_any_split_of_a_folder_can_be_read(tmp_path: Path) -> None:
     assert f", of split 'train_sft'; left out: data/dev-00000-of-00001.jsonl, {shards[0]}" in source.notes[0]
     assert _values(_open(folder, split="dev")) == _values(_open(folder, split="validation"))
     with pytest.raises(
-        ValueError, match=r"data.split is 'train', and names tell the splits 'validation' \(.*'train_gen"
+        ValueError, match=r"data.split is 'train', but file names contain the splits 'validation' \(.*'train_gen"
     ):
         _open(folder)
 
 
 def test_files_of_no_split_beside_those_of_one_are_a_question(tmp_path: Path) -> None:
     folder = _fill(tmp_path, ("test.jsonl", "rows.jsonl"))
-    with pytest.raises(ValueError, match=r"'test' \(test.jsonl\), but none of rows.jsonl; give a pattern .*, such as"):
+    with pytest.raises(
+        ValueError, match=r"'test' \(test.jsonl\), but the names rows.jsonl contain none; give a glob .*, such as"
+    ):
         _open(folder)
     assert len(_values(_open(f"{folder}/**/*.jsonl"))) == 2
 
@@ -209,7 +211,7 @@ def test_a_key_that_is_there_twice_is_a_faulty_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n{"text": "c", "more": [{"text": "d"}]}\n')
     bad, good = _open(str(tmp_path / "a.jsonl")).rows()
     assert good.values == {"text": "c", "more": [{"text": "d"}]}
-    assert bad.problem == "not valid JSON: an object names a key twice: text, text"
+    assert bad.problem == "not valid JSON: an object has a key twice: text, text"
 
 
 def test_csv_begins_with_the_first_line_that_is_not_empty(tmp_path: Path) -> None:
@@ -231,13 +233,16 @@ BROKEN = {
     "utf-16.csv": ("text\na\n".encode("utf-16"), "line 1 is not UTF-8 .*; save it as UTF-8"),
     "a.json": (b"[1, 2", "not valid JSON: Expecting ',' delimiter"),
     "digits.json": (b"[" + b"1" * 5000 + b"]", "not valid JSON: Exceeds the limit"),
-    "twice.json": (b'[{"text": 1, "text": 2}]', "not valid JSON: an object names a key twice: text, text"),
+    "twice.json": (b'[{"text": 1, "text": 2}]', "not valid JSON: an object has a key twice: text, text"),
     "deep.json": (b"[" * 100_000 + b"]" * 100_000, "its objects or lists are nested too deeply"),
     "a.jsonl.gz": (b"no gzip", "Not a gzipped file"),
-    "a.csv": (b'text\na\n"open\nb\n', "the row that begins in line 3: unexpected end of data; a quote within quotes"),
-    "quote.csv": (b'text\n"a\nb"\n"c"d\n', "the row that begins in line 4: ',' expected after '\"'; a quote within"),
-    "twice.csv": (b"text,text\n", "names a column twice: text, text"),
-    "twice.parquet": (_twice(), "names a column twice: text, text"),
+    "a.csv": (
+        b'text\na\n"open\nb\n',
+        "the row that begins in line 3: unexpected end of data; double quotes inside quotes",
+    ),
+    "quote.csv": (b'text\n"a\nb"\n"c"d\n', "the row that begins in line 4: ',' expected after '\"'; double quotes"),
+    "twice.csv": (b"text,text\n", "has a column twice: text, text"),
+    "twice.parquet": (_twice(), "has a column twice: text, text"),
 }
 
 
@@ -276,14 +281,14 @@ def test_a_store_that_does_not_let_in_is_told(source: str, monkeypatch: pytest.M
     for ask in ("exists", "glob", "isdir"):
         monkeypatch.setattr(f"fsspec.implementations.memory.MemoryFileSystem.{ask}", refuse)
     with pytest.raises(ValueError, match=rf"data.source '{re.escape(source)}' cannot be read: NoCredentials: Unable to "
-                       r"locate credentials; the client takes credentials and"):  # fmt: skip
+                       r"locate credentials; check the credentials and"):  # fmt: skip
         _open(source)
 
 
 def test_kinds_are_not_mixed_and_must_be_known(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.bin"):
         (tmp_path / name).write_text("")
-    with pytest.raises(ValueError, match=r"mixes files of several kinds: .jsonl \(.*a.jsonl\), .txt \(.*b.txt\)"):
+    with pytest.raises(ValueError, match=r"mixes files of different formats: .jsonl \(.*a.jsonl\), .txt \(.*b.txt\)"):
         _open([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
     with pytest.raises(ValueError, match=r"cannot tell the format of .*c.bin; known are .jsonl, .json, .parquet"):
         _open(str(tmp_path / "c.bin"))
@@ -456,14 +461,14 @@ def test_a_hub_that_is_away_is_warned_of_whatever_its_client_raises(monkeypatch:
         raise NoConnection
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
-    with pytest.warns(UserWarning, match=r"cannot ask the Hub for the commit of 'someone/greetings' \(NoConnection\)"):
+    with pytest.warns(UserWarning, match=r"the Hub did not return the commit of 'someone/greetings' \(NoConnection\)"):
         assert recipe_of(_spec("someone/greetings")).data.revision is None
 
 
 def test_only_data_of_the_hub_has_a_commit(tmp_path: Path) -> None:
     spec = _spec(_jsonl(tmp_path / "a.jsonl", PAIRS))
     assert recipe_of(spec, "a" * 40) == recipe_of(spec) == DataRecipe.from_spec(spec, fingerprint(spec))
-    with pytest.warns(UserWarning, match="cannot ask the Hub for the commit of 'someone/greetings'"):
+    with pytest.warns(UserWarning, match="the Hub did not return the commit of 'someone/greetings'"):
         assert recipe_of(_spec("someone/greetings")).data.revision is None
 
 
@@ -471,5 +476,5 @@ def test_fingerprint_of_the_hub_is_its_commit() -> None:
     commits = ["0" * 40, "1" * 40]
     digests = {_open("someone/greetings", revision=commit).digest() for commit in commits}
     assert len(digests) == 2
-    with pytest.warns(UserWarning, match="cannot ask the Hub for the commit of 'someone/greetings'"):
+    with pytest.warns(UserWarning, match="the Hub did not return the commit of 'someone/greetings'"):
         _open("someone/greetings").digest()

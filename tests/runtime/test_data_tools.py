@@ -110,8 +110,8 @@ def test_no_calls_are_as_good_as_none():
 
 @pytest.mark.parametrize("source", [FORGETFUL, MARKED], ids=["plain", "marked"])
 def test_a_call_that_the_template_leaves_out_is_told(tokenizer, file, source):
-    with pytest.raises(RowError, match=r"row 1: the chat template leaves out the call of 'weather' in message 2; set "
-                       r"data\.chat_template to a template that knows calls"):  # fmt: skip
+    with pytest.raises(RowError, match=r"row 1: the chat template omits the call of 'weather' in message 2; set "
+                       r"data\.chat_template to a template that supports tool calls"):  # fmt: skip
         read(tokenizer, {"messages": TALK, "tools": TOOLS}, file(source))
 
 
@@ -125,8 +125,8 @@ def test_arguments_in_json_that_the_template_quotes_are_told(tokenizer, file, ma
         )
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     talk = {"messages": [TALK[0], {"role": "assistant", "tool_calls": [call]}]}
-    with pytest.raises(RowError, match=r"row 1: the chat template writes the arguments of 'weather' in message 2 "
-                       r"as a text in quotes; give them as an object"):  # fmt: skip
+    with pytest.raises(RowError, match=r"row 1: the chat template renders the arguments of 'weather' in message 2 "
+                       r"as a quoted string; give them as an object"):  # fmt: skip
         read(tokenizer, talk, file(source))
     plain = source.replace("call | tojson", "call.function.name }} {{ call.function.arguments")
     assert arguments in "".join(read(tokenizer, talk, file(plain))[0][1])
@@ -137,13 +137,13 @@ def test_arguments_in_json_that_the_template_quotes_are_told(tokenizer, file, ma
 def test_a_tool_that_the_template_leaves_out_is_told(tokenizer, file, marked, question):
     row = {"messages": [{**TALK[0], "content": question}, TALK[3]], "tools": TOOLS}
     source = file((MARKED if marked else TEMPLATE).replace("tools", "documents"))
-    with pytest.raises(RowError, match=r"row 1: the chat template leaves out 'weather', which column 'tools' offers; "
-                       r"set data\.chat_template to a template that knows tools, or give the column"):  # fmt: skip
+    with pytest.raises(RowError, match=r"row 1: the chat template omits the tool 'weather' of column 'tools'; "
+                       r"set data\.chat_template to a template that supports tools, or rename the column"):  # fmt: skip
         read(tokenizer, row, source)
 
 
 def test_tools_that_a_template_reads_and_leaves_out_are_told(tokenizer, file):
-    with pytest.raises(RowError, match="row 1: the chat template leaves out 'weather'"):
+    with pytest.raises(RowError, match="row 1: the chat template omits the tool 'weather'"):
         read(tokenizer, {"messages": TALK[3:], "tools": TOOLS}, file(TEMPLATE.replace("if tools", "if not tools")))
     nameless = [{"type": "code_interpreter"}]
     assert read(tokenizer, {"messages": TALK[3:], "tools": nameless})
@@ -160,7 +160,7 @@ def test_rows_whose_calls_are_left_out_can_be_skipped(tmp_path):
     ("change", "problem"),
     [
         ({"tools": "hammer, saw"}, "column 'tools' is not valid JSON: Expecting value"),
-        ({"tools": '{"name": "f"}'}, "column 'tools' holds str .*, not a list of objects .* give the column another"),
+        ({"tools": '{"name": "f"}'}, "column 'tools' holds str .*, not a list of objects .* rename the column"),
         ({"tools": ["hammer"]}, r"column 'tools' holds list \['hammer'\], not a list of objects"),
         ({"messages": [{"role": "assistant", "tool_calls": "f()"}]}, "message 1: tool_calls is str 'f()', not a list"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 1: tool_calls has str 'f', which names"),

@@ -1,4 +1,4 @@
-"""Data of a run: `prepare` makes a folder from a recipe, `PreparedData` reads it, `collator` makes batches.
+"""The data package: `prepare` writes a folder from a recipe, `PreparedData` reads it, `collator` makes batches.
 
 recipe = recipe_of(spec)
 data = prepare(recipe, Path("out/finetune/data"), report=print)

@@ -1,7 +1,7 @@
-"""Make a folder appear whole or not at all, also when its maker is killed, or has a rival.
+"""Atomic creation of a folder: complete or absent, also after a kill and with concurrent writers.
 
-The folder is built beside its place and renamed into it. A lock on a file beside it lets a second preparation wait for
-the first and then use its result; where the file system has no locks, both build and the first to rename wins.
+The folder is written under a temporary name next to its target and then renamed. A file lock makes a second preparation
+wait for the first and use its result. On a file system without locks both prepare, and the first rename wins.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 @contextmanager
 def folder_lock(target: Path) -> Iterator[None]:
-    """Hold the lock of `target`. The lock is the process's: it goes when the process does, however that ends.
+    """Hold the lock of the folder `target`; the kernel releases it when the process ends.
 
-    Leftovers of killed preparations of this machine are removed on the way.
+    Deletes temporary folders that killed preparations on this machine left.
     """
     with open(target.parent / f".{target.name}.lock", "a", encoding="utf-8") as file:
         try:
@@ -35,7 +35,7 @@ def folder_lock(target: Path) -> Iterator[None]:
             if error.errno not in _NO_LOCKS:
                 raise
             warnings.warn(
-                f"{target.parent} has no file locks; preparations at the same time do the work twice", stacklevel=3
+                f"{target.parent} does not support file locks; concurrent preparations do the work twice", stacklevel=3
             )
         else:
             for path in target.parent.iterdir():
@@ -46,12 +46,12 @@ def folder_lock(target: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(target: Path, *, is_usable: Callable[[], bool]) -> Iterator[Path]:
-    """A new folder that takes its place when the block ends, and vanishes when it fails.
+    """Yield a new folder, renamed to `target` at the end of the block and deleted if the block fails.
 
-    `is_usable` tells whether what is in the place by then is as good; it is kept. Prepared data that is not is replaced.
+    is_usable: whether a folder that another process put at `target` meanwhile may stay; otherwise it is replaced.
 
     Raises:
-        ValueError: something that is no prepared data is in the place.
+        ValueError: `target` has files that are no prepared data.
     """
     require_replaceable(target)
     folder = _build_folder(target)
@@ -70,9 +70,9 @@ def atomic_folder(target: Path, *, is_usable: Callable[[], bool]) -> Iterator[Pa
 
 
 def require_replaceable(target: Path) -> None:
-    """Raise ValueError when `target` holds files that are no prepared data."""
+    """Raise ValueError when `target` has files that are no prepared data."""
     if target.exists() and not is_prepared(target) and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} holds other files; give a new or an empty folder for the prepared data")
+        raise ValueError(f"{target} has other files in it; give a new or an empty folder for the prepared data")
 
 
 def _try_rename(folder: Path, target: Path) -> bool:
@@ -90,5 +90,5 @@ def _build_folder(target: Path) -> Path:
 
 
 def _build_prefix(target: Path) -> str:
-    # With the machine's name: another machine's folder may be in use where locks do not reach across.
+    # With the host's name: without locks across machines, another machine's temporary folder may be in use.
     return f".{target.name}.{socket.gethostname()}-"

@@ -1,12 +1,13 @@
-"""Chats to text: render messages by a template, and find what the assistant says in it.
+"""Chat templates: render messages to text and find the spans of the assistant's turns, which carry loss.
 
-Two ways lead to the assistant's part. A template with `{% generation %}` marks says it itself. Of any other, each
-assistant's turn is what rendering up to and including the turn adds to rendering up to it with the generation prompt,
-and that is checked against the rendering of the whole. A template may rewrite earlier turns when later ones come
-(dropping their reasoning, say): then a chat becomes one document per assistant's turn, each in the context that the
-model would have when it answers, with loss on that turn alone. A template whose turn does not begin with its own
-generation prompt is refused, and so is a row whose tools, or calls of them, or reasoning it leaves out. A message of
-the assistant's with `weight: 0` is read and not learned.
+A template with `{% generation %}` marks states the spans itself. For any other template, a turn is the text that
+rendering the messages up to and including the turn adds to rendering the messages before it with the generation prompt;
+the result is checked against the rendering of the whole chat. Some templates rewrite earlier turns when later ones
+follow, for example to drop their reasoning. Such a chat becomes one document per assistant turn, each in the context
+that the model has at inference, with loss on that turn only.
+
+A template whose turn does not begin with its own generation prompt is rejected. So is a row whose tools, tool calls or
+reasoning the template omits. An assistant message with `weight: 0` is part of the context and carries no loss.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode, suggestion
 from tasks.runtime.data.tools import COLUMN, Tools, called_functions, drop_nulls, is_double_encoded, offered_functions
 
-# Templates by name, with the tokens that a tokenizer must have for each to make sense.
+# Built-in templates by name, with the special tokens that each needs.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-# Whom ShareGPT's messages are from, by the role of each.
+# Roles by the values of `from` in ShareGPT's messages.
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
           "tool": "tool"}  # fmt: skip
-# Keys of what the assistant thinks before it says its content. Each template that knows any knows its own.
+# Keys of the assistant's reasoning. A template that renders reasoning reads one of them.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -39,13 +40,13 @@ Span = tuple[int, int]
 
 
 def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
-    """The Jinja source that `data.chat_template` names; None is the tokenizer's own.
+    """The Jinja source that `data.chat_template` names; None is the tokenizer's own template.
 
-    tools: for chats that offer tools, for which a tokenizer may have a template of their own.
+    tools: whether the chat offers tools; a tokenizer may have a separate template for these.
 
     Raises:
-        ValueError: no such name or file, or none in UTF-8, the tokenizer has no template, or it lacks the named
-            template's tokens.
+        ValueError: the name or file does not exist, the file is not UTF-8, the tokenizer has no template, or it lacks
+            special tokens that the template needs.
     """
     if name is None:
         own = tokenizer.chat_template
@@ -58,8 +59,8 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
         missing_tokens = [token for token in NAMED_TEMPLATES[name] if token not in tokenizer.get_added_vocab()]
         if missing_tokens:
             raise ValueError(
-                f"data.chat_template {name!r} needs the special tokens {', '.join(missing_tokens)}, which the tokenizer "
-                "lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
+                f"data.chat_template {name!r} needs the special tokens {', '.join(missing_tokens)}, which the "
+                "tokenizer lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
             )
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = Path(name)
@@ -71,16 +72,17 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
         )
         raise ValueError(f"data.chat_template {name!r}: {missing}{suggestion(name, NAMED_TEMPLATES)}")
     try:
-        # Without the byte order mark that some editors write: it would begin every text.
+        # Without the byte order mark that some editors write, which would start every rendered text.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"data.chat_template {name!r} cannot be read: {error}; save it as UTF-8") from error
 
 
 def templates_to_save(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:
-    """What the tokenizer of prepared data has: the template of `data.chat_template` among the tokenizer's others.
+    """Chat templates of the tokenizer that is saved with the data.
 
-    One that is named stands for the tokenizer's own two, without tools and with: chats of both kinds are learned in it.
+    A template from `data.chat_template` replaces the tokenizer's templates for chats with and without tools, because it
+    renders both kinds in training. Further templates are kept.
     """
     own = tokenizer.chat_template
     if name is None:
@@ -95,10 +97,10 @@ def _choices() -> str:
 
 
 def messages_of(row: Row, column: str) -> Messages:
-    """The checked messages of a row, without keys that hold null and without empty lists of calls. Raises RowError.
+    """The checked messages of a row, without null values and empty lists of tool calls. Raises RowError.
 
-    Messages of `from` and `value`, as ShareGPT has them, and contents that are lists of texts, become those of `role`
-    and a text as `content`.
+    ShareGPT's messages with `from` and `value`, and contents that are lists of text parts, are converted to `role` and
+    a string as `content`.
     """
     value = row.value(column)
     if not isinstance(value, list):
@@ -126,7 +128,7 @@ def messages_of(row: Row, column: str) -> Messages:
 
 
 def _with_role(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Of `{"from": "human", "value": ...}` the message of the role that this is. Raises RowError of an unknown one."""
+    """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
     if "role" in message or not {"from", "value"} <= message.keys():
         return message
     author = message["from"]
@@ -137,7 +139,7 @@ def _with_role(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Of a content that is a list of parts, all of them texts, the message with these as one."""
+    """Join a content that is a list of text parts."""
     parts = message.get("content")
     if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
         return message
@@ -145,31 +147,31 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_text(part: Any) -> bool:
-    # Columnar files give every part the keys of all.
+    # Columnar files give every part the keys of all parts, with null values.
     held = {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else {}
     return held.keys() == {"type", "text"} and held["type"] == "text" and isinstance(held["text"], str)
 
 
 def _other_keys(message: dict[str, Any]) -> str:
-    """What a message without a role has in place of one."""
+    """The end of the error message for a message without a role: the keys that it has."""
     if "role" in message:
         return ""
     return f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
 
 
 def _require_weight(message: dict[str, Any], where: str) -> None:
-    """Raise RowError when the message is to be learned in a way that does not exist."""
+    """Raise RowError for a `weight` other than 0 or 1, or on a message that is not the assistant's."""
     weight, role = message.get("weight", 0), message["role"]
     if weight not in (0, 1):
-        raise RowError(f"{where}: weight is {weight!r}; 1 learns the message, 0 reads it alone")
+        raise RowError(f"{where}: weight is {weight!r}; set it to 1 to train on the message, or to 0 for context only")
     if weight == 1 and role != "assistant":
         raise RowError(
-            f"{where}: weight is 1 and role is {role!r}; only the assistant's messages are learned, leave it out"
+            f"{where}: weight is 1 and role is {role!r}, but only the assistant's messages carry loss; leave weight out"
         )
 
 
 class ChatTemplate:
-    """A template of a tokenizer, applied to checked messages."""
+    """A chat template with a tokenizer's special tokens, applied to checked messages."""
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source = source
@@ -180,11 +182,11 @@ class ChatTemplate:
         self._special = tuple(special | set(tokenizer.all_special_tokens))
 
     def render(self, messages: Messages, where: str, tools: Tools | None = None) -> list[tuple[str, list[Span]]]:
-        """Texts with the spans, in characters, of what the assistant says in each: one for the chat, or one per turn.
+        """Render to texts with the assistant's spans, in characters: one text for the chat, or one per turn.
 
         Raises:
-            RowError: the template refuses these messages, or leaves out a tool or a call of one.
-            ValueError: the template does not let the assistant's part be told.
+            RowError: the template rejects these messages, or omits a tool, a tool call or reasoning.
+            ValueError: the assistant's spans cannot be located in the template's output.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in turns if messages[index].get("weight", 1)]
@@ -199,15 +201,15 @@ class ChatTemplate:
             written = "\n".join(text[begin:end] for begin, end in spans)
             for index in turns:
                 _require_calls(messages, index, written, where)
-            # Of earlier turns a template may mean to forget it.
+            # Only in the last turn: a template may drop the reasoning of earlier turns on purpose.
             for index in learned[-1:]:
                 _require_reasoning(messages, index, written, where)
             if learned != turns:
                 if len(spans) != len(turns):
                     raise RowError(
                         f"{where}: a message has weight 0, and the {{% generation %}} marks of the chat template, "
-                        f"{len(spans)} for {len(turns)} of the assistant's turns, do not say which it is; leave weight "
-                        "out, or set data.chat_template to a template that marks each turn once"
+                        f"{len(spans)} for {len(turns)} of the assistant's turns, do not show which turn it is; leave "
+                        "weight out, or set data.chat_template to a template that marks each turn once"
                     )
                 spans = [span for index, span in zip(turns, spans, strict=True) if index in learned]
             return [(text, spans)]
@@ -219,23 +221,23 @@ class ChatTemplate:
         return [(text, [span]) for text, span in rendered]
 
     def _require_tools(self, tools: Tools | None, text: str, where: str) -> None:
-        """Raise RowError when `text`, which the template makes of a chat, lacks a function that the row offers."""
+        """Raise RowError when the rendered `text` lacks a tool that the row offers."""
         for name in offered_functions(tools or []):
             # Messages may have that word, too.
             if not self._reads_tools or name not in text:
                 raise RowError(
-                    f"{where}: the chat template leaves out {name!r}, which column {COLUMN!r} offers; set "
-                    "data.chat_template to a template that knows tools, or give the column another name"
+                    f"{where}: the chat template omits the tool {name!r} of column {COLUMN!r}; set "
+                    "data.chat_template to a template that supports tools, or rename the column"
                 )
 
     def _turn(self, messages: Messages, index: int, where: str, whole: str, tools: Tools | None) -> tuple[str, Span]:
-        """The chat up to and including the turn, and the span of the turn in it; `whole` is all of the chat."""
+        """The chat up to and including a turn, and the turn's span. whole: the rendering of the whole chat."""
         prompt = self._render(messages[:index], where, tools, add_generation_prompt=True)
         text = whole if index == len(messages) - 1 else self._render(messages[: index + 1], where, tools)
         if not text.startswith(prompt):
             raise ValueError(
-                f"{where}: what the chat template renders for message {index + 1} does not begin with its own "
-                f"generation prompt ({_difference(prompt, text)}), so its loss cannot be placed; set "
+                f"{where}: the chat template's output for message {index + 1} does not begin with its own generation "
+                f"prompt ({_difference(prompt, text)}), so the assistant's turn cannot be located; set "
                 "data.chat_template to a template with {% generation %} marks"
             )
         _require_calls(messages, index, text[len(prompt) :], where)
@@ -243,7 +245,7 @@ class ChatTemplate:
         return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
-        """`end`, or before it: white space after the token that ends the turn is the template's alone."""
+        """`end` without white space that the template adds after the token that ends the turn."""
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(self._special) else end
 
@@ -254,7 +256,7 @@ class ChatTemplate:
 
     def _render_marked(self, messages: Messages, where: str, tools: Tools | None) -> tuple[str, list[Span]]:
         text, spans = self._apply(messages, where, tools, return_assistant_tokens_mask=True)
-        # Where the marks leave out the token that ends the turn, it is learned all the same: or the model never stops.
+        # The token that ends the turn carries loss even if the marks omit it, or the model would never stop.
         end_tokens = [token for token in self._special if text.rstrip().endswith(token)]
         end_token = max(end_tokens, key=len, default="")
         return text, [
@@ -263,7 +265,7 @@ class ChatTemplate:
         ]
 
     def _apply(self, messages: Messages, where: str, tools: Tools | None, **options: bool) -> tuple[str, list[Span]]:
-        """The text, and the spans that the template marks. Templates run in a sandbox."""
+        """The rendered text and the spans that the template marks. transformers runs templates in a sandbox."""
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
@@ -272,40 +274,38 @@ class ChatTemplate:
                 **options,
                 **self._tokenizer.special_tokens_map,
             )
-        # Templates compute, and may raise anything.
+        # A template can raise any error.
         except Exception as error:
-            raise RowError(f"{where}: the chat template refuses these messages: {error}") from error
-        # Tools and calls have texts, too.
-        require_valid_unicode(texts[0], f"{where}: what the chat template renders")
+            raise RowError(f"{where}: the chat template rejects these messages: {error}") from error
+        # Texts of tools and calls were not checked before.
+        require_valid_unicode(texts[0], f"{where}: the chat template's output")
         return texts[0], spans[0] if spans else []
 
 
 def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:
-    """Raise RowError when what the template has the assistant write lacks a function that the message calls, or has its
-    arguments in quotes.
-    """
+    """Raise RowError when the assistant's rendered text lacks a tool call of the message or quotes its arguments."""
     calls = messages[index].get("tool_calls", [])
     for call, name in zip(calls, called_functions(calls, where), strict=True):
         if is_double_encoded(call, written):
             raise RowError(
-                f"{where}: the chat template writes the arguments of {name!r} in message {index + 1} as a text in "
-                "quotes; give them as an object, and not as its JSON"
+                f"{where}: the chat template renders the arguments of {name!r} in message {index + 1} as a quoted "
+                "string; give them as an object instead of a JSON string"
             )
         if name not in written:
             raise RowError(
-                f"{where}: the chat template leaves out the call of {name!r} in message {index + 1}; set "
-                "data.chat_template to a template that knows calls of tools"
+                f"{where}: the chat template omits the call of {name!r} in message {index + 1}; set "
+                "data.chat_template to a template that supports tool calls"
             )
 
 
 def _require_reasoning(messages: Messages, index: int, written: str, where: str) -> None:
-    """Raise RowError when what the template has the assistant write lacks what the message has it think."""
+    """Raise RowError when the assistant's rendered text lacks the reasoning of the message."""
     for key in _REASONING:
         reasoning = messages[index].get(key)
         if isinstance(reasoning, str) and reasoning.strip() not in written:
             raise RowError(
-                f"{where}: the chat template leaves out {key} of message {index + 1}; set data.chat_template to a "
-                "template that knows it, or leave it out of the messages"
+                f"{where}: the chat template omits {key} of message {index + 1}; set data.chat_template to a template "
+                "that supports it, or remove it from the messages"
             )
 
 

@@ -1,7 +1,7 @@
-"""Slices of rows, for processes that compute the same rows together.
+"""Shards of rows for context parallelism.
 
-A row is cut into twice as many chunks as there are processes. Process i has chunk i and, counted from the end, chunk i:
-late tokens attend to more than early ones, and so all have as much to do.
+A row is divided into twice as many chunks as there are context-parallel ranks. Rank i computes chunk i from the start
+and chunk i from the end: late tokens attend to more keys than early ones, so this balances the work.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tasks.runtime.process.ranks import Processes
 
 
 def context_chunks(processes: Processes) -> tuple[int, int]:
-    """Numbers of this process's chunks."""
+    """Indices of this rank's two chunks."""
     return processes.cp_rank, 2 * processes.cp_size - 1 - processes.cp_rank
 
 
 def shard_collate(collate: Callable[[list[Row]], Batch], processes: Processes) -> Callable[[list[Row]], Batch]:
-    """`collate`, and of each row of its batch the slice of this process."""
+    """`collate`, followed by `shard_batch` when context parallelism is on."""
     if processes.cp_size == 1:
         return collate
     return lambda rows: shard_batch(collate(rows), processes)
 
 
 def shard_batch(batch: Batch, processes: Processes) -> Batch:
-    """This process's tokens of a batch of whole rows.
+    """This rank's tokens of a batch of whole rows.
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
     document of each begins (`document_begins`); and where documents end in the first and in the second of its chunks
@@ -37,7 +37,7 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
     """
     count = 2 * processes.cp_size
     length = batch["input_ids"].shape[1]
-    # What fills up a row is a document of its own, and begins where the row ends.
+    # The padding to a multiple of the chunks is a document of its own, which begins where the row ends.
     filling = (0, -length % count)
     positions = pad(batch["position_ids"], filling)
     positions[:, length:] = torch.arange(filling[1])

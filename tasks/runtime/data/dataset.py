@@ -1,4 +1,4 @@
-"""Prepared data as training reads it: rows of tokens from memory-mapped files."""
+"""Dataset of prepared rows, read from memory-mapped safetensors files, and the collate functions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tasks.runtime.data.prepared_manifest import Manifest, Split
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"
 IGNORE_INDEX = -100
-"""The label of a token that is not learned."""
+"""Label of a token without loss; PyTorch: `F.cross_entropy(ignore_index=-100)`."""
 
 Row = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 
 class Sample(NamedTuple):
-    """A prompt, what followed it in the data, and the tokens a model is to continue: the prompt as it is trained on."""
+    """A prompt, its completion in the data, and the prompt's token ids as in training, for generation."""
 
     prompt: str
     completion: str
@@ -36,29 +36,29 @@ class Sample(NamedTuple):
 
 
 class ReferenceLogProbs(NamedTuple):
-    """Log-probabilities that a model gave to the targets of documents: of row i those from `rows[i]` to `rows[i + 1]`.
+    """Log-probabilities of the reference model, one sum per document.
 
-    log_probs: [D], fp32, a sum for each document; rows: [R + 1], int64.
+    log_probs: [D], fp32. rows: [R + 1], int64; the documents of row i are `log_probs[rows[i] : rows[i + 1]]`.
     """
 
     log_probs: Tensor
     rows: Tensor
 
     def for_row(self, index: int) -> Tensor:
-        """A value for each document of the row."""
+        """The log-probabilities of the row's documents."""
         return self.log_probs[int(self.rows[index]) : int(self.rows[index + 1])]
 
 
 class RowDataset(Dataset[Row]):
-    """Rows of `input_ids`, `labels`, `position_ids`, each [T], int64.
+    """Map-style dataset of rows with `input_ids`, `labels` and `position_ids`, each [T], int64.
 
-    `labels[i]` is `input_ids[i]` where that token is learned and -100 elsewhere, so at the first token of each document
-    too: the model shifts labels by one, and nothing before a document predicts its start. `position_ids` restart with
-    each document. With `length`, rows are padded to it; the padding is a document of its own, without labels.
+    `labels[i]` is `input_ids[i]` for a token with loss and -100 otherwise. The first token of a document has no loss:
+    models shift labels by one, and no token of the same document precedes it. `position_ids` restart at each document.
+    With `length`, rows are padded to it; the padding is a document of its own, without labels.
 
-    Where documents are `paired`, two answers follow each other, and `sides` [T], int64, tell whose a token is: 1 of the
-    chosen one, -1 of the rejected one, 0 of none. With `reference`, the sum of a document's log-probabilities is in
-    `reference` [T], fp32, at its first token; it is 0 elsewhere.
+    paired: each chosen answer is followed by the rejected one. `sides` [T], int64, is 1 for tokens of the chosen
+    answer, -1 for those of the rejected one and 0 for padding.
+    reference: `reference` [T], fp32, is the document's log-probability at its first token and 0 elsewhere.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RowDataset(Dataset[Row]):
         return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
 
     def __getstate__(self) -> dict[str, object]:
-        # Each worker of a loader maps the files itself.
+        # Each worker process of a DataLoader maps the files itself.
         return {**self.__dict__, "_open": {}}
 
     def _tensors(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Row:
@@ -130,9 +130,9 @@ def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
 
 
 def collate(batch: list[Row]) -> Batch:
-    """Rows to a batch, each tensor [B, T]. Rows that were not packed are padded to the longest of the batch.
+    """Stack rows to a batch, each tensor [B, T]. Rows that are not packed are padded to the longest of the batch.
 
-    The id of that padding does not matter: it has no label, and nothing but padding attends to it.
+    The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
@@ -140,23 +140,23 @@ def collate(batch: list[Row]) -> Batch:
 
 
 def collate_flat(batch: list[Row]) -> Batch:
-    """Rows to one long row, each tensor [1, sum of T]: what keeps documents apart under flash attention.
+    """Concatenate rows to one long row, each tensor [1, sum of T], so that flash attention isolates documents.
 
-    transformers' flash attention looks for restarting position ids only in batches of one row; in larger ones a
-    document would attend to those before it.
+    transformers' flash attention detects packed documents, by restarting position ids, only in batches of one row. In a
+    larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 
 def collator(attention: str) -> Callable[[list[Row]], Batch]:
-    """The collate function under which documents stay apart, for a value of `model.attention`."""
+    """The collate function that isolates documents for a value of `model.attention`."""
     return collate_flat if attention.startswith("flash_attention") else collate
 
 
 class PreparedData:
-    """A prepared folder. Nothing is read into memory before it is asked for.
+    """A folder of prepared data, read lazily.
 
-    `reference_log_probs` are what the first model gave the documents of a split, by its name; its rows bring them.
+    reference_log_probs: the reference model's log-probabilities, by split; the split's rows contain them.
     """
 
     def __init__(
@@ -168,30 +168,30 @@ class PreparedData:
 
     @classmethod
     def load(cls, folder: Path | str) -> PreparedData:
-        """Raises ValueError when the folder holds no prepared data, or not all of it."""
+        """Raises ValueError when the folder has no prepared data or is incomplete."""
         folder = Path(folder)
         return cls(folder, Manifest.read(folder))
 
     @property
     def train(self) -> RowDataset:
-        """The rows to train on."""
+        """Rows of the training split."""
         return self._rows("train", self.manifest.train)
 
     @property
     def validation(self) -> RowDataset:
-        """The rows held out; none when the fraction is 0 or there is but one sample."""
+        """Rows of the validation split; empty when `data.validation_fraction` is 0 or there is only one sample."""
         return self._rows("validation", self.manifest.validation)
 
     def with_reference_log_probs(self, **reference_log_probs: ReferenceLogProbs) -> PreparedData:
-        """The same data; rows of the splits named bring `reference`."""
+        """The same data, with a tensor `reference` in the rows of the given splits."""
         return PreparedData(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that the data was made with, its chat template included."""
+        """The tokenizer of the data, including its chat template."""
         return AutoTokenizer.from_pretrained(str(self.folder / TOKENIZER), trust_remote_code=False)
 
     def samples(self, n: int) -> list[Sample]:
-        """The first `n` samples of the validation split, or as many as there are, at most 64."""
+        """The first `n` samples of the validation split; at most 64 are stored."""
         stored = json.loads((self.folder / SAMPLES).read_text(encoding="utf-8"))
         return [Sample(**sample) for sample in stored[:n]]
 

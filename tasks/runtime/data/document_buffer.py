@@ -1,6 +1,6 @@
-"""Encoded documents on disk, from when they are tokenized until their rows are known, and the shards made of them.
+"""Buffer on disk for tokenized documents, until they are packed into rows and written as shards.
 
-Memory holds a few numbers per document and one shard at a time, however much data there is.
+Memory holds a few numbers per document and one shard at a time, whatever the size of the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARD_TOKENS = 1 << 26
 
 
 class DocumentBuffer:
-    """Documents in the order they came, in two files below `folder` that vanish when it closes."""
+    """Tokenized documents in order of arrival, in two temporary files in `folder`. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = folder / "ids.spool", folder / "targets.spool"
@@ -45,7 +45,7 @@ class DocumentBuffer:
             path.unlink()
 
     def add(self, encoded: Encoded, sample: int) -> None:
-        """Append a document of the sample with this number."""
+        """Append a document of sample number `sample`."""
         self._ids.write(encoded.ids.tobytes())
         self._targets.write(encoded.targets.tobytes())
         self._lengths.append(len(encoded))
@@ -56,11 +56,11 @@ class DocumentBuffer:
 
     @property
     def samples(self) -> Ints:
-        """The sample of each document: [D]."""
+        """Sample number of each document: [D], int64."""
         return np.array(self._samples, dtype=np.int64)
 
     def document(self, index: int) -> Encoded:
-        """The document that came as number `index`."""
+        """The document that was added as number `index`."""
         ids, targets = self._memory_map()
         begin = int(np.sum(np.array(self._lengths[:index], dtype=np.int64)))
         end = begin + self._lengths[index]
@@ -81,14 +81,14 @@ class DocumentBuffer:
         group_size: int = 1,
         shard_tokens: int = SHARD_TOKENS,
     ) -> Split:
-        """Put `documents` into rows and the rows into files `<name>-<number>.safetensors`.
+        """Pack `documents` into rows and write the rows to files `<name>-<number>.safetensors`.
 
-        Each `group_size` documents are kept in one row, next to each other. With `length`, rows are packed to it; else
-        each has so many documents. The order of the rows is shuffled by the
-        seed: packing leaves them sorted by the lengths of their documents.
+        Groups of `group_size` consecutive documents share a row, next to each other. With `length`, groups are packed
+        into rows of that length; otherwise each group is a row. Rows are shuffled with the seed, because packing sorts
+        them by the lengths of their documents.
 
-        A file holds `input_ids` [N] (int32) and `targets` [N] (bool), all rows one after the other; `documents` [D + 1]
-        (int64), where each document begins in them; `rows` [R + 1] (int64), the first document of each row.
+        A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
+        (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row.
         """
         lengths = np.array(self._lengths, dtype=np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -140,7 +140,7 @@ def _digest(tensors: dict[str, npt.NDArray[np.generic]]) -> str:
 
 
 def _shard_ranges(row_tokens: Ints, shard_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of rows with about `shard_tokens` each."""
+    """Ranges of rows, as (first, last + 1), with about `shard_tokens` tokens each."""
     shard_of = (np.cumsum(row_tokens) - row_tokens) // shard_tokens
     bounds = [0, *(np.flatnonzero(np.diff(shard_of)) + 1).tolist(), row_tokens.size]
     return [(a, b) for a, b in pairwise(bounds) if b > a]

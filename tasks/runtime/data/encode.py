@@ -1,11 +1,10 @@
-"""Documents to token ids and targets.
+"""Tokenization of documents to token ids and loss masks.
 
-Every segment is tokenized by itself and the ids are joined. So the boundary between what the model reads and what it
-writes is a boundary of tokens too, and the tokens it reads are those that it is given when it is asked: no token that
-merges the last characters of a prompt with the first of its completion is ever learned. Byte-level tokenizers allow
-this as they are. A tokenizer that puts a space before every text (SentencePiece) gets a line break before each later
-segment, whose tokens are then taken away, or another character where the line break would become one token with the
-segment's beginning; what fits neither way is refused.
+Each segment is tokenized separately and the ids are concatenated. So the boundary between prompt and completion is a
+token boundary, and the prompt has the same tokens as at inference: no token merges the end of a prompt with the start
+of its completion. Byte-level tokenizers support this directly. A tokenizer that puts a space before every text, as
+SentencePiece does, gets a line break before each later segment, whose tokens are then removed; if the line break merges
+with the segment's first characters, another character. A segment that merges with all of them is rejected.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from tasks.runtime.data.formats import Document
 from tasks.runtime.data.rows import RowError
 
-# Tried in this order. The last is rare: in most vocabularies it is bytes, which are parts of no other token.
+# Tried in this order. Most vocabularies have the last one as bytes only, which merge with nothing.
 _ANCHORS = ("\n", "x", "0", "¬")
 _PROBE = "a"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids [n] (int32), which of them carry loss [n] (bool), and the bounds of the last segment that is written.
+    """A tokenized document: `ids` [n], int32; `targets` [n], bool, the tokens that carry loss.
 
-    The first token is never a target: nothing precedes it that could predict it.
+    The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
+    that the model generates.
     """
 
     ids: npt.NDArray[np.int32]
@@ -40,23 +40,24 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizes documents; with `learn_all`, every token carries loss, else those that the model writes."""
+    """Tokenizes documents. learn_all: every token carries loss, not only those that the model generates."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, learn_all: bool) -> None:
         self._tokenizer = tokenizer
         self._learn_all = learn_all
-        # The last tokens of what the model wrote in chats so far.
+        # Ids of the last tokens of the assistant's turns in chats so far.
         self.turn_end_ids: set[int] = set()
         self.prefix_ids = self._prefix_ids()
         self._concatenates = self._decodes_concatenated(self._tokenize([_PROBE])[0])
         self._anchors = self._known_anchors()
         if not self._concatenates and not self._decodes_concatenated(self._continue([_PROBE])[0]):
             raise ValueError(
-                "the tokenizer's tokens depend on the text before them: prompts cannot be told from completions"
+                "the tokenizer's tokens depend on the text before them, so prompts cannot be separated from "
+                "completions; set model.tokenizer to another tokenizer"
             )
 
     def encode(self, documents: list[Document]) -> list[Encoded]:
-        """One result per document, in order. Raises RowError when one cannot be cut into segments."""
+        """Encode documents in order. Raises RowError when a document cannot be split into segments."""
         first = self._tokenize([document.segments[0].text for document in documents])
         continuations = iter(
             self._continue([segment.text for document in documents for segment in document.segments[1:]])
@@ -67,7 +68,7 @@ class Encoder:
         ]
 
     def _concatenate(self, document: Document, pieces: list[list[int]]) -> Encoded:
-        # Texts that were rendered before they were stored have these tokens already; twice no model knows them.
+        # A text that was rendered beforehand may contain the leading special tokens; they must not be added twice.
         has_prefix = pieces[0][: len(self.prefix_ids)] == self.prefix_ids
         ids: list[int] = [] if document.has_special_tokens or has_prefix else list(self.prefix_ids)
         targets = [False] * len(ids)
@@ -93,7 +94,7 @@ class Encoder:
         return list(encoded["input_ids"])
 
     def _continue(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts that follow another. Raises RowError for one whose beginning merges with any anchor."""
+        """Tokens of texts that continue another one. Raises RowError for a text that merges with every anchor."""
         if self._concatenates:
             return self._tokenize(texts)
         pieces: dict[int, list[int]] = {}
@@ -105,13 +106,13 @@ class Encoder:
             left = [index for index in left if index not in pieces]
         if left:
             raise RowError(
-                f"the tokenizer's tokens of {texts[left[0]][:20]!r} depend on the text before them: prompts cannot be "
-                "told from completions"
+                f"the tokenizer's tokens of {texts[left[0]][:20]!r} depend on the text before them, so the prompt "
+                "cannot be separated from the completion"
             )
         return [pieces[index] for index in range(len(texts))]
 
     def _known_anchors(self) -> dict[str, list[int]]:
-        """Anchors with their tokens. One that is unknown may become one token with other unknown characters."""
+        """Anchors and their token ids, without unknown ones: these may merge with other unknown characters."""
         tokens = dict(zip(_ANCHORS, self._tokenize(list(_ANCHORS)), strict=True))
         return {anchor: ids for anchor, ids in tokens.items() if self._tokenizer.unk_token_id not in ids}
 
@@ -120,16 +121,16 @@ class Encoder:
         return str(self._tokenizer.decode(joined, clean_up_tokenization_spaces=False)) == _PROBE * 2
 
     def _prefix_ids(self) -> list[int]:
-        """What the tokenizer puts before a text by default: usually its beginning-of-sequence token, or nothing."""
+        """Ids that the tokenizer puts before a text by default: usually the beginning-of-sequence token, or none."""
         plain = self._tokenize([_PROBE])[0]
         whole = self._tokenizer([_PROBE], verbose=False)["input_ids"][0]
         return list(whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)])
 
 
 def split_long(encoded: Encoded, length: int) -> list[Encoded]:
-    """Pieces of at most `length` tokens. Each begins with the last token of the one before, as context without loss.
+    """Split into pieces of at most `length` tokens. Each begins with the previous piece's last token.
 
-    So every token that was a target still is one, and none is seen without a token before it.
+    That token carries no loss there. So every target stays a target, and each has a token before it.
     """
     if len(encoded) <= length:
         return [encoded]

@@ -1,4 +1,4 @@
-"""What a recipe reads, as one digest: the part of the cache key that the recipe's own words cannot tell."""
+"""Fingerprint of the contents that a recipe reads: with the recipe's fields, the cache key of prepared data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Digest of the contents that preparing `spec`'s data would read, for `DataRecipe.from_spec(spec, fingerprint)`.
+    """Digest of the contents that preparing `spec`'s data reads, for `DataRecipe.from_spec(spec, fingerprint)`.
 
-    Local files (rows, a tokenizer's folder, a chat template) count with their contents; remote files with the size, tag
-    and time that the server tells; a Hub data set with its commit; the built-in pairs with Python's version and the
-    source of its library. A tokenizer on the Hub counts by name and revision.
+    It covers the contents of local files (data, tokenizer, chat template); size, ETag and time of remote files; the
+    commit of a Hub dataset; Python's version and library source for the built-in data. A tokenizer on the Hub counts by
+    name and revision.
 
     Raises:
-        ValueError: the source is not found, or cannot be read.
+        ValueError: the source is not found or cannot be read.
     """
     return recipe_digest(DataRecipe.from_spec(spec))
 
 
 def recipe_of(spec: RunSpec, commit: str | None = None) -> DataRecipe:
-    """The recipe of `spec`'s data with its fingerprint; a data set of the Hub at one commit, which is what is read.
+    """The recipe of `spec`'s data, with its fingerprint, and pinned to a commit if it reads a Hub dataset.
 
-    commit: the one that the run has read so far, if any; by default the one that `data.revision` stands for now.
+    commit: the commit that the run has read so far; by default the one that `data.revision` resolves to now.
 
     Raises:
         ValueError: as `fingerprint`.

@@ -1,8 +1,8 @@
-"""Which rows a step reads: a pure function of the seed and the step.
+"""Data loader of the training split: the rows of a step are a pure function of the seed and the step.
 
-The rows of an epoch are shuffled anew, and the epochs follow each other without a gap: nothing is dropped, and every
-step has the same number of rows. A step's rows are one stretch of that stream, cut into micro-batches and those into
-the processes' shares, so that the same rows make a step however they are spread over processes and micro-batches.
+Each epoch is a new permutation of the rows, and epochs follow each other without a gap: no row is dropped, and every
+step has the same number of rows. The rows of a step are a contiguous range of that stream. It is divided into
+micro-batches and these into data-parallel shards, so that a step has the same rows for any number of either.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.process.ranks import Processes
 
 DataSkip = tuple[int, int]
-"""A step, and of how many steps the data is passed over after it."""
+"""(step, n): after this step, the data of the next n steps is skipped."""
 
 
 def data_step(done: int, data_skips: Sequence[DataSkip]) -> int:
-    """Steps whose data comes before that of the step after `done`: a pure function, the same after every restart.
+    """Position, in steps, of the data for the step after `done`: the steps before it plus the skipped ones.
 
     >>> [data_step(done, [(2, 3)]) for done in range(4)]
     [0, 1, 5, 6]
@@ -32,7 +32,7 @@ def data_step(done: int, data_skips: Sequence[DataSkip]) -> int:
 
 
 class ShuffledRows:
-    """Row at each position of the endless stream of shuffled epochs over `rows` rows."""
+    """Endless stream of row indices: epoch after epoch, each a new permutation of `rows` rows."""
 
     def __init__(self, rows: int, seed: int) -> None:
         self._rows, self._seed = rows, seed
@@ -47,7 +47,7 @@ class ShuffledRows:
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """Rows of this process's micro-batches, from the one after step `start` to the last of step `stop`."""
+    """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 class TimedDataLoader(DataLoader[dict[str, torch.Tensor]]):
-    """Micro-batches in order; calls `on_wait` with the seconds that each took to come."""
+    """DataLoader that calls `on_wait` with the seconds that training waited for each micro-batch."""
 
     on_wait: Callable[[float], None] | None = None
 
@@ -101,14 +101,14 @@ def training_loader(
     stop: int,
     data_skips: Sequence[DataSkip] = (),
 ) -> TimedDataLoader:
-    """This process's micro-batches in order, `training.gradient_accumulation_steps` for each step."""
+    """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step."""
     rows = data.train
     return TimedDataLoader(
         rows,
         batch_sampler=MicroBatchSampler(spec, processes, len(rows), start=start, stop=stop, data_skips=data_skips),
         collate_fn=shard_collate(collate, processes),
         pin_memory=torch.cuda.is_available(),
-        # Going through it draws a number, which must not come from the generator that dropout draws from: a run that
-        # continues would draw it once more.
+        # DataLoader draws a seed at each iteration. With the default generator, which dropout uses, a resumed run would
+        # draw one number more than an undisturbed run.
         generator=torch.Generator(),
     )

@@ -1,7 +1,7 @@
-"""Which documents share a row.
+"""Packing of documents into rows: best-fit decreasing.
 
-Attention does not cross from one document to the next because position ids restart with each: transformers builds a
-block-diagonal mask from restarting position ids when it is given neither an attention mask nor a cache.
+Attention does not cross document boundaries, because position ids restart at each document: without an attention mask
+and a cache, transformers builds a block-diagonal mask from restarting position ids.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def pack(lengths: Ints, capacity: int) -> Ints:
-    """Best-fit decreasing: the row of each document, with rows numbered from 0 as they are opened.
+    """Assign each document to a row by best-fit decreasing; rows are numbered in the order they are opened.
 
-    Documents go from long to short, each into the fullest row that still has room. All documents of a length are placed
-    at once: the row with the least room that suffices takes as many as fit (what remains of it is still the best fit),
-    so the time is that of sorting, not of searching a row for each document. The result uses at most 11/9 of the fewest
-    rows.
+    Documents are placed from long to short, each into the fullest row with enough free space. All documents of one
+    length are placed at once: the best-fitting row takes as many of them as fit, because it stays the best fit. So the
+    time is that of sorting, not of a search per document. The result needs at most 11/9 of the optimal number of rows.
 
     lengths: [D], int64, each between 1 and `capacity`. Returns [D], int64.
 
@@ -30,7 +29,7 @@ def pack(lengths: Ints, capacity: int) -> Ints:
     assert lengths.size == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
     rows = np.empty(lengths.size, dtype=np.int64)
-    free_sizes: list[int] = []  # sorted distinct rooms of open rows
+    free_sizes: list[int] = []  # free tokens of the open rows, sorted, without duplicates
     open_rows: dict[int, Ints] = {}
     row_count = 0
 
@@ -64,7 +63,7 @@ def pack(lengths: Ints, capacity: int) -> Ints:
 
 
 def _runs(order: Ints, lengths: Ints) -> list[Ints]:
-    """`order` cut where the length changes."""
+    """`order` split where the length changes."""
     if not order.size:
         return []
     return np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)

@@ -1,4 +1,4 @@
-"""From a recipe to a folder that training reads: rows, tokenizer, samples, and a manifest that accounts for it all."""
+"""The preparation pipeline: from a recipe to a folder with shards of rows, tokenizer, samples and manifest."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ Rows = Callable[[], Iterator[Row]]
 _RowDocuments = tuple[int, str, list[Document]]
 
 _BATCH = 512
-# Rows that are looked at to learn which columns there are.
+# Rows that are read to choose the format.
 _FORMAT_ROWS = 100
 _MAX_GENERATION_SAMPLES = 64
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
-    """Fill the folder `out` with the recipe's data, or take what an equal recipe left there.
+    """Prepare the recipe's data in the folder `out`, or reuse the data if `out` has the same recipe's already.
 
-    The folder appears whole or not at all. Preparations of the same folder at the same time wait for each other. A
-    recipe without a fingerprint gets one here, so that changed files are noticed.
+    The folder is written atomically. Concurrent preparations of the same folder wait for each other. A recipe without a
+    fingerprint gets one here, so that changed files are noticed.
 
-    report: receives lines for a person: what is chosen, progress every few seconds, the final account.
+    report: called with lines for the log: the format, progress every few seconds, the final counts.
 
     Raises:
-        ValueError: the source is not found, unreadable or empty; a column is missing; a row does not fit, and
-            `data.invalid` is `error`; nothing is left to train on; or `out` holds other files.
+        ValueError: the source is not found, unreadable or empty; a column is missing; a row is invalid and
+            `data.invalid` is `error`; no sample is usable; or `out` has other files.
     """
     if not recipe.fingerprint:
         recipe = recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})
@@ -60,7 +60,7 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock(out):
         if found := _reusable(out, recipe):
-            report(f"data of recipe {recipe.hash()} is already prepared in {out}")
+            report(f"the data of recipe {recipe.hash()} is already prepared in {out}")
             return found
         with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
             _build(recipe, folder, report)
@@ -148,7 +148,7 @@ def _tokenizer(
 
 
 def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns: tuple[str, ...]) -> Iterator[str]:
-    """Texts of samples that are not held out. Rows that do not fit are passed over here: they are counted later."""
+    """Texts of the training split. Skips invalid rows without counting them, which happens later."""
     for number, row in enumerate(rows):
         if _uniform(recipe.seed, number) < recipe.data.validation_fraction:
             continue
@@ -159,14 +159,14 @@ def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns:
 
 
 def _raise_unless_skipping(recipe: DataRecipe, error: RowError) -> None:
-    """Return when faulty rows are to be skipped; else raise ValueError."""
+    """Raise ValueError for an invalid row, unless `data.invalid` is `skip`."""
     if recipe.data.invalid == "error":
         raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
 
 
 @dataclass
 class _Counts:
-    """Where every sample went."""
+    """Counts of the samples read, used and skipped."""
 
     read: int = 0
     used: int = 0
@@ -225,7 +225,7 @@ def _encode_all(
 def _encode(
     recipe: DataRecipe, rows: list[_RowDocuments], encoder: Encoder, counts: _Counts
 ) -> list[tuple[int, str, list[Encoded]]]:
-    """The rows with their documents as tokens. One that the tokenizer cannot do right is found by halving the rows."""
+    """Tokenize the documents of the rows. A row that cannot be tokenized is found by bisection."""
     try:
         encoded = iter(encoder.encode([document for _, _, documents in rows for document in documents]))
     except RowError as error:
@@ -241,9 +241,9 @@ def _encode(
 def _fit_sample(
     recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts, *, splits: bool
 ) -> list[Encoded]:
-    """The documents of one sample as they go into rows; none when the sample is skipped, which is counted.
+    """The documents of one sample, each at most a row long; empty when the sample is skipped, which is counted.
 
-    One that is longer than a row is cut into several when it `splits`.
+    splits: whether documents longer than a row are split; otherwise `data.overlong` decides.
     """
     length = recipe.data.sequence_length
     learned = [document for document in documents if document.targets.any()]
@@ -265,7 +265,7 @@ def _fit_sample(
 
 
 def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts) -> list[Encoded]:
-    """Both documents of a pair of answers, which share a row, or none. The longer one is cut first."""
+    """Both documents of a preference pair, which share a row; empty when skipped. The longer one is truncated first."""
     length = recipe.data.sequence_length
     longest = sum(map(len, documents))
     if longest > length:
@@ -274,9 +274,9 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
             return []
         limit = max(length // 2, length - min(map(len, documents)))
         documents = [truncate(document, limit) for document in documents]
-    # Answers of other words may have the same tokens, or have them as far as a row goes: no gradient comes of these.
-    alike = len({document.ids.tobytes() for document in documents}) < len(documents)
-    if not documents or alike or not all(document.targets.any() for document in documents):
+    # Different answers may have the same tokens, at least up to the truncation. Such a pair has no gradient.
+    equal = len({document.ids.tobytes() for document in documents}) < len(documents)
+    if not documents or equal or not all(document.targets.any() for document in documents):
         counts.skipped["no_target"] += 1
         return []
     counts.truncated += longest > length
@@ -284,7 +284,7 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
 
 
 def _skip_overlong(recipe: DataRecipe, where: str, tokens: int, counts: _Counts) -> None:
-    """Count a sample that is longer than a row as skipped; raises ValueError where that is to be an error."""
+    """Count a sample that is longer than a row as skipped. Raises ValueError when `data.overlong` is `error`."""
     if recipe.data.overlong == "error":
         raise ValueError(
             f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
@@ -312,7 +312,7 @@ def _write_splits(
         )
         for name, chosen in (("train", ~in_validation), ("validation", in_validation))
     ]
-    # The first document of each sample that is held out.
+    # The first document of each validation sample.
     shown = np.flatnonzero(in_validation & (np.diff(samples, prepend=-1) != 0))[:_MAX_GENERATION_SAMPLES]
     found = [_generation_sample(buffer.document(int(document)), tokenizer, encoder.prefix_ids) for document in shown]
     stored = json.dumps([sample._asdict() for sample in found if sample], ensure_ascii=False, indent=1)
@@ -321,9 +321,10 @@ def _write_splits(
 
 
 def _validation_mask(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which samples validate: those whose draw is below the fraction, at least one and never all.
+    """Mask of the validation samples: those whose random number is below the fraction; at least one, never all.
 
-    A sample's draw depends on the seed and its number alone, so rows that are appended to a source move none across.
+    The number depends only on the seed and the sample's index, so rows that are appended to a source move no other
+    sample between the splits.
     """
     fraction = recipe.data.validation_fraction
     draws = np.array([_uniform(recipe.seed, int(sample)) for sample in samples])
@@ -335,12 +336,12 @@ def _validation_mask(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.
 
 
 def _uniform(seed: int, number: int) -> float:
-    """A number in [0, 1), the same on every machine."""
+    """A uniform random number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=7).digest()) / 2**56
 
 
 def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
-    """A document as a prompt and what follows it; one that is written throughout is cut in the middle."""
+    """A document as prompt and completion; a document without a prompt is split in the middle."""
     begin, end = document.completion_span
     ids = document.ids.tolist()
     skipped = len(prefix_ids) if ids[: len(prefix_ids)] == prefix_ids else 0
@@ -360,7 +361,7 @@ def _stop_tokens(tokenizer: PreTrainedTokenizerBase, encoder: Encoder) -> tuple[
     end_ids = encoder.turn_end_ids & special
     if encoder.turn_end_ids and not end_ids:
         warnings.warn(
-            "data.chat_template: no special token ends the assistant's turns, so the model does not learn to stop",
+            "data.chat_template: no special token ends the assistant's turns, so the model will not learn to stop",
             stacklevel=2,
         )
     return tuple(sorted({tokenizer.eos_token_id, *end_ids}))

@@ -1,8 +1,8 @@
-"""Pairs of answers: the columns of format `preference`, and what a row of them says.
+"""Preference data: the columns of the formats `preference` and `preference_chat`, and how their rows are read.
 
-Two shapes are on the Hub. Answers are texts, each a continuation of the prompt. Or they are lists of messages that
-differ in the last one alone: whole chats, which repeat the prompt if there is one, or what follows a prompt, which is a
-text or a list of messages. What follows begins with the assistant's message, and may be that alone.
+Datasets on the Hub have two shapes. Answers are texts that continue the prompt. Or they are lists of messages that
+differ only in the last one: complete chats, which repeat the prompt if there is one, or continuations of a prompt. The
+prompt is a text or a list of messages. A continuation begins with the assistant's message and may be that alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ROLES = ("chosen", "rejected")
 
 
 def preference_columns(data: Data, present: list[str]) -> tuple[str, ...]:
-    """The columns of pairs of answers among those that are `present`: both answers, and before them the prompt if any.
+    """The columns of a preference dataset among those `present`: the prompt, if any, and both answers.
 
-    Raises ValueError when an answer is missing.
+    Raises ValueError when the column of an answer is missing.
     """
     for role, column in zip(ROLES, (data.chosen_column, data.rejected_column), strict=True):
         if column not in present:
             raise ValueError(
-                f"objective.type 'dpo' needs pairs of answers, and the data has no column {column!r}, only "
+                f"objective.type 'dpo' needs pairs of answers, but the data has no column {column!r}, only "
                 f"{', '.join(map(repr, present))}{suggestion(column, present)}; set data.{role}_column"
             )
     prompt = (data.prompt_column,) if data.prompt_column in present else ()
@@ -32,9 +32,9 @@ def preference_columns(data: Data, present: list[str]) -> tuple[str, ...]:
 
 
 def are_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
-    """Whether the first answer that is there is a list of messages.
+    """Whether answers are lists of messages, judged by the first answer that is not null.
 
-    Raises ValueError when answers are texts and there is no prompt that they continue.
+    Raises ValueError when answers are texts and there is no prompt column.
     """
     *prompt, chosen, _ = columns
     answers = [
@@ -44,8 +44,8 @@ def are_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
         return True
     if not prompt:
         raise ValueError(
-            f"the answers in column {chosen!r} are texts, and there is no column with the prompt that they continue; "
-            "set data.prompt_column, or give answers as lists of messages"
+            f"the answers in column {chosen!r} are texts, but there is no column with their prompt; set "
+            "data.prompt_column, or give answers as lists of messages"
         )
     return False
 
@@ -57,7 +57,7 @@ def text_answers(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
 
 
 def chat_answers(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages]:
-    """The chats of a row that end with the chosen and the rejected answer, alike before that. Raises RowError."""
+    """The two chats of a row: equal but for the last message, the chosen or the rejected answer. Raises RowError."""
     *prompt, chosen, rejected = columns
     first, second = (_chat(row, column, prompt) for column in (chosen, rejected))
     for number, (one, other) in enumerate(zip(first[:-1], second[:-1], strict=False), start=1):
@@ -75,29 +75,33 @@ def _prompt_messages(row: Row, column: str) -> Messages:
 
 
 def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
-    """The chat that ends with the answer in `column`; `prompt` names the column of what was asked, if there is one."""
+    """The chat that ends with the answer in `column`. prompt: the name of the prompt's column, if there is one."""
     messages = messages_of(row, column)
     if messages[-1]["role"] != "assistant":
-        raise RowError(f"{row.where}: the last message in column {column!r} is the {messages[-1]['role']}'s, no answer")
+        raise RowError(
+            f"{row.where}: the last message in column {column!r} has role {messages[-1]['role']!r}; it must be the "
+            "assistant's answer"
+        )
     if messages[-1].get("weight", 1) == 0:
         raise RowError(
-            f"{row.where}: the last message in column {column!r} has weight 0, and is what is compared; leave it out"
+            f"{row.where}: the last message in column {column!r} has weight 0, but it is the answer to compare; leave "
+            "weight out"
         )
     prompt_messages = _prompt_messages(row, prompt[0]) if prompt else []
     if not prompt_messages and len(messages) == 1:
-        raise RowError(f"{row.where}: column {column!r} holds an answer alone, and there is no prompt before it")
+        raise RowError(f"{row.where}: column {column!r} has an answer without a prompt before it")
     if _starts_with(messages, prompt_messages):
         return messages
     if messages[0]["role"] == "assistant":
         return [*prompt_messages, *messages]
-    # A chat may say more before its last question: what the system says, or earlier turns.
+    # A chat may have more messages before the prompt: a system message, or earlier turns.
     if any(
         _starts_with(messages[start:-1], prompt_messages) for start in range(1, len(messages) - len(prompt_messages))
     ):
         return messages
     raise RowError(
-        f"{row.where}: the chat in column {column!r} neither begins with the prompt nor with the assistant's message; "
-        f"repeat what column {prompt[0]!r} says in it, or, if that is no prompt, set data.prompt_column to another"
+        f"{row.where}: the chat in column {column!r} begins neither with the prompt in column {prompt[0]!r} nor with "
+        "the assistant's message; repeat the prompt in it, or set data.prompt_column to the right column"
     )
 
 
@@ -106,9 +110,9 @@ def _starts_with(messages: Messages, prompt_messages: Messages) -> bool:
 
 
 def _message_key(message: dict[str, Any]) -> tuple[str, str, Any]:
-    """What a message says; white space around it varies between columns."""
+    """The parts of a message that are compared; surrounding white space varies between columns."""
     return message["role"], message.get("content", "").strip(), message.get("tool_calls")
 
 
 def _mismatch(row: Row, chosen: str, rejected: str, how: str) -> str:
-    return f"{row.where}: {chosen!r} and {rejected!r} {how}; they must be alike but for the last message, the answer"
+    return f"{row.where}: {chosen!r} and {rejected!r} {how}; they may differ only in the last message, the answer"

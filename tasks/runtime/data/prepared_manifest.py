@@ -1,4 +1,4 @@
-"""What a prepared folder holds and how it came to be: `manifest.json`."""
+"""`manifest.json` of prepared data: the recipe, the counts of samples and tokens, the shards and their digests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ VERSION = format_versions.DATA
 
 SKIP_REASONS = {
     "invalid": "not readable or of the wrong type",
-    "no_target": "without a token to learn",
+    "no_target": "without a token that carries loss",
     "overlong": "longer than a row",
 }
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of rows, `sha256` being that of its tensors."""
+    """A file of rows; `sha256` is the digest of its tensors."""
 
     file: str
     rows: int
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of one split. `tokens` is without padding; `target_tokens` carry loss."""
+    """Counts of one split. `tokens` excludes padding; `target_tokens` carry loss."""
 
     samples: int
     documents: int
@@ -44,17 +44,17 @@ class Split:
     shards: tuple[Shard, ...]
 
     def fill(self, sequence_length: int) -> float:
-        """Share of the rows' tokens that are not padding, when packed."""
+        """Fraction of the packed rows' tokens that are not padding, 0 to 1."""
         return self.tokens / (self.rows * sequence_length) if self.rows else 0.0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every sample that was read is accounted for: `samples_read == samples_used + sum(skipped.values())`.
+    """Manifest of prepared data; `samples_read == samples_used + sum(skipped.values())`.
 
-    `skipped` counts by the reasons of `SKIP_REASONS`. `truncated` samples and those cut into pieces (`split_long`) or
-    into one document per turn (`split_turns`) are among the used. `stop_token_ids` are the tokens that end what a model
-    writes. `largest_token_id` is of all tokens that rows have, padding and these ends included.
+    `skipped` counts by the reasons of `SKIP_REASONS`. Used samples include those that were `truncated`, split into
+    pieces of a row (`split_long`) or into one document per turn (`split_turns`). `stop_token_ids` end a generation.
+    `largest_token_id` covers all rows, padding and stop tokens.
     """
 
     recipe: dict[str, Any]
@@ -82,9 +82,10 @@ class Manifest:
 
     @property
     def content_hash(self) -> str:
-        """Digest of the rows: the same for the same rows, however they came to be.
+        """Digest of the rows themselves.
 
-        A recipe does not tell: a template may print the date, and the next version of a tokenizer cut other tokens.
+        Two preparations of one recipe may differ: a chat template can print the date, and a new version of a tokenizer
+        can split texts in other ways.
         """
         shards = (*self.train.shards, *self.validation.shards)
         parts = [f"{shard.file} {shard.rows} {shard.sha256}" for shard in shards]
@@ -92,7 +93,7 @@ class Manifest:
 
     @property
     def commit(self) -> str | None:
-        """The commit of the Hub's data set that the rows are of, where they are of one and it is known."""
+        """The commit of the Hub dataset that the rows come from, if they do and it is known."""
         revision = self.recipe["data"]["revision"]
         return revision if revision is not None and is_commit(revision) else None
 
@@ -102,30 +103,33 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises ValueError when the folder holds no prepared data, or some of another version, or not all of it."""
+        """Read the manifest. Raises ValueError without one, for another version, or for missing or truncated shards."""
         values = _values(folder)
         if values is None:
-            raise ValueError(f"{folder} holds no prepared data: there is no {MANIFEST} of it")
+            raise ValueError(f"{folder} has no prepared data: its {MANIFEST} is missing")
         if values["version"] != VERSION:
-            raise ValueError(f"{folder} is not of version {VERSION}; prepare the data anew")
+            raise ValueError(
+                f"{folder} has prepared data of version {values['version']}, but this version of Strata reads version "
+                f"{VERSION}; prepare the data again"
+            )
         for name in ("train", "validation"):
             values[name] = _split(values[name])
             for shard in values[name].shards:
                 file = folder / shard.file
                 if not file.is_file() or file.stat().st_size != shard.bytes:
-                    raise ValueError(f"{file} is missing or not whole; remove {folder} and prepare the data anew")
+                    raise ValueError(f"{file} is missing or truncated; delete {folder} and prepare the data again")
         for name in ("columns", "stop_token_ids"):
             values[name] = tuple(values[name])
         return cls(**values)
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether the folder holds prepared data, of whichever version."""
+    """Whether the folder has prepared data of any version."""
     return _values(folder) is not None
 
 
 def _values(folder: Path) -> dict[str, Any] | None:
-    """What the manifest says, or None when there is none: other folders have a file of that name too."""
+    """The manifest's values, or None without a manifest of prepared data: checkpoints have a file of that name, too."""
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""The built-in source `python-docs`: what the standard library says about itself.
+"""The built-in source `python-docs`: docstrings of Python's standard library.
 
-A pair is the qualified name and signature of a module, class or function, and the first paragraph of its docstring:
+A pair has the qualified name and signature of a module, class or function, and the first paragraph of its docstring:
 
     def json.dumps(obj, *, skipkeys=False, ensure_ascii=True, ...)
     Serialize ``obj`` to a JSON formatted ``str``.
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-# Tests, demos, and what is installed beside the library: none of it is documentation of the library.
+# Tests, demos and installed packages, which are not part of the library's documentation.
 _EXCLUDED = {
     "__pycache__",
     "dist-packages",
@@ -48,10 +48,10 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @cache
 def pairs() -> tuple[tuple[str, str], ...]:
-    """(prompt, completion) of all that the standard library documents, sorted by prompt.
+    """All (prompt, completion) pairs of the standard library, sorted by prompt.
 
-    A completion that several definitions share is kept once, with the first of their prompts: most are boilerplate,
-    and one left in training would give away its twin in validation.
+    A completion that several definitions share is kept once, with the first prompt: most such completions are
+    boilerplate, and one in the training split would leak into the validation split.
     """
     root = _standard_library()
     with _gc_disabled():
@@ -83,7 +83,7 @@ def _standard_library() -> Path:
 def _files(root: Path) -> list[Path]:
     found = []
     for folder, folders, names in os.walk(root):
-        # In place: so that what is installed, ten times as much, is not even listed.
+        # In place, so that os.walk does not descend into the installed packages, which are ten times as large.
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
@@ -91,7 +91,7 @@ def _files(root: Path) -> list[Path]:
 
 @contextmanager
 def _gc_disabled() -> Iterator[None]:
-    """Syntax trees hold no cycles, and Python would look for some among their nodes for as long as it parses."""
+    """Disable garbage collection while parsing: syntax trees have no cycles, and scans of their nodes cost time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -116,7 +116,7 @@ def _module_pairs(path: Path, module: str) -> Iterator[tuple[str, str]]:
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, _Definition]]:
-    """Classes, their members, and functions, with qualified names; what is local to a function is left out."""
+    """Classes, their members, and functions, with qualified names; without definitions inside functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Definition):
             yield f"{name}.{child.name}", child
@@ -127,7 +127,7 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, _Definition]]:
 
 
 def _first_paragraph(node: ast.Module | _Definition) -> str | None:
-    """The docstring's first paragraph of prose on one line, or None where there is none worth learning."""
+    """The docstring's first paragraph of prose on one line; None without one of at least three words."""
     docstring = ast.get_docstring(node)
     if docstring is None:
         return None
@@ -141,7 +141,7 @@ def _first_paragraph(node: ast.Module | _Definition) -> str | None:
 def _signature(name: str, node: _Definition) -> str:
     """`def name(args) -> returns` or `class name(bases)`, on one line.
 
-    Beyond 120 characters annotations go, then default values, then the last parameters.
+    Beyond 120 characters it omits annotations, then default values, then the last parameters.
     """
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(base for base in map(ast.unparse, node.bases) if base != "object")
@@ -157,7 +157,7 @@ def _signature(name: str, node: _Definition) -> str:
 
 
 def _parameters(arguments: ast.arguments, returns: str) -> Iterator[str]:
-    """From the whole to the names alone. Copies of a tree take longer than all else: few definitions ask for them."""
+    """Ever shorter versions. A generator, because copying a syntax tree is slow and few definitions need it."""
     yield f"({ast.unparse(arguments)}){returns}"
     plain = _without_annotations(arguments)
     yield f"({ast.unparse(plain)})"

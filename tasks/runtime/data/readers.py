@@ -1,7 +1,7 @@
-"""Read rows from files of one kind, through fsspec: a path on disk or a URL, plain or compressed.
+"""Readers for JSON Lines, JSON, Parquet, CSV and text files, through fsspec: a path or a URL, plain or compressed.
 
-Values come as they are written: a number in a column of texts stays a number, and the text `NA` stays a text, so that
-what is wrong is found and counted instead of being converted. Lines are counted from 1.
+Values are not converted: a number in a text column stays a number, and the text `NA` stays a text, so that wrong values
+are found and counted. Line numbers start at 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Reader = Callable[[IO[bytes], str], Iterator[Row]]
 
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# The csv module refuses fields beyond 128 KiB unless told otherwise; a document may be longer.
+# The csv module's default limit is 128 KiB; a document may be longer.
 _MAX_CSV_FIELD = 1 << 30
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
 def read(filesystem: Any, path: str) -> Iterator[Row]:
-    """The rows of one file, by its extension. Raises ValueError, naming the file, when it cannot be read."""
+    """Read the rows of one file, by its extension. Raises ValueError, which names the file, when that fails."""
     from fsspec.utils import infer_compression
 
     with naming_file(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
@@ -34,7 +34,7 @@ def read(filesystem: Any, path: str) -> Iterator[Row]:
 
 
 def extension(path: str) -> str:
-    """`.jsonl` of `data/train.jsonl.gz`; empty when there is none."""
+    """The extension without the compression: `.jsonl` for `data/train.jsonl.gz`; empty without one."""
     name = _file_name(path).lower()
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
@@ -42,13 +42,13 @@ def extension(path: str) -> str:
 
 
 def _file_name(path: str) -> str:
-    # In a URL a question mark begins the query, which may name paths of its own; downloaded files may keep it.
+    # The query of a URL may contain slashes, and the names of downloaded files may keep the query.
     return (path.split("?", 1)[0] if "://" in path else path).rsplit("/", 1)[-1].split("?", 1)[0]
 
 
 @contextmanager
 def naming_file(path: str) -> Iterator[None]:
-    """Turn what goes wrong while `path` is read into a ValueError that names it."""
+    """Turn errors of the block into a ValueError that names `path`."""
     try:
         yield
     except (*_UNREADABLE, ImportError) as error:
@@ -83,16 +83,16 @@ def _parsed(line: str, where: str) -> Row:
         return Row(where, _JSON.decode(line))
     except RecursionError:
         return Row(where, None, "its objects or lists are nested too deeply")
-    # Also of a number with thousands of digits.
+    # ValueError is also raised for a number with thousands of digits.
     except ValueError as error:
         return Row(where, None, f"not valid JSON: {error}")
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is there twice Python would keep the last value alone."""
+    """Reject an object with a duplicate key, of which Python would keep the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"an object names a key twice: {', '.join(key for key, _ in pairs)}")
+        raise ValueError(f"an object has a key twice: {', '.join(key for key, _ in pairs)}")
     return values
 
 
@@ -100,7 +100,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys)
 
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
-    """A list of objects, or what is often named so: one object per line."""
+    """A list of objects, or JSON Lines, which often have this extension, too."""
     start = file.read(len(_BYTE_ORDER_MARK) + 64).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
     file.seek(0)
     if start != b"[":
@@ -131,7 +131,7 @@ def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
 
 
 def _csv_rows(reader: Any) -> Iterator[list[str]]:
-    """Those that are not empty. `reader` is of the csv module, and tells of lines that it has read."""
+    """The non-empty rows of a `csv.reader`."""
     begin = reader.line_num + 1
     try:
         for values in reader:
@@ -140,14 +140,13 @@ def _csv_rows(reader: Any) -> Iterator[list[str]]:
             begin = reader.line_num + 1
     except csv.Error as error:
         raise OSError(
-            f"the row that begins in line {begin}: {error}; a quote within quotes is written twice, and lines end "
-            "with a line feed"
+            f"the row that begins in line {begin}: {error}; double quotes inside quotes, and end lines with a line feed"
         ) from error
 
 
 def _require_unique_columns(columns: list[str]) -> None:
     if len(set(columns)) < len(columns):
-        raise OSError(f"the header names a column twice: {', '.join(columns)}")
+        raise OSError(f"the header has a column twice: {', '.join(columns)}")
 
 
 def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -167,7 +166,7 @@ def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
 
 
 def _arrow_rows(batch: Any) -> list[tuple[Any, str | None]]:
-    """Values of each row, or why it has none: dates may be beyond Python's, texts not UTF-8."""
+    """(values, None) of each row, or (None, problem): dates may exceed Python's range, texts may not be UTF-8."""
     try:
         return [(values, None) for values in batch.to_pylist()]
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What a source yields, and how a row that cannot be used is told."""
+"""Rows of a source, checks of their columns, and the error of a row that cannot be used."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class RowError(ValueError):
-    """One row cannot be used. `data.invalid` decides whether that ends the preparation or is counted."""
+    """A row cannot be used. `data.invalid` decides whether the preparation fails or counts it as skipped."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of a source.
 
-    `where` names it to a person (`/data/train.jsonl line 17`). `problem` tells why it could not be read; then there
-    are no `values`.
+    where: its location, for messages: `/data/train.jsonl line 17`.
+    problem: why it could not be read; `values` is None then.
     """
 
     where: str
@@ -25,7 +25,7 @@ class Row:
     problem: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The columns of the row. Raises RowError when it was not readable or is no object."""
+        """The row's columns. Raises RowError when it could not be read or is not an object."""
         if self.problem is not None:
             raise RowError(f"{self.where}: {self.problem}")
         if not isinstance(self.values, dict):
@@ -33,7 +33,7 @@ class Row:
         return self.values
 
     def text(self, column: str) -> str:
-        """The text in `column`. Raises RowError when it is missing, not text, or holds half a character."""
+        """The text in `column`. Raises RowError when it is missing, not text, or not valid Unicode."""
         value = self.value(column)
         if not isinstance(value, str):
             raise RowError(f"{self.where}: column {column!r} holds {describe_type(value)}, not text")
@@ -41,7 +41,7 @@ class Row:
         return value
 
     def value(self, column: str) -> Any:
-        """What is in `column`. Raises RowError when the row lacks it."""
+        """The value in `column`. Raises RowError when the row does not have it."""
         fields = self.fields()
         if column not in fields:
             raise RowError(f"{self.where}: there is no column {column!r}, only {', '.join(map(repr, fields))}")
@@ -49,17 +49,17 @@ class Row:
 
 
 def require_valid_unicode(text: str, where: str) -> None:
-    """Raise RowError when the text holds one half of a surrogate pair: JSON can say it, and no tokenizer takes it."""
+    """Raise RowError when the text has an unpaired surrogate: JSON can encode one, tokenizers reject it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RowError(
-            f"{where} holds half a character, {text[error.start]!r} after {text[: error.start][-20:]!r}"
+            f"{where} has an unpaired surrogate, {text[error.start]!r}, after {text[: error.start][-20:]!r}"
         ) from error
 
 
 def describe_type(value: Any) -> str:
-    """The type of a value in words, with the value when it is short."""
+    """The type of a value, for messages, with the value if it is short."""
     if value is None:
         return "null"
     shown = repr(value)
@@ -67,6 +67,6 @@ def describe_type(value: Any) -> str:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the name nearest to `name`, or nothing."""
+    """`; did you mean 'x'?` for the closest match of `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

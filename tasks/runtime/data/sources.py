@@ -1,6 +1,6 @@
-"""Where rows come from: the built-in pairs, files on disk or behind a URL, or a data set of the Hugging Face Hub.
+"""Data sources: the built-in pairs, files on disk or behind a URL, or a dataset of the Hugging Face Hub.
 
-A source can be read any number of times and gives the same rows in the same order each time.
+A source can be read repeatedly and gives the same rows in the same order each time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tasks.runtime.process.hub import asking_hub
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-# What file systems call the fields that change when a file does.
+# fsspec's names for metadata that changes with a file's content; each file system has others.
 _VERSION_FIELDS = (
     "size", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created", "md5Hash",
     "Content-MD5", "Digest", "VersionId", "version_id", "blob_id", "sha",
@@ -37,28 +37,28 @@ _VERSION_FIELDS = (
 
 
 class Source(Protocol):
-    """Rows, their name, and a digest that changes when they do."""
+    """A named source of rows with a digest of its content."""
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Its name in messages."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person is told of what is read."""
+        """Lines for the log, such as which files of a folder are read."""
 
     def rows(self) -> Iterator[Row]:
         """All rows, in the same order every time."""
 
     def digest(self) -> str:
-        """SHA-256 that changes with the rows."""
+        """SHA-256 that changes when the rows change."""
 
 
 def open_source(recipe: DataRecipe) -> Source:
-    """The source that `data.source` names.
+    """Open the source that `data.source` names.
 
     Raises:
-        ValueError: nothing is found under that name, or the files are of several kinds.
+        ValueError: the source is not found, or its files have different formats.
     """
     data = recipe.data
     names = (data.source,) if isinstance(data.source, str) else data.source
@@ -76,7 +76,7 @@ def open_source(recipe: DataRecipe) -> Source:
 
 @dataclass(frozen=True)
 class PythonDocs:
-    """The documented names of the standard library, shuffled by the seed; see `python_docs`."""
+    """The built-in dataset: docstrings of Python's standard library, shuffled with the seed; see `python_docs`."""
 
     seed: int
     name: str = "python-docs"
@@ -90,25 +90,25 @@ class PythonDocs:
             yield Row(f"{self.name} pair {number}", {"prompt": prompt, "completion": completion})
 
     def digest(self) -> str:
-        """Python's version and the library's source."""
+        """Digest of Python's version and the source of its library."""
         return python_docs.digest()
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one kind, read one after the other in the order of the list, globs sorted."""
+    """Files of one format, read in the order of the list; the matches of a glob are sorted."""
 
     name: str
     found: tuple[tuple[Any, str], ...]  # file system, path within it
     notes: tuple[str, ...] = ()
     splits: bool = False
-    """Whether names of files tell of splits."""
+    """Whether the files' names contain splits."""
 
     @classmethod
     def find(cls, names: tuple[str, ...], split: str) -> Files:
-        """Resolve paths, folders, globs and URLs; of a folder whose files name splits those of `split`.
+        """Resolve paths, folders, globs and URLs. Of a folder whose file names contain splits, take those of `split`.
 
-        Raises ValueError when one matches nothing, or kinds are mixed.
+        Raises ValueError when a name matches nothing, or when files have different formats.
         """
         matches = [_find_files(name, split) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
@@ -120,20 +120,20 @@ class Files:
             )
         if len(kinds) > 1:
             raise ValueError(
-                "data.source mixes files of several kinds: "
+                "data.source mixes files of different formats: "
                 + ", ".join(f"{suffix} ({path})" for suffix, path in kinds.items())
-                + "; give files of one kind"
+                + "; give files of one format"
             )
         notes = tuple(match.note for match in matches if match.note)
         return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches))
 
     def rows(self) -> Iterator[Row]:
-        """Rows of all files. Raises ValueError, naming the file, when one cannot be read."""
+        """Rows of all files. Raises ValueError, which names the file, when one cannot be read."""
         for filesystem, path in self.found:
             yield from read(filesystem, path)
 
     def digest(self) -> str:
-        """Contents of local files; of remote ones size, tag and time, as far as the server tells them."""
+        """Digest of the contents of local files, and of size, ETag and time of remote files."""
         result = hashlib.sha256()
         for filesystem, path in self.found:
             with naming_file(path):
@@ -143,10 +143,7 @@ class Files:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set of the Hub, downloaded into its cache; streamed when only its first samples are asked for.
-
-    No code of the data set is run.
-    """
+    """A dataset of the Hub, downloaded to the cache, or streamed with `data.max_samples`. Runs none of its code."""
 
     name: str
     subset: str | None
@@ -158,9 +155,9 @@ class HubDataset:
     def rows(self) -> Iterator[Row]:
         """Rows of the split.
 
-        Raises ValueError when the Hub has no such data set, subset or split, and Unreachable when it does not answer.
+        Raises ValueError when the Hub has no such dataset, subset or split, and Unreachable when it does not answer.
         """
-        # Also while rows are read: those of a stream come one by one.
+        # Around the iteration, too: a stream requests its rows one by one.
         with asking_hub(f"data.source {self.name!r}"):
             for number, values in enumerate(self._load(), start=1):
                 yield Row(f"{self.name} row {number}", dict(values))
@@ -171,69 +168,69 @@ class HubDataset:
             from huggingface_hub.errors import HfHubHTTPError
         except ImportError as error:
             raise ValueError(
-                f"data.source {self.name!r} is on the Hub, which takes the package `datasets`: pip install datasets"
+                f"data.source {self.name!r} is on the Hub and needs the package `datasets`: pip install datasets"
             ) from error
         try:
             found = datasets.load_dataset(
                 self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
             )
-        # HfHubHTTPError: of a token that the Hub does not know, say.
+        # HfHubHTTPError: an invalid token, for example.
         except (FileNotFoundError, ConnectionError, HfHubHTTPError) as error:
             raise _not_found(self.name, reason=str(error).splitlines()[0]) from error
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
             raise ValueError(
-                f"data.source {self.name!r}: {error}; set data.revision to 'refs/convert/parquet', where the Hub keeps "
-                "the rows of many of these, or take its files"
+                f"data.source {self.name!r}: {error}; set data.revision to 'refs/convert/parquet', where the Hub has "
+                "the rows of many such datasets, or download its files and name these"
             ) from error
         except (ValueError, datasets.exceptions.DatasetsError) as error:
-            # The library's own words name the configurations or splits that there are.
+            # The library's message lists the configurations or splits that exist.
             raise ValueError(
                 f"data.source {self.name!r} with data.subset {self.subset!r}, data.split {self.split!r}: {error}"
             ) from error
         return _without_decoding(found)
 
     def commit(self) -> str | None:
-        """The commit that `revision` stands for now; None, with a warning, when the Hub does not say."""
+        """The commit that `revision` resolves to now; None, with a warning, when the Hub does not answer."""
         from huggingface_hub import HfApi
 
         if self.revision is not None and is_commit(self.revision):
             return self.revision
         try:
             return HfApi().dataset_info(self.name, revision=self.revision).sha
-        # What the Hub answers, and what keeps it from answering, have no common class but this.
+        # The client's errors have no common base class.
         except Exception as error:
             warnings.warn(
-                f"data.revision: cannot ask the Hub for the commit of {self.name!r} ({type(error).__name__}); a change "
-                "there will not be noticed before the data is read. Pin data.revision to a commit.",
+                f"data.revision: the Hub did not return the commit of {self.name!r} ({type(error).__name__}), so a "
+                "change of the dataset is not noticed until it is read. Pin data.revision to a commit.",
                 stacklevel=2,
             )
             return None
 
     def digest(self) -> str:
-        """That of the commit."""
+        """Digest of the name and the commit."""
         return hashlib.sha256(f"{self.name}@{self.commit()}".encode()).hexdigest()
 
 
 def _without_decoding(rows: Any) -> Any:
-    """Rows of a data set whose pictures and sounds stay as they are stored: to decode them takes time, and packages."""
+    """The dataset with images and audio left encoded: decoding takes time and further packages."""
     from datasets import IterableDataset
     from datasets.features.features import require_decoding
 
-    # What is streamed may not know its columns before it is read; then they are of JSON or text.
+    # A stream may not know its columns before it is read; then its files are JSON or text.
     if not rows.features or not require_decoding(rows.features):
         return rows
     return (rows if isinstance(rows, IterableDataset) else rows.to_iterable_dataset()).decode(False)
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision of the Hub is a commit, which stays what it is, and no branch or tag."""
+    """Whether a revision is a commit hash rather than a branch or a tag, which can move."""
     return _COMMIT.match(revision) is not None
 
 
 def _warn_of_hub_fields(data: Data, *, split: bool = True) -> None:
-    """`split`: also of that field."""
+    """Warn of fields that have no effect outside the Hub. split: whether `data.split` is one of them."""
     fields = {"subset": data.subset, "split": data.split if split else None, "revision": data.revision}
     for name, value in fields.items():
         if value not in (None, "train"):
@@ -247,7 +244,7 @@ def _names_files(name: str) -> bool:
 
 
 def _is_pattern(name: str) -> bool:
-    # In a URL a question mark begins the query.
+    # In a URL, a question mark begins the query.
     return (
         any(c in name for c in "*[")
         if "://" in name
@@ -260,7 +257,7 @@ def _local_path(name: str) -> Path:
 
 
 class _Match(NamedTuple):
-    """Files of one name in `data.source`."""
+    """Files that one name in `data.source` matches."""
 
     filesystem: Any
     paths: list[str]
@@ -275,18 +272,18 @@ def _find_files(name: str, split: str) -> _Match:
         filesystem, path = url_to_fs(name if "://" in name else str(_local_path(name).absolute()))
         if _is_pattern(name):
             paths = sorted(filesystem.glob(_pattern(filesystem, path)))
-        # A web server is not asked for a listing: it would answer with the whole file.
+        # No `isdir` over HTTP: it would download the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
             return _find_in_folder(filesystem, path, name, split)
         else:
             paths = [path] if filesystem.exists(path) else []
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"data.source {name!r}: {error}") from error
-    # A store's client raises errors of its own, of no common class.
+    # The stores' clients raise errors without a common base class.
     except Exception as error:
         raise ValueError(
-            f"data.source {name!r} cannot be read: {type(error).__name__}: {error}; the client takes credentials and "
-            "addresses from the environment"
+            f"data.source {name!r} cannot be read: {type(error).__name__}: {error}; check the credentials and "
+            "endpoints in the environment"
         ) from error
     if not paths:
         raise _not_found(name)
@@ -294,17 +291,17 @@ def _find_files(name: str, split: str) -> _Match:
 
 
 def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
-    """Raises ValueError when nothing in the folder can be read, or names tell of splits and not of this one."""
+    """The data files of a folder. Raises ValueError when it has none, or none of this split."""
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
     shown = [path for path in files if is_data_file(path)]
     known = [path for path in shown if extension(path) in READERS]
     if not known:
-        raise ValueError(f"the folder holds no file of a known kind ({', '.join(READERS)})")
+        raise ValueError(f"the folder has no file of a known format ({', '.join(READERS)})")
     chosen = files_of_split(known, split, redacted(name))
     others = sorted(set(known) - set(chosen))
     left_out = f", of split {split!r}; left out: {abbreviate(others)}" if others else ""
     if unknown := [path for path in shown if extension(path) not in READERS]:
-        left_out += f"; of no known kind: {abbreviate(unknown)}"
+        left_out += f"; unknown format: {abbreviate(unknown)}"
     return _Match(
         filesystem,
         [files[path] for path in chosen],
@@ -314,7 +311,7 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Mat
 
 
 def _pattern(filesystem: Any, path: str) -> str:
-    """The path as a pattern. On disk, folders that are there by the name as it is written are taken by that name."""
+    """The path as a glob. On disk, leading folders that exist under their literal name are escaped."""
     from fsspec.implementations.local import LocalFileSystem
 
     if not isinstance(filesystem, LocalFileSystem):

@@ -1,7 +1,7 @@
-"""Which files of a folder are of which split: as a data set of the Hub has them, when somebody has copied it.
+"""Splits by the names of files and folders, as in a copy of a Hub dataset.
 
-Names tell, of files or of folders in the folder: `train.jsonl`, `gsm8k_test.csv`, `validation/0.parquet`, or
-`data/train_sft-00000-of-00003.parquet`, which is of a split `train_sft`.
+Examples: `train.jsonl`, `gsm8k_test.csv`, `validation/0.parquet`, and `data/train_sft-00000-of-00003.parquet`, which
+belongs to the split `train_sft`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from tasks.runtime.data.readers import extension
 
-# Words that names begin or end with, as the package `datasets` knows them.
+# Words at the start or end of a name, as in the package `datasets`.
 _SPLIT_NAMES = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -19,18 +19,18 @@ _SPLIT_NAMES = {
 _WORDS = "|".join(_SPLIT_NAMES)
 _WORD = re.compile(rf"^({_WORDS})(?![^\W\d_])|(?<![^\W\d_])({_WORDS})[\W\d_]*$")
 _SHARD = re.compile(rf"data/((?:{_WORDS})_\w+)-\d{{5}}-of-\d{{5}}")
-# What data sets have beside their rows.
+# Files of a dataset that hold no rows.
 _METADATA_FILES = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
 
 
 def is_data_file(path: str) -> bool:
-    """Whether a file, by its path in the folder, is one that a person means: not hidden, and not about the others."""
+    """Whether a file, by its path in the folder, may hold rows: not hidden, and no metadata."""
     *_, file = parts = path.split("/")
     return file not in _METADATA_FILES and not any(part.startswith((".", "__")) for part in parts)
 
 
 def split_name(path: str) -> str | None:
-    """The split that a path in a folder names, if any."""
+    """The split in the name of a path, or None."""
     if shard := _SHARD.match(path):
         return shard[1]
     *folders, file = path.lower().split("/")
@@ -41,9 +41,9 @@ def split_name(path: str) -> str | None:
 
 
 def files_of_split(paths: list[str], split: str, folder: str) -> list[str]:
-    """Those of `paths`, in `folder`, that are of the split; all of them where no name tells of splits.
+    """The paths that belong to the split; all paths if no name contains a split.
 
-    Raises ValueError, with the way out, when none is, or when it is not known of each.
+    Raises ValueError when the split has no files, or when only some of the names contain a split.
     """
     by_split: dict[str | None, list[str]] = {}
     for path in paths:
@@ -52,17 +52,21 @@ def files_of_split(paths: list[str], split: str, folder: str) -> list[str]:
     if not by_split:
         return paths
     found = ", ".join(f"{name!r} ({abbreviate(files)})" for name, files in by_split.items())
-    pattern = f"give a pattern of the files to train on, such as {folder.rstrip('/')}/**/*{_ending(paths[0])} for all"
+    pattern = f"give a glob of the files to train on, such as {folder.rstrip('/')}/**/*{_ending(paths[0])} for all"
     if unmatched:
-        raise ValueError(f"names tell the splits {found}, but none of {abbreviate(unmatched)}; {pattern}")
+        raise ValueError(
+            f"file names contain the splits {found}, but the names {abbreviate(unmatched)} contain none; {pattern}"
+        )
     wanted = _SPLIT_NAMES.get(split, split)
     if wanted not in by_split:
-        raise ValueError(f"data.split is {split!r}, and names tell the splits {found}; set it to one, or {pattern}")
+        raise ValueError(
+            f"data.split is {split!r}, but file names contain the splits {found}; set it to one of them, or {pattern}"
+        )
     return by_split[wanted]
 
 
 def abbreviate(paths: list[str]) -> str:
-    """The first of these paths, and how many more there are."""
+    """The first three paths, and the number of further ones."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3:,} more" if len(paths) > 3 else "")
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model's own, or one trained on the data for a model from scratch."""
+"""The tokenizer of a run: loaded with the model, or trained on the data for a model from scratch."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from tasks.runtime.process.hub import asking_hub
 VOCABULARY_SIZE = 4096
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
-# Merges settle long before this much text; more would only take longer.
+# The merges converge long before this much text; more text would only take longer.
 MAX_TRAINING_CHARACTERS = 50_000_000
 
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
                    "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
-"""Names of the files of a tokenizer in a folder, as patterns."""
+"""Glob patterns of the files of a tokenizer."""
 
 
 def trains_tokenizer(recipe: DataRecipe) -> bool:
-    """Whether the recipe's model is a preset without a tokenizer of its own."""
+    """Whether the recipe's model is a preset, which has no tokenizer, and `model.tokenizer` is not set."""
     return recipe.model in PRESETS and recipe.tokenizer is None
 
 
 def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
-    """The tokenizer that the recipe names, from the Hub or a folder.
+    """Load the recipe's tokenizer from the Hub or a folder.
 
-    One without a padding token gets its end-of-sequence token in that place: padding is never learned, and attends only
-    to itself.
+    A tokenizer without a padding token gets its end-of-sequence token as one: padding has no loss, and only padding
+    attends to it.
 
     Raises:
         ValueError: it cannot be loaded, or has no end-of-sequence token.
     """
     name = recipe.tokenizer or recipe.model
     field = "model.tokenizer" if recipe.tokenizer else "model.name"
-    # model.revision is the model's; another repository's tokenizer has revisions of its own.
+    # model.revision belongs to the model's repository, not to that of another tokenizer.
     revision = None if recipe.tokenizer else recipe.revision
     tokenizer = read_tokenizer(name, revision, field=field)
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"{field} {name!r}: its tokenizer has no end-of-sequence token, so nothing would tell the model to stop; "
-            "set eos_token in the folder's tokenizer_config.json"
+            f"{field} {name!r}: its tokenizer has no end-of-sequence token, so the model could not learn to stop; set "
+            "eos_token in the folder's tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -55,27 +55,28 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(name: str, revision: str | None, *, field: str) -> PreTrainedTokenizerBase:
-    """A tokenizer as it is on the Hub or in a folder.
+    """Load a tokenizer from the Hub or a folder, unchanged.
 
-    Raises ValueError, naming the spec's field, when it cannot be loaded, and Unreachable when the Hub does not answer.
+    Raises ValueError, which names the spec's `field`, when it cannot be loaded, and Unreachable when the Hub does not
+    answer.
     """
     try:
         with asking_hub(f"{field} {name!r}"):
             return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Unreachable:
         raise
-    # Files that are not whole end in errors of any kind.
+    # Truncated files cause errors of any type.
     except Exception as error:
         reason = " ".join(str(error).split())
         if not isinstance(error, (OSError, ValueError, ImportError)):
-            reason = f"its files are not whole, or not of a tokenizer ({type(error).__name__}: {reason})"
+            reason = f"its files are truncated or not those of a tokenizer ({type(error).__name__}: {reason})"
         raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {reason}") from error
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4096 tokens: any text can be encoded and decoded without loss.
+    """Train a byte-level BPE tokenizer of 4096 tokens, which encodes any text without loss.
 
-    The same texts in the same order give the same tokenizer, byte for byte. Only the first 50 million characters count.
+    Deterministic: the same texts in the same order give the same tokenizer. Uses the first 50 million characters.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -103,7 +104,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the folder that `AutoTokenizer.from_pretrained` reads."""
+    """Write the tokenizer to a folder, for `AutoTokenizer.from_pretrained`."""
     tokenizer.save_pretrained(str(folder))
 
 
