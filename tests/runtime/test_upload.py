@@ -29,6 +29,7 @@ from tasks.runtime.process.signals import Preempted
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
+from tasks.runtime.training.train import _look_back
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
 
@@ -472,6 +473,23 @@ def test_of_damaged_copies_the_newest_good_one_is_taken(make_uploader, caplog):
     assert "checkpoint-100 of flaky://bucket/runs/x is not used: " in caplog.text
     uploader.discard_after(50)
     assert RunStore("flaky://bucket/runs", "x").complete_steps() == [50]
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["downloaded", "on disk"])
+def test_a_start_digests_each_file_of_the_newest_checkpoint_once(make_uploader, monkeypatch, on_disk):
+    """It may have tens of gigabytes."""
+    uploader, folder = make_uploader()
+    uploader.enqueue(save(folder.checkpoints, 50))
+    uploader.finish()
+    if not on_disk:
+        shutil.rmtree(folder.checkpoints)
+    digest, digested = manifest._digest, []
+    monkeypatch.setattr(manifest, "_digest", lambda file: digested.append(file.name) or digest(file))
+    run = SimpleNamespace(uploader=uploader, folder=folder, spec=RunSpec())
+    data = SimpleNamespace(manifest=SimpleNamespace(content_hash="d"))
+    assert _look_back(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
+    uploader.finish()
+    assert sorted(digested) == ["a.safetensors", "config.json"]
 
 
 def test_a_file_that_comes_after_its_manifest_is_waited_for(make_uploader, monkeypatch):

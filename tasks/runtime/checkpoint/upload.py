@@ -87,20 +87,22 @@ class CheckpointUploader:
         """Claim the folder in the store, which also checks write access. Raises ValueError when that fails."""
         self._retry_at_start(partial(self._store.upload_file, self._folder.spec))
 
-    def download_latest(self) -> None:
-        """Download the newest complete checkpoint, unless the disk has a newer one.
+    def download_latest(self) -> Path | None:
+        """Download the newest complete checkpoint, unless the disk has it or a newer one.
 
-        Raises ValueError when the store cannot be read.
+        Returns the newest complete checkpoint on disk, whose files this call has verified. Raises ValueError when the
+        store cannot be read.
         """
-        here = manifest.latest(self._folder.checkpoints)
-        done = manifest.step_of(here) if here else 0
+        on_disk = manifest.latest(self._folder.checkpoints)
+        done = manifest.step_of(on_disk) if on_disk else 0
         newer = [step for step in self._retry_at_start(self._store.complete_steps) if step > done]
         if newer:
             # Metrics first: if this start is killed here, the next one finds the checkpoint and downloads nothing.
             self._retry_at_start(partial(self._store.download_file, self._folder.metrics))
         for step in reversed(newer):
             if self._download(step):
-                return
+                return self._folder.checkpoints / f"{manifest.PREFIX}{step}"
+        return on_disk
 
     def discard_after(self, step: int) -> None:
         """Delete checkpoints of later steps, which the run will compute again."""

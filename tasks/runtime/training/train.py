@@ -276,9 +276,9 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
 
     For the main process: what it finds, the others are told.
     """
-    if run.uploader is not None:
-        run.uploader.download_latest()
-    latest = checkpoint.latest(run.folder.checkpoints)
+    root = run.folder.checkpoints
+    # One or the other: each of them reads and digests the whole checkpoint.
+    latest = checkpoint.latest(root) if run.uploader is None else run.uploader.download_latest()
     if latest and run.spec.checkpoint.resume == "never":
         raise ValueError(
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
