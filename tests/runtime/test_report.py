@@ -18,7 +18,7 @@ from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.runs import MetricPoint
 from tasks.runtime.report import numbers, render_body, render_report
 from tasks.runtime.report.markup import Html, element, text
-from tasks.runtime.report.series import smooth, step_axis, thin, value_axis
+from tasks.runtime.report.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.report.style import DARK, LIGHT, SCOPE, STYLE
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 
@@ -135,7 +135,7 @@ def test_headline_tells_result_and_cost():
     said = page_of(make_points(60)).sections[""].split("\n")
     for expected in ("finetune", "Complete", "7.021", "2.713", "\u221261.4 %", "1,120", "15.1", "3 min 12 s", "24.8 k"):
         assert expected in said
-    for expected in ("60", "of 60 asked for; 614 k tokens", "1.50 GiB", "NVIDIA H200, 2 processes", "1 restart"):
+    for expected in ("60", "of 60; 614 k tokens", "1.50 GiB", "NVIDIA H200, 2 processes", "1 restart"):
         assert expected in said
 
 
@@ -163,11 +163,11 @@ def test_headline_with_unusual_losses(before, after, said):
 def test_steps_that_were_not_taken_are_told():
     points = [replace(point, skipped=int(point.step in (3, 40))) for point in make_points(60)]
     page = page_of(points, skipped_steps=2, rollbacks=1)
-    assert "of 60 asked for; 614 k tokens; 2 not taken; 1 return to a checkpoint" in page.sections[""]
+    assert "of 60; 614 k tokens; 2 skipped; 1 rollback" in page.sections[""]
     assert "because of their loss or their gradients: 2 steps, 3, 40." in page.sections["Curves"]
     many = page_of([replace(point, skipped=1) for point in make_points(25)]).sections["Curves"]
     assert "25 steps, 1, 2, " in many and ", 20 and 5 more." in many
-    assert "Not taken" not in page_of(make_points(3)).sections["Curves"]
+    assert "Skipped because" not in page_of(make_points(3)).sections["Curves"]
 
 
 def test_scores_of_tasks_are_a_table():
@@ -244,7 +244,7 @@ def test_graphs_of_the_compiler_are_told_also_without_kernels():
     report = {"skipped": "no GPU here", "graphs_from": "store", "graphs_found": 2, "graphs_compiled": 0}
     page = page_of(warmup={**report, "graph_problems": ["could not trim the store"]})
     assert page.tables["Kernel warm-up"][1:] == [
-        ("Graphs of torch.compile taken from the", "store"),
+        ("Source of cached torch.compile graphs", "store"),
         ("Graphs found", "2"),
         ("Graphs compiled", "0"),
     ]
@@ -296,7 +296,7 @@ def test_restart_is_marked_where_the_attempt_changes():
 def test_losses_that_are_not_finite_are_gaps_and_named():
     losses = [3.0, 2.9, math.nan, 2.8, math.inf, 2.7, 2.6, -math.inf]
     page = page_of(with_losses(losses))
-    assert "3 steps without a finite value, left as a gap: 3, 5, 8" in page.sections["Curves"].replace("\xa0", " ")
+    assert "3 steps without a finite value, shown as a gap: 3, 5, 8" in page.sections["Curves"].replace("\xa0", " ")
     line, dot = page.named("path")[:2]
     assert line["d"].count("M") == 2
     assert dot["class"] == "dots"
@@ -446,10 +446,10 @@ def test_thin_keeps_the_extremes(n):
     values = [noise.gauss(0, 1) for _ in range(n)]
     if n > 1000:
         values[n // 3] = math.nan
-    kept = thin(values)
+    kept = downsample(values)
     finite = [index for index in kept if math.isfinite(values[index])]
     assert len(finite) <= 1000
-    assert kept == sorted(set(kept)) == thin(values)
+    assert kept == sorted(set(kept)) == downsample(values)
     assert kept == list(range(n)) if n <= 1000 else {0, n - 1, n // 3} <= set(kept)
     if n:
         whole = [value for value in values if math.isfinite(value)]

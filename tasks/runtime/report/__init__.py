@@ -1,7 +1,7 @@
-"""The report of a run: one HTML page that needs nothing else, for the Flyte Deck and for `out/<name>/report.html`.
+"""The report of a run: one self-contained HTML page, for the Flyte Deck and for `out/<name>/report.html`.
 
-No scripts, no fonts, no images, nothing fetched: it opens from a disk without a network, in an iframe, and under a
-content security policy that allows inline style sheets alone. Everything that a model or a user wrote is escaped.
+It has no scripts, fonts or images and fetches nothing. So it opens from disk without a network, in an iframe, and under
+a content security policy that allows only inline style sheets. All text from models and users is escaped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tasks.runtime.run_folder.record import CompletionRecord
 
 __all__ = ["render_body", "render_report"]
 
-# A second wall behind the escaping: this page runs no script and loads nothing.
+# A second line of defense behind the escaping: this page runs no script and loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render_report(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
     """The report as an HTML document.
 
-    points: by step, as `read_points` gives them; none is fine.
+    points: metrics by step, from `read_points`; may be empty.
     spec_yaml: the full spec, defaults included.
     """
     head = join(
@@ -40,7 +40,7 @@ def render_report(record: CompletionRecord, points: Sequence[MetricPoint], spec_
 
 
 def render_body(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
-    """The same report as a part of another page, such as a Flyte Deck: one element and its scoped style sheet."""
+    """The same report for embedding in a page such as a Flyte Deck: one element and its scoped style sheet."""
     tables = element(
         "div",
         sections.warmup(record),

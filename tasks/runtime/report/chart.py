@@ -1,8 +1,8 @@
-"""One curve as a figure: inline SVG that keeps its text at reading size at any width.
+"""A chart as inline SVG whose text keeps its size at any width.
 
-The outer SVG has no view box, so its coordinates are CSS pixels and percentages and its labels never scale; the curves
-stand in an inner one that stretches with the figure. No scripts: a pointer's reading is a `<title>` on a band of the
-plot, of which there are few enough to keep the page small.
+The outer SVG has no view box, so its coordinates are CSS pixels and percentages and its labels do not scale. The curves
+are in an inner SVG that stretches with the figure. There are no scripts: tooltips are `<title>` elements on vertical
+bands of the plot, few enough to keep the page small.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from itertools import pairwise
 
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import count, drawable, number
-from tasks.runtime.report.series import Axis, smooth, smoothing_radius, step_axis, thin, value_axis
+from tasks.runtime.report.series import Axis, downsample, smooth, smoothing_radius, step_axis, value_axis
 
 WIDTH, HEIGHT = 4000, 1000
-"""Size of the curves' own coordinates; they are whole numbers, which keeps paths short."""
+"""Size of the curves' coordinate system; integer coordinates keep paths short."""
 MAX_BANDS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A single value beside the curve."""
+    """A single marked value, such as an evaluation loss."""
 
     step: int
     value: float
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A value for each of the steps, which ascend, and what to say of it."""
+    """A series of values by ascending steps, with title, unit and marks."""
 
     title: str
     unit: str
@@ -46,7 +46,7 @@ class Chart:
 
 
 def figure(chart: Chart) -> Html:
-    """The chart with its title, its last value, and a note on the steps that cannot be drawn."""
+    """The chart with title, last value, and a note on steps whose value cannot be drawn."""
     finite = [value for value in chart.values if drawable(value)]
     missing = [step for step, value in zip(chart.steps, chart.values, strict=True) if not drawable(value)]
     last = number(chart.values[-1], chart.digits)
@@ -68,7 +68,7 @@ def figure(chart: Chart) -> Html:
 
 def _missing(steps: list[int]) -> str:
     shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", \u2026" if len(steps) > 5 else "")
-    return f"{count(len(steps), 'step')} without a finite value, left as a gap: {shown}"
+    return f"{count(len(steps), 'step')} without a finite value, shown as a gap: {shown}"
 
 
 def _legend(chart: Chart, radius: int) -> Html:
@@ -107,11 +107,11 @@ def _svg(chart: Chart, finite: list[float], radius: int) -> Html:
         *(_restart(step, x) for step in chart.restarts),
         *(_mark(chart, mark, x, y) for mark in marks),
         role="img",
-        aria_label=_spoken(chart, finite),
+        aria_label=_aria_label(chart, finite),
     )
 
 
-def _spoken(chart: Chart, finite: list[float]) -> str:
+def _aria_label(chart: Chart, finite: list[float]) -> str:
     parts = [
         f"{chart.title} over {count(len(chart.steps), 'step')}",
         f"final value {number(chart.values[-1], chart.digits)} {chart.unit}".rstrip(),
@@ -123,7 +123,7 @@ def _spoken(chart: Chart, finite: list[float]) -> str:
 
 
 def percent(share: float) -> str:
-    """A place, 0 to 1, as SVG has it."""
+    """A position, 0 to 1, as a percentage for SVG."""
     assert -1e-6 <= share <= 1 + 1e-6, share
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
@@ -140,9 +140,9 @@ def _grid(x: Axis, y: Axis) -> list[Html]:
 
 
 def _paths(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis, kind: str) -> list[Html]:
-    """The curve without its gaps, and a dot for every point that has no neighbor to draw a line to."""
+    """Paths of the curve between its gaps, and a dot for every point without a neighbor to connect to."""
     runs: list[list[str]] = [[]]
-    for index in thin(values):
+    for index in downsample(values):
         if drawable(values[index]):
             runs[-1].append(f"{round(WIDTH * x.at(steps[index]))} {round(HEIGHT * (1 - y.at(values[index])))}")
         elif runs[-1]:
@@ -153,7 +153,7 @@ def _paths(steps: Sequence[int], values: Sequence[float], x: Axis, y: Axis, kind
 
 
 def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Html]:
-    """Vertical strips that show the value under the pointer."""
+    """Vertical bands whose tooltip shows the value at that step."""
     indices = [index for index, value in enumerate(chart.values) if drawable(value)]
     n = min(MAX_BANDS, len(indices))
     chosen = [indices[(2 * band + 1) * len(indices) // (2 * n)] for band in range(n)]
@@ -179,7 +179,7 @@ def _bands(chart: Chart, means: list[float] | None, x: Axis, y: Axis) -> list[Ht
 def _restart(step: int, x: Axis) -> Html:
     at = percent(x.at(step))
     title = element("title", f"restart: a new attempt begins with step {step:,}")
-    # The second line is the first one's target for a pointer: wide and unseen.
+    # The second line is a wide invisible target for the pointer.
     lines = join(element("line", x1=at, x2=at, y2="100%", class_=kind) for kind in ("restart", "target"))
     return element("g", title, lines)
 

@@ -1,4 +1,4 @@
-"""Runs of a sweep side by side: a table, best first, and for each swept field what its values came to."""
+"""Comparison of the runs of a sweep: a table, best run first, and a plot of the loss for each swept field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trial:
 
     @property
     def loss(self) -> float | None:
-        """On the validation split; of the last step where there is none. None for a run that did not finish."""
+        """Validation loss, or without one the loss of the last step; None for a run that did not finish."""
         if self.record is None:
             return None
         after = self.record.eval_loss_after
@@ -35,7 +35,7 @@ class Trial:
         return found if drawable(found) else None
 
     def measured(self) -> tuple[float | None, ...]:
-        """In the order of MEASURED."""
+        """Values in the order of MEASURED."""
         if self.record is None:
             return (None,) * len(self.MEASURED)
         record = self.record
@@ -43,13 +43,13 @@ class Trial:
 
 
 def render_comparison(name: str, fields: Sequence[str], trials: Sequence[Trial]) -> str:
-    """A part of a page, such as a Flyte Deck. trials: best first."""
+    """The comparison as HTML for a page such as a Flyte Deck. trials: best first."""
     finished = [trial for trial in trials if trial.loss is not None]
-    told = f"{len(finished)} of {len(trials)} runs finished"
+    summary = f"{len(finished)} of {len(trials)} runs finished"
     rows = [(trial.name, *map(str, trial.values), *_shown(trial)) for trial in trials]
     page = element(
         "main",
-        element("header", element("h1", name), element("p", told)),
+        element("header", element("h1", name), element("p", summary)),
         element("section", element("h2", "Runs"), table(("Run", *fields, *Trial.MEASURED), rows)),
         *(_plot(field, index, finished) for index, field in enumerate(fields) if finished),
         class_=SCOPE,
@@ -65,7 +65,7 @@ def _shown(trial: Trial) -> tuple[str, ...]:
 
 
 def _plot(field: str, index: int, trials: Sequence[Trial]) -> Html:
-    """A dot for each run: across, the value of one field; up, the loss."""
+    """Scatter plot with a dot for each run: the value of one field on x, the loss on y."""
     values = list(dict.fromkeys(str(trial.values[index]) for trial in trials))
     values.sort(key=_order)
     losses = [trial.loss for trial in trials if trial.loss is not None]
@@ -82,13 +82,13 @@ def _plot(field: str, index: int, trials: Sequence[Trial]) -> Html:
         title = element("title", f"{trial.name}: {loss(found)}")
         x = percent(across[str(trial.values[index])])
         drawn.append(element("circle", title, cx=x, cy=percent(1 - axis.at(found)), r="5", class_="mark"))
-    spoken = f"loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
+    label = f"loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
     caption = element("figcaption", element("h3", field, element("span", "loss", class_="unit")))
-    return element("figure", caption, element("svg", *drawn, role="img", aria_label=spoken), class_="chart")
+    return element("figure", caption, element("svg", *drawn, role="img", aria_label=label), class_="chart")
 
 
 def _order(value: str) -> tuple[bool, float, str]:
-    """Numbers by size, then words."""
+    """Sort key: numbers by value, then texts."""
     try:
         return False, float(value), value
     except ValueError:

@@ -1,4 +1,4 @@
-"""HTML that cannot be injected into: strings become markup through `element` alone, which escapes them."""
+"""HTML builder without injection: only `element` makes markup from strings, and it escapes them."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterable
 from html import escape
 from math import isfinite
 
-# What no HTML text may hold: control characters other than tab and line ends, and halves of a surrogate pair, which
-# cannot be written as UTF-8.
+# Characters that HTML forbids: control characters other than tab and line ends, and unpaired surrogates, which UTF-8
+# cannot encode.
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Html(str):
-    """A string that is markup already. Formatting or joining it gives a plain `str` again, which is escaped on use."""
+    """A string that is markup. Formatting or joining it gives a plain `str`, which is escaped again when used."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """`value` as text of a document: escaped, with characters that HTML forbids shown as U+FFFD. `Html` stays."""
+    """Escape `value` for HTML; forbidden characters become U+FFFD. `Html` is returned unchanged."""
     return value if isinstance(value, Html) else Html(escape(_FORBIDDEN.sub("\ufffd", str(value))))
 
 
 def join(parts: Iterable[object]) -> Html:
-    """The parts one after another; `None` is left out."""
+    """Concatenate the parts; `None` is omitted."""
     return Html("".join(text(part) for part in parts if part is not None))
 
 
 def element(name: str, *children: object, **attributes: object) -> Html:
     """`<name attributes>children</name>`.
 
-    Underscores of attribute names become dashes and a trailing one is dropped (`class_`, `aria_label`); an attribute
-    that is `None` is left out. Floats are written with at most two decimals and must be finite.
+    Underscores in attribute names become dashes, and a trailing one is dropped (`class_`, `aria_label`). An attribute
+    that is `None` is omitted. Floats must be finite and are written with at most two decimals.
 
     >>> element("td", "a < b", class_="number")
     '<td class="number">a &lt; b</td>'

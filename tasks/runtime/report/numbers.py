@@ -1,4 +1,4 @@
-"""How the report writes numbers. A quantity keeps together with its unit: the space between them does not break."""
+"""Number formats of the report. A non-breaking space separates a quantity from its unit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ SPACE = "\u00a0"
 MINUS = "\u2212"
 INFINITY = "\u221e"
 
-# Beyond these, finite values over- or underflow in the arithmetic of an axis. Nothing that is measured comes near.
+# Beyond these limits an axis's arithmetic would overflow or underflow. No measured value comes near them.
 HUGE, TINY = 1e100, 1e-100
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def drawable(value: float) -> bool:
-    """Whether a value has a place on an axis."""
+    """Whether a value can be drawn on an axis: finite and not huge."""
     return isfinite(value) and abs(value) < HUGE
 
 
 def scale(magnitude: float) -> tuple[float, str]:
-    """Divisor and suffix that make values up to `magnitude` short: an SI prefix, or a power of ten when none is near.
+    """Divisor and suffix for values up to `magnitude`: an SI prefix, or a power of ten where none fits.
 
     >>> scale(25_000), scale(0.002), scale(9.5)
     ((1000.0, '\\xa0k'), (0.001, 'e-3'), (1.0, ''))
@@ -49,19 +49,19 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Four significant digits."""
+    """A loss with four significant digits."""
     return "not measured" if value is None else number(value, digits=4)
 
 
 def perplexity(value: float | None) -> str:
-    """exp of a loss in nats."""
+    """Perplexity: exp of a loss in nats."""
     if value is None:
         return "not measured"
     return number(exp(value) if value < 100 else value if isnan(value) else float("inf"))
 
 
 def change(before: float, after: float) -> str | None:
-    """Relative change with its sign, in percent; none when it has no meaning."""
+    """Relative change in percent, with its sign; None when it is undefined."""
     if not (drawable(before) and drawable(after)) or before == 0:
         return None
     percent = 100 * (after - before) / abs(before)
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
     """The two largest units: 8.4 s, 3 min 12 s, 1 h 04 min, 2 d 3 h."""
     if not drawable(seconds):
         return "unknown"
-    # From here on one decimal would round up to 60.0.
+    # From 59.95 s on, one decimal would round to 60.0 s.
     if seconds < 59.95:
         return f"{seconds:.1f}{SPACE}s"
     minutes, rest = divmod(round(seconds), 60)

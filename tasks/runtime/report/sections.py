@@ -1,4 +1,4 @@
-"""The sections of the report, from top to bottom, each a function from the record to HTML."""
+"""The sections of the report in order, each a function from the record to HTML."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tasks.runtime.report.numbers import GIB, MINUS, change, count, duration, gi
 from tasks.runtime.run_folder.record import NATS, CompletionRecord, Sample, TaskScore
 
 OPEN_SAMPLES = 8
-"""Samples shown at once; the others open on demand."""
+"""Samples that are shown; the others are collapsed."""
 SAMPLE_CHARACTERS = 160_000
-"""Upper limit of all the samples' texts together; beyond it each is cut."""
-NAMED_STEPS = 20
-"""Steps that were not taken that are named; the others are counted."""
-UNBROKEN = 12
-"""Characters of a table cell that a narrow page still has room for in one line."""
+"""Upper limit for the texts of all samples together; beyond it each text is truncated."""
+LISTED_STEPS = 20
+"""Skipped steps that are listed; further ones are counted."""
+NO_WRAP_CHARACTERS = 12
+"""Longest text of a table cell that does not wrap, even on a narrow page."""
 
-# Parts of the record that have sections of their own.
+# Fields of the record that have their own sections.
 _NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores"})
 _ARROW = element("span", " \u2192 ", class_="arrow")
 
 
 def headline(record: CompletionRecord) -> Html:
-    """What a reader wants first: did it finish, did it learn, what did it take."""
+    """The summary: status, losses before and after, steps, duration, throughput, memory."""
     complete = record.status == "complete"
     processes = f"{record.world_size:,}\u00a0process{'' if record.world_size == 1 else 'es'}"
     facts = (
@@ -59,9 +59,9 @@ def _unfinished(record: CompletionRecord) -> str:
 
 def _tiles(record: CompletionRecord) -> list[Html | None]:
     before, after = record.eval_loss_before, record.eval_loss_after
-    verdict = _verdict(before, after, record.loss_unit)
+    relative = _relative_change(before, after, record.loss_unit)
     return [
-        _tile("Evaluation loss", _pair(loss(before), loss(after)), verdict, class_="key-result"),
+        _tile("Evaluation loss", _pair(loss(before), loss(after)), relative, class_="key-result"),
         _perplexity(before, after) if record.loss_unit == NATS else None,
         *(
             _tile(_words(name), number(value), element("small", "after training"), class_="key-result")
@@ -70,9 +70,7 @@ def _tiles(record: CompletionRecord) -> list[Html | None]:
         _tile(
             "Steps",
             f"{record.steps:,}",
-            element(
-                "small", f"of {record.steps_asked:,} asked for; {number(record.tokens)}\u00a0tokens{_withheld(record)}"
-            ),
+            element("small", f"of {record.steps_asked:,}; {number(record.tokens)}\u00a0tokens{_skipped_steps(record)}"),
         ),
         _tile("Duration", duration(record.seconds), element("small", f"training steps, all attempts; {_wait(record)}")),
         _tile(
@@ -100,11 +98,11 @@ def _rate(record: CompletionRecord) -> str:
     return "tokens/s" if record.mfu is None else f"tokens/s, {100 * record.mfu:.1f}\u00a0% MFU"
 
 
-def _withheld(record: CompletionRecord) -> str:
-    """What became of steps that would have ruined the model, if there were any."""
-    skipped = f"; {record.skipped_steps:,} not taken" if record.skipped_steps else ""
-    returns = f"; {count(record.rollbacks, 'return')} to a checkpoint" if record.rollbacks else ""
-    return skipped + returns
+def _skipped_steps(record: CompletionRecord) -> str:
+    """Numbers of skipped steps and rollbacks, if any."""
+    skipped = f"; {record.skipped_steps:,} skipped" if record.skipped_steps else ""
+    rollbacks = f"; {count(record.rollbacks, 'rollback')}" if record.rollbacks else ""
+    return skipped + rollbacks
 
 
 def _tile(label: str, *value: object, class_: str | None = None) -> Html:
@@ -115,12 +113,12 @@ def _pair(before: str, after: str) -> Html:
     return Html(before) if before == after == "not measured" else join((before, _ARROW, after))
 
 
-def _verdict(before: float | None, after: float | None, unit: str) -> Html:
+def _relative_change(before: float | None, after: float | None, unit: str) -> Html:
     relative = None if before is None or after is None else change(before, after)
     if relative is None or before is None or after is None:
         return element("small", f"{unit}, before and after training")
-    verdict = element("span", relative, class_="better" if after < before else "worse")
-    return element("small", verdict, f", {unit}")
+    percentage = element("span", relative, class_="better" if after < before else "worse")
+    return element("small", percentage, f", {unit}")
 
 
 def curves(record: CompletionRecord, points: Sequence[MetricPoint]) -> Html:
@@ -161,17 +159,17 @@ def curves(record: CompletionRecord, points: Sequence[MetricPoint]) -> Html:
 
 
 def _skipped(points: Sequence[MetricPoint]) -> Html | None:
-    """Which steps were not taken."""
+    """A note that lists the skipped steps."""
     steps = [f"{point.step:,}" for point in points if point.skipped]
     if not steps:
         return None
-    more = f" and {len(steps) - NAMED_STEPS:,} more" if len(steps) > NAMED_STEPS else ""
-    said = f"Not taken, because of their loss or their gradients: {count(len(steps), 'step')}, "
-    return _note(f"{said}{', '.join(steps[:NAMED_STEPS])}{more}.")
+    more = f" and {len(steps) - LISTED_STEPS:,} more" if len(steps) > LISTED_STEPS else ""
+    total = f"Skipped because of their loss or their gradients: {count(len(steps), 'step')}, "
+    return _note(f"{total}{', '.join(steps[:LISTED_STEPS])}{more}.")
 
 
 def tasks(record: CompletionRecord) -> Html | None:
-    """How well the model does the tasks that were asked for, before and after training."""
+    """Scores in `evaluation.tasks` before and after training."""
     if not record.task_scores:
         return None
     rows = [
@@ -187,7 +185,7 @@ def _error(score: TaskScore) -> str:
 
 
 def samples(record: CompletionRecord) -> Html:
-    """What the model wrote for the same prompts before and after training."""
+    """Generations for the same prompts before and after training."""
     if not record.samples:
         return element("section", element("h2", "Samples"), element("p", "No sample was generated.", class_="note"))
     limit = min(4000, SAMPLE_CHARACTERS // (4 * len(record.samples)))
@@ -220,14 +218,14 @@ def _column(label: str, text: str, limit: int, class_: str) -> Html:
     return element(
         "div",
         element("h4", label),
-        # The text's own direction, so that right-to-left writing reads well and cannot reorder its surroundings.
+        # `dir=auto`, so that right-to-left text is displayed correctly and cannot reorder its surroundings.
         element("div", shown, class_=class_, dir="auto"),
         element("p", cut, class_="note") if cut else None,
     )
 
 
 def warmup(record: CompletionRecord) -> Html:
-    """What was compiled before training, and what training had to compile all the same; or why nothing was warmed."""
+    """Kernels compiled before training and during it, or why the warm-up was skipped."""
     report = record.warmup
     reason = report.get("skipped")
     rows = [("Compiled later, during training", report["later_compiles"])] if "later_compiles" in report else []
@@ -256,24 +254,24 @@ def warmup(record: CompletionRecord) -> Html:
             element("p", problem, class_="note problem")
             for problem in (*report.get("problems", ()), *report.get("graph_problems", ()))
         ),
-        table(("Compiled during training", "Difference from what was planned"), missed) if missed else None,
+        table(("Compiled during training", "Difference from the plan"), missed) if missed else None,
     )
 
 
-# Of the hits: where the kernels were before the warm-up.
+# Where the kernels that were hits came from.
 _ORIGINS = {
     "cache_hits": "of them in the pod already",
     "image_hits": "of them from the image",
     "store_hits": "of them from the store",
-    "pushed": "Archives given to the store",
+    "pushed": "Archives uploaded to the store",
 }
 _AFTERWARDS = {
     "module_wait_seconds": "Seconds that training waited for modules",
-    "graphs_from": "Graphs of torch.compile taken from the",
+    "graphs_from": "Source of cached torch.compile graphs",
     "graphs_found": "Graphs found",
     "graphs_compiled": "Graphs compiled",
-    "graphs_not_kept": "Graphs that PyTorch does not keep",
-    "graphs_pushed": "Archives of graphs given to the store",
+    "graphs_not_kept": "Graphs that PyTorch cannot cache",
+    "graphs_pushed": "Archives of graphs uploaded to the store",
 }
 _SECONDS = {
     "plan_seconds": "Seconds of planning",
@@ -284,7 +282,7 @@ _SECONDS = {
 
 
 def warmed_kernels(record: CompletionRecord) -> Html | None:
-    """The warm-up kernel by kernel: first what failed, then what is ready."""
+    """The warm-up by kernel: first the failed kernels, then the compiled ones."""
     failed = [(_kernel(kernel), kernel["error"]) for kernel in record.warmup.get("failed", ())]
     ready = [
         (_kernel(kernel), "hit" if kernel["hit"] else "compiled", _value(kernel["seconds"]))
@@ -305,14 +303,14 @@ def _kernel(kernel: Mapping[str, Any]) -> Html:
 
 
 def kernels(record: CompletionRecord) -> Html:
-    """Modules that run a fused operator, by operator."""
+    """Number of modules with a fused operator, by operator."""
     patched = [(element("code", name), f"{modules:,}") for name, modules in record.kernels.items()]
     body = table(("Operator", "Modules patched"), patched) if patched else _note("No module was patched.")
     return element("section", element("h2", "Fused operators"), body)
 
 
 def data(record: CompletionRecord) -> Html:
-    """Counts of the prepared data, and whether every sample that was read is accounted for."""
+    """Counts of the prepared data, and whether used and skipped samples add up to those read."""
     rows = [(_words(key), f"{value:,}") for key, value in record.data.items()]
     body = table(("Data", "Count"), rows) if rows else _note("No count was reported.")
     return element("section", element("h2", "Data"), body, _accounting(record.data))
@@ -324,20 +322,20 @@ def _accounting(counts: Mapping[str, int]) -> Html | None:
     skipped = counts.get("skipped", sum(value for key, value in counts.items() if key.startswith("skipped_")))
     missing = counts["read"] - counts["used"] - skipped
     if missing:
-        said = f"{abs(missing):,} of {count(counts['read'], 'sample')} read are not accounted for."
-        return element("p", said, class_="note problem")
+        problem = f"{abs(missing):,} of {count(counts['read'], 'sample')} read are not accounted for."
+        return element("p", problem, class_="note problem")
     return _note(f"{counts['read']:,} read = {counts['used']:,} used + {skipped:,} skipped.")
 
 
 def versions(record: CompletionRecord) -> Html:
-    """Packages of the run."""
+    """Versions of the packages."""
     rows = [(name, element("code", version)) for name, version in record.versions.items()]
     body = table(("Package", "Version"), rows) if rows else _note("No version was recorded.")
     return element("section", element("h2", "Versions"), body)
 
 
 def completion(record: CompletionRecord) -> Html:
-    """The record's own fields under their own names, exactly."""
+    """The fields of record.json under their own names."""
     values = record.model_dump(exclude=set(_NESTED))
     rows = [(element("code", name), "none" if value is None else _value(value)) for name, value in values.items()]
     return element("section", element("h2", "Completion record"), table(("Field", "Value"), rows))
@@ -352,8 +350,8 @@ def spec(spec_yaml: str) -> Html:
     )
 
 
-def _note(said: str) -> Html:
-    return element("p", said, class_="note")
+def _note(text: str) -> Html:
+    return element("p", text, class_="note")
 
 
 def _words(key: str) -> str:
@@ -361,7 +359,7 @@ def _words(key: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value of a report or record: numbers with separators, everything else as it is."""
+    """Format a value of the record: numbers with thousands separators, everything else with `str`."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -376,7 +374,7 @@ def _value(value: Any) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """A table whose first column names the row; a column of numbers alone stands to the right."""
+    """A table whose first column is the row's header; columns of numbers are right-aligned."""
     rows = list(rows)
     classes = [_column_class([row[column] for row in rows]) if column else None for column in range(len(headers))]
     head = [element("th", header, scope="col", class_=class_) for header, class_ in zip(headers, classes, strict=True)]
@@ -392,7 +390,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
 
 
 def _column_class(cells: Sequence[object]) -> str | None:
-    """Numbers stand to the right; numbers and short words are not broken over lines, however narrow the page."""
-    if not all(isinstance(cell, str) and len(cell) <= UNBROKEN for cell in cells):
+    """CSS class of a column: numbers are right-aligned; numbers and short texts do not wrap."""
+    if not all(isinstance(cell, str) and len(cell) <= NO_WRAP_CHARACTERS for cell in cells):
         return None
     return "number" if all(str(cell)[:1].isdigit() for cell in cells) else "short"

@@ -1,4 +1,4 @@
-"""What a curve is before it is drawn: thinned, smoothed, and put on an axis with round ticks."""
+"""Curves before drawing: downsampling, smoothing, and axes with round ticks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tasks.runtime.report.numbers import TINY, drawable, scale
 MAX_POINTS = 1000
 
 
-def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Indices to draw, ascending: at most `limit` values, the first, the last, the least and the greatest among them.
+def downsample(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+    """Ascending indices of at most `limit` values to draw, with the first, last, smallest and largest value.
 
-    The series is cut into equal buckets, each of which keeps its least and its greatest value, so spikes survive. A
-    bucket that holds a value which cannot be drawn also keeps one such index: the gap.
+    The series is divided into equal buckets. Each keeps its minimum and its maximum, so spikes survive, and one value
+    that cannot be drawn, if it has any, so gaps survive.
     """
     n = len(values)
     if n <= limit:
@@ -34,14 +34,14 @@ def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
 
 
 def smoothing_radius(n: int) -> int:
-    """Values on each side that `smooth` averages, for a series of `n`: 2 %, at most; 0 when it is too short."""
+    """Radius of `smooth` for a series of `n` values: 2 % of them; 0 for a short series."""
     return n // 50
 
 
 def smooth(values: Sequence[float], radius: int) -> list[float]:
-    """Moving mean over `radius` values on each side; what cannot be drawn is left out of the mean and stays a gap.
+    """Moving mean over `radius` values on each side; values that cannot be drawn are ignored and stay gaps.
 
-    At the start the window stays symmetric, or the steep first steps of a loss would be drawn too low.
+    At the start the window shrinks symmetrically: otherwise the steep first steps of a loss would be drawn too low.
     """
     good = [drawable(value) for value in values]
     sums = [0.0, *accumulate(value if ok else 0.0 for value, ok in zip(values, good, strict=True))]
@@ -55,20 +55,20 @@ def smooth(values: Sequence[float], radius: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis from `ticks[0]` to `ticks[-1]`, or to `end`, with a label for each tick."""
+    """A linear axis from `ticks[0]` to `end`, with a label for each tick."""
 
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
     end: float
 
     def at(self, value: float) -> float:
-        """Place of `value`, 0 to 1."""
+        """Position of `value` on the axis, 0 to 1."""
         low = self.ticks[0]
         return (value - low) / (self.end - low)
 
 
 def value_axis(values: Sequence[float], *, from_zero: bool, intervals: int = 4) -> Axis:
-    """Axis around `values` (drawable, at least one), its ends on round ticks."""
+    """Axis that covers `values` (drawable, at least one) and ends at round ticks."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -89,13 +89,13 @@ def _axis(multiples: range, step: float, end: float | None) -> Axis:
     ticks = tuple(multiple * step for multiple in multiples)
     divisor, suffix = scale(max(abs(ticks[0]), abs(ticks[-1])))
     decimals = max(0, ceil(-log10(step / divisor) - 1e-9))
-    # 2.5 has one decimal more than its power of ten says.
+    # A step of 2.5 needs one decimal more than its power of ten.
     decimals += round(step / divisor, decimals) != round(step / divisor, decimals + 1)
     labels = tuple(f"{tick / divisor:,.{decimals}f}{suffix}" if tick else "0" for tick in ticks)
     return Axis(ticks, labels, ticks[-1] if end is None else end)
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is at least `least`."""
+    """The smallest number >= `least` that is 1, 2, 2.5, 5 or 10 times a power of ten."""
     power = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -1,8 +1,8 @@
-"""The report's style sheet. Every rule stands under one class, so that it can be part of another page."""
+"""The report's style sheet. Every rule is scoped to one class, so that the report can be embedded in another page."""
 
 SCOPE = "strata-report"
 
-# Text colors have a contrast of at least 4.5 to the background and the panel of their scheme.
+# Text colors have a contrast ratio of at least 4.5 to their scheme's background and panel.
 LIGHT = {
     "back": "#ffffff",
     "panel": "#f6f7f9",
