@@ -163,13 +163,13 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _count_micro_batches(self) -> Self:
-        """With `training.tokens_per_step`, what is left out is filled in: whoever reads the spec finds it there."""
+        """Compute `training.gradient_accumulation_steps` from `training.tokens_per_step`, unless both are set."""
         training = self.training
         if training.tokens_per_step and "gradient_accumulation_steps" not in training.model_fields_set:
-            passes, rest = divmod(training.tokens_per_step, self.tokens_per_forward)
-            if passes and not rest:
-                counted = training.model_copy(update={"gradient_accumulation_steps": passes})
-                # Frozen when it is made, of which this is a part.
+            micro_batches, rest = divmod(training.tokens_per_step, self.tokens_per_forward)
+            if micro_batches and not rest:
+                counted = training.model_copy(update={"gradient_accumulation_steps": micro_batches})
+                # The model is frozen, but this validator is a part of its construction.
                 object.__setattr__(self, "training", counted)
         return self
 
@@ -180,40 +180,40 @@ class RunSpec(Section):
 
     @property
     def peak_lr(self) -> float:
-        """`optimizer.lr`, or the default: new weights bear a hundred times the rate of old ones, adapters ten times.
+        """`optimizer.lr`, or the default: 2e-3 from scratch, 2e-4 for adapters, 2e-5 for pretrained weights.
 
-        Preferences are told by small differences, which a twentieth of it suffices for.
+        For DPO a twentieth of that: preferences are small differences between answers.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
-        share = 0.05 if self.objective.type == "dpo" else 1.0
+        scale = 0.05 if self.objective.type == "dpo" else 1.0
         if self.adapter.type != "none":
-            return 2e-4 * share
-        return (2e-3 if self.model.name in PRESETS else 2e-5) * share
+            return 2e-4 * scale
+        return (2e-3 if self.model.name in PRESETS else 2e-5) * scale
 
     @property
     def fused_loss(self) -> bool:
-        """Whether the kernel layer computes the loss, without logits."""
+        """Whether the kernel layer computes the loss from hidden states, without materializing logits."""
         return self.kernels.enabled and "linear_cross_entropy" not in self.kernels.exclude
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the model's own weights have few bits, beside an adapter."""
+        """Whether the frozen weights under an adapter are quantized."""
         return isinstance(self.adapter, Lora) and self.adapter.quantization != "none"
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes that each matrix is cut over, beside FSDP."""
+        """Tensor-parallel size: processes that each weight matrix is sharded over, in addition to FSDP."""
         return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1
 
     @property
     def context_parallel(self) -> int:
-        """Parts that rows are cut into, beside FSDP."""
+        """Context-parallel size: processes that each row is sharded over, in addition to FSDP."""
         return self.parallel.context_parallel if self.parallel.type == "fsdp" else 1
 
     @property
     def dp_size(self) -> int:
-        """Processes, or groups of those that share rows, that read rows of their own."""
+        """Data-parallel size: processes, or tensor- and context-parallel groups, that read rows of their own."""
         return self.topology.world_size // (self.tensor_parallel * self.context_parallel)
 
     @property
@@ -223,23 +223,23 @@ class RunSpec(Section):
 
     @property
     def model_shards(self) -> int:
-        """Processes that one copy of weights, gradients and optimizer state is split over."""
+        """Processes that one replica of weights, gradients and optimizer state is sharded over."""
         return self.topology.world_size // self.parallel.replicas if self.parallel.type == "fsdp" else 1
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that all processes read for one optimizer step."""
+        """Global batch size: rows that all processes read for one optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.dp_size
 
     @property
     def tokens_per_forward(self) -> int:
-        """Tokens of a micro-batch of each process, where rows are packed."""
+        """Tokens of one forward pass on all processes, with packed rows."""
         return self.rows_per_step // self.training.gradient_accumulation_steps * self.data.sequence_length
 
     @property
     def epochs(self) -> float | None:
-        """Passes over the data: None when `training.steps` decides the length."""
+        """Epochs, possibly fractional; None when `training.steps` sets the length."""
         if self.training.steps is not None:
             return None
         return self.training.epochs if self.training.epochs is not None else 2.0

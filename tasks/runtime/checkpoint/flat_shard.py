@@ -91,7 +91,7 @@ class FlatShard(Tensor):
         return self.flat.narrow(0, begin, size.numel()).view(size)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Fragment({self.flat.numel()} elements of {tuple(self.shape)}, {self.dtype})"
+        return f"FlatShard({self.flat.numel()} elements of {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> NoReturn:

@@ -46,7 +46,7 @@ class Guard:
         self.recall(metadata)
 
     def recall(self, metadata: dict[str, Any]) -> None:
-        """Go on as at the checkpoint that has these facts."""
+        """Go on as at the checkpoint whose metadata this is."""
         kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
         # Filled from the end; what is missing is NaN, and then so is every median.
         losses = kept["losses"][-self._spec.faults.spike_window :]
