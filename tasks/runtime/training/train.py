@@ -53,17 +53,18 @@ from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, write_record
 from tasks.runtime.training.frameworks import framework_of
-from tasks.runtime.training.job import Job
+from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import Session
 from tasks.runtime.training.step_guard import Guard
 
 log = logging.getLogger(__name__)
 
 
-def train(run: Session, data: PreparedData) -> CompletionRecord:
+def train(run: Session, data: PreparedData, framework: Framework | None = None) -> CompletionRecord:
     """Train to the spec's last step, from the newest whole checkpoint if there is one, and return the record.
 
     Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
+    `framework` replaces that of `runtime.framework`, by default.
 
     Raises:
         ValueError: the data has too few rows for one batch, the run's folder may not be continued, or the loss is not
@@ -107,7 +108,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
-                    job.run(framework_of(run.spec))
+                    job.run(framework or framework_of(run.spec))
                     job.watchdog.expect("the end", math.inf)
                 _stop_before_copying(run, job)
                 job.writer.finish()

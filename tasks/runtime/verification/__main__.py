@@ -1,0 +1,69 @@
+"""`python -m tasks.runtime.verification SPEC`: does this model train right, on this data and this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from strata_platform.errors import SpecError
+from strata_platform.redact import redacted
+from strata_platform.spec import RunSpec, load_spec
+
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+
+
+def main() -> int:
+    """Exit codes: 0, all checks that apply pass; 1, one of them fails; 2, the spec or the data must change."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.runtime.verification", description=__doc__)
+    parser.add_argument("spec", help="a run spec, YAML or JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON; lines for a person go to standard error")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="do these checks alone")
+    parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers; 0 leaves it whole")
+    arguments = parser.parse_args()
+    try:
+        spec = load_spec(arguments.spec)
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    from tasks.runtime.verification.table import names
+
+    if unknown := [name for name in arguments.only if name not in names()]:
+        print(f"error: --only {unknown[0]}: there is no such check; there are {', '.join(names())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    with tempfile.TemporaryDirectory(prefix="strata-verify-") as folder:
+        return _verify(spec, Path(folder), arguments)
+
+
+def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
+    from tasks.runtime.process.errors import Unreachable
+    from tasks.runtime.verification.observe import quiet
+    from tasks.runtime.verification.report import Report
+    from tasks.runtime.verification.subject import make_subject
+    from tasks.runtime.verification.table import examine
+
+    began = time.monotonic()
+    out = sys.stderr if arguments.json else sys.stdout
+    with quiet():
+        try:
+            subject = make_subject(spec, folder, layers=arguments.layers)
+        except (ValueError, Unreachable) as error:
+            print(f"error: {redacted(str(error))}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        report = Report.of(subject)
+        print(report.headline, file=out, flush=True)
+        for finding in examine(subject, arguments.only):
+            report.findings.append(finding)
+            print(finding.line(color=out.isatty()), file=out, flush=True)
+    report.seconds = time.monotonic() - began
+    print(report.verdict, file=out, flush=True)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    return 0 if report.passed else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

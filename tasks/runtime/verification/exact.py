@@ -1,0 +1,91 @@
+"""The first step once more in fp64, by plain transformers: what every other way of computing it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import PreparedData, collator
+from tasks.runtime.data.order import training_loader
+from tasks.runtime.models.build import adopt_tokenizer, build_model, freeze_beyond_texts
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.objectives import Start, objective_of
+from tasks.runtime.parallel.single import Single
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.verification.observe import Step, without_dropout
+from tasks.runtime.verification.subject import changed
+
+
+class InDouble(TorchFunctionMode):
+    """Whatever code casts to fp32 for precision, such as norms, softmax and losses, is cast to fp64 in its place."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        if func is Tensor.float:
+            func = Tensor.double
+        if func is Tensor.to:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return func(*args, **kwargs)
+
+
+def exact_step(spec: RunSpec, data: PreparedData) -> Step:
+    """Loss and gradients of the rows of the first step in fp64, from the weights as `spec` rounds them."""
+    spec = changed(spec, {"kernels": {"enabled": False}, "model": {"attention": _plain_attention(spec)}})
+    processes = Processes()
+    model = in_double(build_model(spec), spec, data, processes.device)
+    objective = objective_of(spec, fused=False)
+    with InDouble():
+        start = Start(spec, processes, data, Single(processes), model, "exact", continues=False)
+        data = objective.begin(start)
+        # That of a distillation is as exact as its pupil.
+        teacher = vars(objective).get("_teacher")
+        if teacher is not None:
+            teacher.double()
+        batches = list(training_loader(spec, data, processes, collate=collator(spec.model.attention), start=0, stop=1))
+        batches = [{name: tensor.to(processes.device) for name, tensor in batch.items()} for batch in batches]
+        items = torch.stack([objective.count(batch) for batch in batches]).sum()
+        loss = 0.0
+        for batch in batches:
+            share = objective.share(model, batch, items).loss
+            share.backward()
+            loss += float(share.detach())
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return Step(loss, gradients)
+
+
+def in_double(model: PreTrainedModel, spec: RunSpec, data: PreparedData, device: torch.device) -> PreTrainedModel:
+    """The model with the adapter that `spec` wants, in fp64 on `device`, ready to train without dropout."""
+    add_adapter(model, spec)
+    adopt_tokenizer(model, data.tokenizer())
+    freeze_beyond_texts(model)
+    without_dropout(model)
+    return model.double().to(device).train()
+
+
+def _plain_attention(spec: RunSpec) -> str:
+    """Flash attention has no fp64."""
+    return "sdpa" if spec.model.attention.startswith("flash") else spec.model.attention
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Root mean square of the differences."""
+    return float((found.to(exact.device, torch.float64) - exact.double()).square().mean().sqrt())
+
+
+def scale(tensors: Iterable[Tensor]) -> float:
+    """Root mean square of all values."""
+    tensors = list(tensors)
+    total = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    return float((total / max(1, sum(tensor.numel() for tensor in tensors))) ** 0.5)

@@ -1,0 +1,80 @@
+"""What a check returns, and how it is shown to a person and to a program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["pass", "fail", "n/a"]
+
+_COLORS = {"pass": "\x1b[32m", "fail": "\x1b[31m", "n/a": "\x1b[2m"}
+_LEARNED, _RESET = "\x1b[30;42m", "\x1b[0m"
+# Around learned tokens, where there are no colors.
+_MARKS = ("⟦", "⟧")
+
+Piece = tuple[str, bool]
+"""A stretch of text, and whether the model learns to write it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a check found: it passes if `figure` is at most `limit` and there is no `problem`."""
+
+    figure: float
+    limit: float
+    detail: str
+    """What the figure counts, with the worst case by name."""
+    problem: str | None = None
+    """Another reason to fail."""
+    shown: tuple[Piece, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        return self.figure <= self.limit and self.problem is None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    seconds: float
+    detail: str
+    figure: float | None = None
+    limit: float | None = None
+    shown: tuple[Piece, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, measured: Measured, seconds: float) -> Finding:
+        """The line of what a check has measured."""
+        detail = f"{measured.problem}; {measured.detail}" if measured.problem else measured.detail
+        verdict: Verdict = "pass" if measured.passed else "fail"
+        return cls(name, verdict, seconds, detail, measured.figure, measured.limit, measured.shown)
+
+    def line(self, *, color: bool) -> str:
+        """For a person, with the text that was looked at below it."""
+        figures = "" if self.figure is None else f"{self.figure:.3g} (limit {self.limit:.3g})"
+        verdict = f"{_COLORS[self.verdict]}{self.verdict:<4}{_RESET}" if color else f"{self.verdict:<4}"
+        lines = [f"{verdict}  {self.name:<12} {figures:<24} {self.seconds:5.1f} s  {self.detail}"]
+        if self.shown:
+            begin, end = (_LEARNED, _RESET) if color else _MARKS
+            text = "".join(f"{begin}{text}{end}" if learned else text for text, learned in self.shown)
+            lines += [f"      | {line}" for line in text.splitlines()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program; a figure that is no number is null."""
+        values: dict[str, Any] = {
+            "name": self.name,
+            "verdict": self.verdict,
+            "figure": self.figure if self.figure is None or math.isfinite(self.figure) else None,
+            "limit": self.limit,
+            "seconds": round(self.seconds, 2),
+            "detail": self.detail,
+        }
+        if self.shown:
+            values["shown"] = [{"text": text, "learned": learned} for text, learned in self.shown]
+        return values

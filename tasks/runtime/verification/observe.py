@@ -1,0 +1,143 @@
+"""Steps of the real training code, looked at from inside: `train` with the spec's framework, and a look at its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.state import KeepsOwnMemory
+from tasks.runtime.data import PreparedData
+from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.job import Framework, Job
+from tasks.runtime.training.session import session
+from tasks.runtime.training.train import train
+
+
+@dataclass
+class Step:
+    """The first step of a run, up to its gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """Of the parameters that learn, whole, before they are clipped; zeros where the backward pass left none."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Those that are not in a state dict, on the CPU."""
+
+
+class _Seen(Exception):
+    """All that was to be seen: the run is left."""
+
+
+def first_step(spec: RunSpec, data: PreparedData) -> Step:
+    """Run the first step of `spec` up to the update, which is not taken. A collective where there are processes."""
+    seen: list[Step] = []
+
+    def look(job: Job) -> Tensor | None:
+        seen.append(Step(_loss(job), _gradients(job), plain_buffers(job.bare)))
+        raise _Seen
+
+    def framework(job: Job) -> None:
+        without_dropout(job.bare)
+        vars(job)["clip_gradients"] = lambda: look(job)
+        framework_of(spec)(job)
+
+    _leave_when_seen(spec, data, framework)
+    return seen[0]
+
+
+def with_job(spec: RunSpec, data: PreparedData, look: Callable[[Job], None]) -> None:
+    """Build the job of `spec` as training would, call `look` with it, and take no step."""
+
+    def framework(job: Job) -> None:
+        without_dropout(job.bare)
+        job.begin()
+        look(job)
+        raise _Seen
+
+    _leave_when_seen(spec, data, framework)
+
+
+def _leave_when_seen(spec: RunSpec, data: PreparedData, framework: Framework) -> None:
+    with session(spec) as run:
+        try:
+            train(run, data, framework)
+        except _Seen:
+            return
+    raise RuntimeError("the framework ended before the first optimizer step")
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Two runs draw other numbers as soon as they differ; what is compared draws none."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _loss(job: Job) -> float:
+    """Of the step, over all processes."""
+    loss = job.recorder.share.double()
+    if job.processes.world_size > 1:
+        dist.all_reduce(loss)
+    return float(loss) / job.processes.copies
+
+
+def _gradients(job: Job) -> dict[str, Tensor]:
+    return {name: _whole(_gradient(job, p)).clone() for name, p in job.bare.named_parameters() if p.requires_grad}
+
+
+def _gradient(job: Job, parameter: nn.Parameter) -> Tensor:
+    if isinstance(job.optimizer, KeepsOwnMemory):
+        # In the engine's own memory.
+        from deepspeed.utils import safe_get_full_grad
+
+        found: Tensor | None = safe_get_full_grad(parameter)
+        return torch.zeros_like(parameter) if found is None else found
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A collective, of a tensor that is split."""
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+def plain_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no state dict has, such as `inv_freq`: what loads weights does not load them."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer.detach().cpu().clone()
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No lines of the runtime and no progress bars: the report is what is read."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    loggers: list[tuple[Any, int]] = [(logging.getLogger(name), 0) for name in ("tasks", "strata_kernels")]
+    loggers = [(logger, logger.level) for logger, _ in loggers]
+    for logger, _ in loggers:
+        logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for logger, level in loggers:
+            logger.setLevel(level)
+        transformers_logging.enable_progress_bar()
+        transformers_logging.set_verbosity_warning()

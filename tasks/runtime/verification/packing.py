@@ -1,0 +1,105 @@
+"""Documents that share a row: none may see another one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tasks.runtime.data.dataset import IGNORED, Batch, Row
+from tasks.runtime.objectives.objective import next_labels
+from tasks.runtime.objectives.token_losses import token_losses
+from tasks.runtime.training.job import Job
+from tasks.runtime.verification.finding import Measured
+from tasks.runtime.verification.observe import with_job
+from tasks.runtime.verification.subject import Subject
+
+# Documents of the row that are looked at; a backward pass for each.
+_DOCUMENTS = 4
+# Of a loss alone and in a row, whose attention may be another implementation: roundings of the dtype.
+_ROUNDINGS = 16
+
+
+def does_not_apply(subject: Subject) -> str | None:
+    """Why there is nothing to check."""
+    if not (subject.spec.data.packing or subject.spec.objective.type == "dpo"):
+        return "data.packing is false: no two documents share a row"
+    if _shared_row(subject) is None:
+        return "no row of the sample holds two documents with targets; raise data.sequence_length to pack any"
+    return None
+
+
+def packing(subject: Subject) -> Measured:
+    """Gradients of a document's loss at the other documents of its row, and its loss alone."""
+    row, found = _shared_row(subject), []
+    assert row is not None
+    spec = subject.variant(training={"micro_batch_size": 1}, optimizer={"in_backward": False})
+    with_job(spec, subject.data, lambda job: found.append(_look(job, row)))
+    leak, apart, where = found[0]
+    limit = _ROUNDINGS * torch.finfo(subject.weights_dtype).eps / 2
+    detail = (
+        f"greatest gradient of a document's loss at another document of its row{where}; losses alone and packed "
+        f"differ by {apart:.2g} (limit {limit:.2g})"
+    )
+    return Measured(leak, 0.0, detail, None if apart <= limit else "losses alone are others than in a packed row")
+
+
+def _shared_row(subject: Subject) -> Row | None:
+    """The row with most documents that have targets, of the first ones; None where none has two."""
+    rows = subject.data.train
+    first = [rows[index] for index in range(min(len(rows), 64))]
+    most = max(first, key=lambda row: len(_learned(row)))
+    return most if len(_learned(most)) > 1 else None
+
+
+def _numbers(batch: Batch) -> Tensor:
+    """For each token the number of its document, over all rows."""
+    return (batch["position_ids"] == 0).flatten().cumsum(0).view_as(batch["position_ids"]) - 1
+
+
+def _learned(row: Row) -> list[int]:
+    """Numbers of the documents with targets."""
+    return sorted(set(_numbers(row)[row["labels"] != IGNORED].tolist()))
+
+
+def _look(job: Job, row: Row) -> tuple[float, float, str]:
+    """The greatest gradient that leaks and between which documents, and the greatest relative difference of a loss."""
+    leak, apart, where = 0.0, 0.0, ""
+    job.model.eval()
+    documents = _learned(row)
+    # The last ones have the most before them to see.
+    for number in documents[-_DOCUMENTS:]:
+        mine = _numbers(row) == number
+        labels = row["labels"].where(mine, torch.tensor(IGNORED))
+        batch = _on_device(job, {**row, "labels": labels})
+        loss, gradient = _loss_and_gradient(job, batch)
+        others = gradient.flatten(0, 1)[(_numbers(batch) != number).flatten()]
+        found = float(others.abs().max()) if others.numel() else 0.0
+        if not found <= leak:
+            leak, where = found, f" (that of document {number + 1} of {len(documents)})"
+        alone = {name: tensor[mine] for name, tensor in row.items()}
+        single, _ = _loss_and_gradient(job, _on_device(job, alone))
+        apart = max(apart, abs(single - loss) / abs(loss))
+    return leak, apart, where
+
+
+def _on_device(job: Job, row: Row) -> Batch:
+    return {name: tensor.to(job.processes.device) for name, tensor in job.collate([row]).items()}
+
+
+def _loss_and_gradient(job: Job, batch: Batch) -> tuple[float, Tensor]:
+    """The sum of the losses of a batch, and its gradient at what the tokens are embedded as: [B, T, D]."""
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        # Some families change what they get in place.
+        return embedded[0].clone()
+
+    hook = job.bare.get_input_embeddings().register_forward_hook(keep)
+    try:
+        losses = token_losses(job.model, batch, fused=job.spec.fused_loss)
+        loss = losses.where(next_labels(batch) != IGNORED, 0.0).sum()
+        (gradient,) = torch.autograd.grad(loss, embedded)
+    finally:
+        hook.remove()
+    return float(loss.detach()), gradient

@@ -1,0 +1,60 @@
+"""The findings of a verification, with what was verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from strata_platform.redact import redacted
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.training.completion import device_name, versions
+from tasks.runtime.verification.finding import Finding
+from tasks.runtime.verification.subject import Subject
+
+
+@dataclass
+class Report:
+    """Grows by a finding at a time."""
+
+    name: str
+    headline: str
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, subject: Subject) -> Report:
+        """Of a subject, with nothing found yet."""
+        asked, (here, there) = subject.asked, subject.layers
+        layers = f"{here} of {there} layers" if here < there else f"{there} layers"
+        dtype = str(subject.computes_in).removeprefix("torch.")
+        rows = f"{len(subject.data.train)} rows of {asked.data.sequence_length} tokens"
+        headline = f"verify {asked.name}: {redacted(asked.model.name)}, {layers}, {dtype} on {device_name(Processes())}; {rows}"
+        return cls(asked.name, headline)
+
+    @property
+    def failed(self) -> list[Finding]:
+        """The findings that say that something is wrong."""
+        return [finding for finding in self.findings if finding.verdict == "fail"]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks that apply pass, and at least one does apply."""
+        return not self.failed and any(finding.verdict == "pass" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        counts = {verdict: sum(f.verdict == verdict for f in self.findings) for verdict in ("pass", "fail", "n/a")}
+        said = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        return f"{'verified' if self.passed else 'NOT verified'}: {said}, {self.seconds:.0f} s"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "subject": self.headline,
+            "seconds": round(self.seconds, 2),
+            "checks": [finding.to_dict() for finding in self.findings],
+            "versions": versions(),
+        }
