@@ -99,7 +99,7 @@ def test_a_model_that_sees_comes_with_what_it_sees_by(tmp_path, monkeypatch, cap
     monkeypatch.setattr(export_model, "build_trained_model", lambda *_: AutoModelForCausalLM.from_config(config))
     monkeypatch.setattr(export_model, "verify", lambda *_: None)
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer(["text"]), manifest=SimpleNamespace(stop_token_ids=(2,)))
-    export_model._write(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
+    export_model.write_model(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
     names = [path.name for path in (tmp_path / "model").iterdir()]
     assert ("preprocessor_config.json" in names) == kept
     assert [record.levelname for record in caplog.records if record.name == export_model.log.name] == [

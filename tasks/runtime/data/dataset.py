@@ -159,6 +159,9 @@ class PreparedData:
     reference_log_probs: the reference model's log-probabilities, by split; the split's rows contain them.
     """
 
+    rows_type: type[RowDataset] = RowDataset
+    """Reads the rows of a split."""
+
     def __init__(
         self, folder: Path, manifest: Manifest, reference_log_probs: dict[str, ReferenceLogProbs] | None = None
     ) -> None:
@@ -184,7 +187,7 @@ class PreparedData:
 
     def with_reference_log_probs(self, **reference_log_probs: ReferenceLogProbs) -> PreparedData:
         """The same data, with a tensor `reference` in the rows of the given splits."""
-        return PreparedData(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
+        return type(self)(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the data, including its chat template."""
@@ -197,7 +200,7 @@ class PreparedData:
 
     def _rows(self, name: str, split: Split) -> RowDataset:
         manifest = self.manifest
-        return RowDataset(
+        return self.rows_type(
             self.folder,
             split,
             length=manifest.sequence_length if manifest.packing else None,

@@ -43,7 +43,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     # A fixed name: what a killed export left is as large as the model, and goes with the next one.
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    _write(spec, data, weights, temporary)
+    write_model(spec, data, weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
     # Others get it with the model: where the run's folder was is nothing to them.
     record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
@@ -59,7 +59,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     return folder
 
 
-def _write(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
+def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
     """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
     device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)

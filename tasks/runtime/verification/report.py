@@ -28,7 +28,8 @@ class Report:
         layers = f"{here} of {there} layers" if here < there else f"{there} layers"
         dtype = str(subject.computes_in).removeprefix("torch.")
         rows = f"{len(subject.data.train)} rows of {asked.data.sequence_length} tokens"
-        headline = f"verify {asked.name}: {redacted(asked.model.name)}, {layers}, {dtype} on {device_name(Processes())}; {rows}"
+        device = device_name(Processes())
+        headline = f"verify {asked.name}: {redacted(asked.model.name)}, {layers}, {dtype} on {device}; {rows}"
         return cls(asked.name, headline)
 
     @property

@@ -7,6 +7,7 @@ prepared by the same code as that of a run. All that checks train is in one fold
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -104,11 +105,20 @@ class Subject:
 
     def start(self, request: Path, processes: int) -> subprocess.Popen[str]:
         """Start processes that do what `request` says; see `worker`. More than one are started by torch elastic."""
-        command = [sys.executable]
+        command, environment = [sys.executable], dict(os.environ)
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes > torch.cuda.device_count():
+            # A GPU is one process's; without one for each they compute on the CPU.
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Two are at work at a time; threads that wait for each other on a busy core cost more than they bring.
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
         return subprocess.Popen(
-            [*command, *self.worker, str(request)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, *self.worker, str(request)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tasks.runtime.verification import numerics, packing
+from tasks.runtime.verification import batching, numerics, packing, reference, resume, targets, weights
 from tasks.runtime.verification.finding import Finding, Measured
 from tasks.runtime.verification.subject import Subject
 
@@ -31,11 +31,30 @@ def _not_compiled(subject: Subject) -> str | None:
     return None if subject.spec.training.compile else "training.compile is false"
 
 
+def _no_adapter(subject: Subject) -> str | None:
+    return "adapter.type is 'none'" if subject.spec.adapter.type == "none" else None
+
+
 CHECKS = (
-    Check("kernels", "The fused operators give the model's loss and gradients.", numerics.kernels, _no_kernels),
+    Check("mask", "The targets are what the model is to say, with its end, and nothing else.", targets.mask),
     Check("packing", "Documents of a packed row do not see each other.", packing.packing, packing.does_not_apply),
+    Check("kernels", "The fused operators give the model's loss and gradients.", numerics.kernels, _no_kernels),
     Check("recompute", "Activations that are computed again give the same gradients.", numerics.recomputation),
     Check("compile", "Compiled layers give the same gradients.", numerics.compiled, _not_compiled),
+    Check("batching", "How rows are spread over micro-batches and processes changes nothing.", batching.batching),
+    Check(
+        "reference",
+        "The reference model, or the teacher, is the model that is named.",
+        reference.reference,
+        reference.does_not_apply,
+    ),
+    Check("updates", "What the optimizer is to move moves as in fp32, and nothing else does.", weights.updates),
+    Check(
+        "buffers", "What no weights file has, such as inv_freq, is right after every way of loading.", weights.buffers
+    ),
+    Check("adapter", "Merging the adapter does not change what the model computes.", weights.adapter, _no_adapter),
+    Check("export", "The exported folder is the trained model to transformers alone.", weights.export),
+    Check("resume", "A run that is killed continues to the same bits.", resume.resume),
 )
 
 

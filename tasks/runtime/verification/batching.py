@@ -1,0 +1,87 @@
+"""However the rows of a step are spread over micro-batches and processes: the same loss, the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.order import RowOrder
+from tasks.runtime.verification.exact import error, scale
+from tasks.runtime.verification.finding import Measured
+from tasks.runtime.verification.observe import Step, first_step
+from tasks.runtime.verification.subject import Subject
+from tasks.runtime.verification.uneven import UnevenData, targets
+from tasks.runtime.verification.worker import Request, wait
+
+# In fp32, of which the order of additions costs some 1e-6; a row that weighs more than another costs some 1e-1.
+LIMIT = 1e-4
+_PROCESSES = 2
+
+
+def batching(subject: Subject) -> Measured:
+    """One forward pass against many, and against two processes, on rows with very uneven numbers of targets."""
+    rows = subject.rows // _PROCESSES * _PROCESSES
+    data = UnevenData.load(subject.data.folder)
+    micro = max(1, rows // 4)
+    request = _request(subject, micro, rows // _PROCESSES // micro)
+    # They start while this process computes.
+    processes = subject.start(request.write(subject.new_file(".json")), _PROCESSES)
+    try:
+        whole = first_step(_spec(subject, rows, 1), data)
+        ways = {f"{rows} micro-batches of 1 row": first_step(_spec(subject, 1, rows), data)}
+    except BaseException:
+        processes.kill()
+        raise
+    wait(processes)
+    strategy = _strategy(subject)["parallel"]["type"]
+    ways[f"{_PROCESSES} processes under {strategy}"] = request.found(0)
+    worst, where = 0.0, ""
+    for way, step in ways.items():
+        for name, found in _differences(step, whole).items():
+            if not found <= worst:
+                worst, where = found, f"; worst: {name}, {way}"
+    order = RowOrder(len(data.train), subject.spec.seed)
+    counts = [targets(data.train[order[index]]) for index in range(rows)]
+    detail = (
+        f"relative difference of loss and gradients from one micro-batch of {rows} rows, in float32, with "
+        f"{min(counts)} to {max(counts)} targets a row, over {' and '.join(ways)}{where}"
+    )
+    return Measured(worst, LIMIT, detail)
+
+
+def _differences(step: Step, whole: Step) -> dict[str, float]:
+    floor = scale(whole.gradients.values()) * 1e-3
+    found = {"the loss": abs(step.loss - whole.loss) / abs(whole.loss)}
+    for name, gradient in whole.gradients.items():
+        here = step.gradients.get(name)
+        unit = max(scale([gradient]), floor)
+        if here is None:
+            found[name] = float("inf")
+        elif unit:
+            found[name] = error(here, gradient) / unit
+    return found
+
+
+def _spec(subject: Subject, micro_batch: int, accumulated: int, **changes: Any) -> RunSpec:
+    return subject.variant(
+        model={"dtype": "float32"},
+        training={"micro_batch_size": micro_batch, "gradient_accumulation_steps": accumulated, "compile": False},
+        optimizer={"in_backward": False},
+        **changes,
+    )
+
+
+def _request(subject: Subject, micro_batch: int, accumulated: int) -> Request:
+    spec = _spec(subject, micro_batch, accumulated, **_strategy(subject))
+    out = str(subject.new_file(".step."))
+    return Request("first_step", spec.model_dump_json(), str(subject.data.folder), out, uneven=True)
+
+
+def _strategy(subject: Subject) -> dict[str, Any]:
+    """The run's own over two processes; `ddp` where it has one process. What needs more of them is left out."""
+    asked = subject.asked.parallel.model_dump()
+    if asked["type"] == "single":
+        asked = {"type": "ddp"}
+    if asked["type"] == "fsdp":
+        asked |= {"replicas": 1, "tensor_parallel": 1, "context_parallel": 1, "compute_dtype": "model"}
+    return {"parallel": asked, "topology": {"nproc_per_node": _PROCESSES}}

@@ -1,0 +1,114 @@
+"""The model that training compares with, DPO's reference or a distillation's teacher: is it the one that is named?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from strata_platform.spec.objectives import Distill as DistillSettings
+from tasks.runtime.data.dataset import IGNORED, Batch, Row
+from tasks.runtime.models.build import build_model
+from tasks.runtime.objectives.distill import Distill
+from tasks.runtime.objectives.dpo import Dpo
+from tasks.runtime.training.job import Job
+from tasks.runtime.verification.exact import error, scale
+from tasks.runtime.verification.finding import Measured
+from tasks.runtime.verification.observe import with_job
+from tasks.runtime.verification.subject import Subject
+
+# Relative, of sums of log-probabilities and of logits: as much as a dtype rounds in one model.
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def does_not_apply(subject: Subject) -> str | None:
+    """Why there is nothing to check."""
+    kind = subject.spec.objective.type
+    return None if kind in ("dpo", "distill") else f"objective.type {kind!r} compares with no other model"
+
+
+def reference(subject: Subject) -> Measured:
+    """What the first step compares with, against transformers alone."""
+    found: list[tuple[float, str]] = []
+    spec = subject.variant(training={"micro_batch_size": subject.micro_batch}, optimizer={"in_backward": False})
+    look = _answers if spec.objective.type == "dpo" else _teacher
+    with_job(spec, subject.data, lambda job: found.append(look(job, subject)))
+    figure, detail = found[0]
+    return Measured(figure, _LIMITS[subject.computes_in], detail)
+
+
+def _answers(job: Job, subject: Subject) -> tuple[float, str]:
+    """The reference's and the policy's log-probabilities of answers, before the first update, of the base model."""
+    assert isinstance(job.objective, Dpo)
+    batch = next(iter(job.loader()))
+    plain = _plain(build_model(job.spec), subject)
+    expected = torch.tensor([_log_probability(plain, row) for row in _documents(batch)])
+    on_device = {name: tensor.to(job.processes.device) for name, tensor in batch.items()}
+    ours = {"the policy's": job.objective.scores(job.model, on_device).cpu()}
+    # Chosen and rejected in turn.
+    ours = {name: scores[: len(expected)] for name, scores in ours.items()}
+    if "reference" in batch:
+        begins = (batch["position_ids"] == 0) & (batch["sides"] != 0)
+        ours["the reference's"] = batch["reference"][begins].double()
+    else:
+        share = job.objective.share(job.model, on_device, job.objective.count(on_device)).metrics
+        beta = job.spec.objective.beta if job.spec.objective.type == "dpo" else 1.0
+        # Those of the model without its adapter: rewards are the policy's distance from it.
+        distance = (float(share["reward_chosen"].abs()) + float(share["reward_rejected"].abs())) / beta
+        ours["the reference's"] = ours["the policy's"] + distance
+    worst = max(ours, key=lambda name: _apart(ours[name], expected))
+    detail = (
+        f"relative difference of the log-probabilities of {len(expected)} answers before the first step from those of "
+        f"the base model, each answer alone; worst: {worst}"
+    )
+    return _apart(ours[worst], expected), detail
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float(((found.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0)).max())
+
+
+def _documents(batch: Batch) -> Iterator[Row]:
+    """The answers of a batch, each alone with its prompt."""
+    for index in range(batch["input_ids"].shape[0]):
+        row = {
+            name: tensor[index] for name, tensor in batch.items() if tensor.shape[:1] == batch["input_ids"].shape[:1]
+        }
+        begins = (row["position_ids"] == 0).nonzero().flatten().tolist()
+        for begin, end in zip(begins, [*begins[1:], row["input_ids"].numel()], strict=True):
+            if row["sides"][begin] != 0:
+                yield {name: tensor[begin:end] for name, tensor in row.items()}
+
+
+def _plain(model: PreTrainedModel, subject: Subject) -> PreTrainedModel:
+    return model.to(subject.device).eval()
+
+
+@torch.no_grad()
+def _log_probability(model: PreTrainedModel, row: Row) -> float:
+    """Of the labels of a document, summed, by the model's own forward pass."""
+    logits = model(input_ids=row["input_ids"][None].to(model.device)).logits[0, :-1].float()
+    labels = row["labels"][1:].to(model.device)
+    learned = labels != IGNORED
+    values = log_softmax(logits, dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return float(values.double().where(learned, 0.0).sum())
+
+
+def _teacher(job: Job, subject: Subject) -> tuple[float, str]:
+    """The logits of the teacher in the job, against those of the model that is named."""
+    assert isinstance(job.objective, Distill) and isinstance(job.spec.objective, DistillSettings)
+    batch = {name: tensor.to(job.processes.device) for name, tensor in next(iter(job.loader())).items()}
+    hidden, head = job.objective._ask(batch)
+    found = hidden if head.weight is None else hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
+    name, revision = job.spec.objective.teacher, job.spec.objective.teacher_revision
+    plain = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=subject.computes_in)
+    with torch.no_grad():
+        inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+        expected: Tensor = _plain(plain, subject)(**inputs, use_cache=False).logits.flatten(0, 1)
+    figure = error(found, expected) / scale([expected])
+    return figure, f"relative difference of the teacher's logits from those of {name} by transformers"

@@ -1,0 +1,92 @@
+"""A run that is killed and started again ends where an undisturbed one ends, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import torch
+
+from strata_platform.runs import MetricPoint
+from strata_platform.spec import RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import read_model_tensors
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.verification.finding import Measured
+from tasks.runtime.verification.subject import Subject
+from tasks.runtime.verification.worker import Request, wait
+
+# A checkpoint, a step that is lost with the process, and steps that need what the checkpoint had.
+_EVERY, _KILLED_AFTER, _STEPS = 2, 3, 5
+
+
+def resume(subject: Subject) -> Measured:
+    """Losses, gradient norms and weights of both runs; the processes are real, and so is the SIGKILL."""
+    undisturbed, killed = _spec(subject), _spec(subject)
+    processes = [
+        subject.start(_request(subject, undisturbed, None), 1),
+        subject.start(_request(subject, killed, _KILLED_AFTER), 1),
+    ]
+    try:
+        wait(processes[1], expected=-signal.SIGKILL)
+        again = subject.start(_request(subject, killed, None), 1)
+        processes.append(again)
+        # Before the one that goes on trains to its end.
+        wait(processes[0])
+        wait(again)
+    finally:
+        for process in processes:
+            process.kill()
+    differing = _different(undisturbed, killed)
+    continued = _attempts(killed)
+    problem = None
+    if continued != [0, 1]:
+        problem = f"the steps are of the attempts {continued}, not of one that was killed and one that went on"
+    elif differing:
+        problem = f"different: {', '.join(differing[:3])}"
+    detail = (
+        f"of {_STEPS} steps' losses and norms and the last weights are others than undisturbed, after SIGKILL in step "
+        f"{_KILLED_AFTER} of {_STEPS} with a checkpoint of step {_EVERY}"
+    )
+    return Measured(float(len(differing)), 0.0, detail, problem)
+
+
+def _spec(subject: Subject) -> RunSpec:
+    return subject.variant(
+        training={"steps": _STEPS, "deterministic": torch.cuda.is_available()},
+        checkpoint={"every": _EVERY, "keep_last": 3},
+        optimizer={"in_backward": subject.asked.optimizer.in_backward},
+    )
+
+
+def _request(subject: Subject, spec: RunSpec, kill_after: int | None) -> Path:
+    out = str(subject.new_file(".step."))
+    request = Request("train", spec.model_dump_json(), str(subject.data.folder), out, kill_after=kill_after)
+    return request.write(subject.new_file(".json"))
+
+
+def _different(undisturbed: RunSpec, killed: RunSpec) -> list[str]:
+    """What the two runs do not have the same of."""
+    points = [read_points(RunFolder.of(spec).metrics) for spec in (undisturbed, killed)]
+    found = [
+        f"step {first.step}" for first, second in zip(*points, strict=False) if _computed(first) != _computed(second)
+    ]
+    if len(points[0]) != _STEPS or len(points[1]) != _STEPS:
+        found.append(f"{len(points[0])} and {len(points[1])} steps on record")
+    saved = [
+        read_model_tensors(Index(checkpoint.folders(RunFolder.of(spec).checkpoints)[-1]))
+        for spec in (undisturbed, killed)
+    ]
+    return found + [name for name, tensor in saved[0].items() if not torch.equal(tensor, saved[1][name])]
+
+
+def _computed(point: MetricPoint) -> tuple[float | None, ...]:
+    """What a step computes, as opposed to when and how fast."""
+    return point.loss, point.grad_norm, point.learning_rate, point.tokens, point.target_tokens
+
+
+def _attempts(spec: RunSpec) -> list[int]:
+    """The attempts that the steps on record are of."""
+    return sorted({point.attempt for point in read_points(RunFolder.of(spec).metrics)})

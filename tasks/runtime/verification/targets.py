@@ -1,0 +1,173 @@
+"""Which tokens carry loss: those that the source's rows have the model say, and the token that ends each turn.
+
+The prepared rows, which training reads, are held against the source's own rows, decoded and by text. No template and no
+tokenizer's offsets are asked again: what placed a target wrongly would place the expectation wrongly, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.chat import messages_of
+from tasks.runtime.data.dataset import IGNORED, Row
+from tasks.runtime.data.rows import Row as SourceRow
+from tasks.runtime.data.rows import RowError
+from tasks.runtime.data.sources import open_source
+from tasks.runtime.verification.finding import Measured, Piece
+from tasks.runtime.verification.subject import Subject
+
+# Characters of the document that is shown.
+_SHOWN = 1200
+_FORMATS = ("chat", "prompt_completion")
+
+
+class Document(NamedTuple):
+    """A document of a prepared row."""
+
+    ids: list[int]
+    learned: list[bool]
+
+    def runs(self) -> list[tuple[bool, list[int]]]:
+        """Stretches of tokens that are learned, and of those that are not."""
+        pairs = groupby(zip(self.learned, self.ids, strict=True), key=lambda pair: pair[0])
+        return [(learned, [number for _, number in run]) for learned, run in pairs]
+
+
+def mask(subject: Subject) -> Measured:
+    """Every stretch of targets is what a row has the model say, whole, with the token that ends it."""
+    data, tokenizer = subject.data, subject.data.tokenizer()
+    documents = list(_documents(data))
+    assert documents, "the sample has no document"
+    wrong = [problem for document in documents if (problem := _begins_twice(document, tokenizer))]
+    form = data.manifest.format
+    if subject.spec.objective.type == "pretrain":
+        wrong += [problem for document in documents if (problem := _not_all(document, tokenizer))]
+        claim = "all tokens but the first of a document learn"
+    elif form in _FORMATS:
+        said = _said(data)
+        wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
+        wrong += _missing(documents, data, said)
+        claim = f"targets are what the {'assistant says' if form == 'chat' else 'completions say'}, with its end"
+    else:
+        claim = "documents begin once; which answers pairs learn is checked by 'reference'"
+    detail = f"of {len(documents)} documents with a wrong mask or a second beginning; {claim}"
+    return Measured(
+        float(len(wrong)), 0.0, detail, wrong[0] if wrong else None, shown=tuple(_pieces(documents, tokenizer))
+    )
+
+
+def _documents(data: PreparedData) -> Iterator[Document]:
+    """Of all rows, to train on and held out, without padding."""
+    for rows in (data.train, data.validation):
+        for index in range(len(rows)):
+            yield from _split(rows[index])
+
+
+def _split(row: Row) -> Iterator[Document]:
+    begins = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    for begin, end in zip(begins, [*begins[1:], row["input_ids"].numel()], strict=True):
+        learned = (row["labels"][begin:end] != IGNORED).tolist()
+        # Padding is a document of its own without targets, as is no other.
+        if any(learned):
+            yield Document(row["input_ids"][begin:end].tolist(), learned)
+
+
+def _begins_twice(document: Document, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    begin = tokenizer.bos_token_id
+    if begin is not None and document.ids[:2] == [begin, begin]:
+        return f"a document begins with {tokenizer.bos_token!r} twice: {_text(document.ids[:16], tokenizer)!r}"
+    return None
+
+
+def _not_all(document: Document, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    if all(document.learned[1:]):
+        return None
+    place = document.learned.index(False, 1)
+    return f"a token is not learned: the last of {_text(document.ids[max(0, place - 8) : place + 1], tokenizer)!r}"
+
+
+class Said(NamedTuple):
+    """What the model is to say in a source's rows: texts that are all of a turn, and parts of those with more."""
+
+    whole: set[str]
+    parts: set[str]
+    turns: int
+
+
+def _said(data: PreparedData) -> Said:
+    recipe = DataRecipe.model_validate(data.manifest.recipe)
+    whole, parts, turns = set(), set(), 0
+    for row in islice(open_source(recipe).rows(), recipe.data.max_samples):
+        try:
+            for text, is_all in _turns(row, data):
+                (whole if is_all else parts).add(text.strip())
+                turns += 1
+        except RowError:
+            # Counted as skipped when the data was prepared, which `_missing` allows for.
+            continue
+    return Said(whole, parts, turns)
+
+
+def _turns(row: SourceRow, data: PreparedData) -> Iterator[tuple[str, bool]]:
+    """Texts of a row's turns, and whether a turn has nothing beside it, such as reasoning or calls."""
+    if data.manifest.format == "prompt_completion":
+        text = row.text(data.manifest.columns[1])
+        if text.strip():
+            yield text, True
+        return
+    for message in messages_of(row, data.manifest.columns[0]):
+        if message["role"] == "assistant" and message.get("weight", 1):
+            yield str(message.get("content", "")), not _has_more(message)
+
+
+def _has_more(message: dict[str, Any]) -> bool:
+    return bool(set(message) - {"role", "content", "weight"})
+
+
+def _other_than_said(
+    document: Document, data: PreparedData, tokenizer: PreTrainedTokenizerBase, said: Said
+) -> str | None:
+    ends = set(data.manifest.stop_token_ids)
+    cut = data.manifest.truncated > 0 or data.manifest.split_long > 0
+    for learned, ids in document.runs():
+        if not learned:
+            continue
+        if ids[-1] not in ends:
+            if cut and document.learned[-1] and document.ids[-len(ids) :] == ids:
+                # Cut off where the row ends.
+                continue
+            return f"a turn is learned without a token that ends it: …{_text(ids[-12:], tokenizer)!r}"
+        text = _text(ids[:-1], tokenizer).strip()
+        if text not in said.whole and not any(part in text for part in said.parts) and not cut:
+            return f"what is learned is no turn of the source: {text[:160]!r}"
+    return None
+
+
+def _missing(documents: list[Document], data: PreparedData, said: Said) -> list[str]:
+    manifest = data.manifest
+    if any(manifest.skipped.values()) or manifest.truncated or manifest.split_long:
+        return []
+    found = sum(learned for document in documents for learned, _ in document.runs())
+    return [] if found == said.turns else [f"{said.turns} turns of the source are {found} stretches of targets"]
+
+
+def _pieces(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    """The beginning of a document that has both, or of the first one."""
+    shown = next((document for document in documents if not all(document.learned[1:])), documents[0])
+    left = _SHOWN
+    for learned, ids in shown.runs():
+        text = _text(ids, tokenizer)
+        yield text[:left], learned
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,177 @@
+"""A short run to its last step, watched: what it leaves is read back by several checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.flat_shard import values_of
+from tasks.runtime.checkpoint.state import MASTER
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.objectives.objective import model_inputs
+from tasks.runtime.optim.optimizer import build_optimizer, set_learning_rate
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.job import Job
+from tasks.runtime.training.session import session
+from tasks.runtime.training.train import train
+from tasks.runtime.training.trained_weights import collect_weights
+from tasks.runtime.verification.observe import without_dropout
+from tasks.runtime.verification.subject import Subject, changed
+
+STEPS = 4
+# Of the text that logits are compared on.
+TOKENS = 64
+
+
+@dataclass
+class Updates:
+    """What the steps did to the weights, beside what the same gradients do to weights in fp32."""
+
+    arrived: float = 0.0
+    """Share of the fp32 update that is in the weights: its projection on that, 1 where nothing is lost."""
+    moved: float = 0.0
+    """Share of the weights that changed."""
+    moved_exactly: float = 0.0
+    """The same of weights in fp32."""
+    without_gradient: list[str] = field(default_factory=list)
+    """Parameters that are to learn, whose gradients were zero in every step."""
+    frozen_moved: list[str] = field(default_factory=list)
+    """Parameters that are not to learn, and changed."""
+
+
+@dataclass
+class Trained:
+    """A run that is done."""
+
+    spec: RunSpec
+    record: CompletionRecord
+    weights: Path
+    """What `collect_weights` made of it."""
+    input_ids: Tensor
+    logits: Tensor
+    """Of the model in the job after its last step: [1, T, V], fp32, on the CPU."""
+    updates: Updates
+
+
+def trained(subject: Subject) -> Trained:
+    """Of a subject. Trained once."""
+    if "trained" not in subject.kept:
+        subject.kept["trained"] = _train(subject)
+    found: Trained = subject.kept["trained"]
+    return found
+
+
+def _train(subject: Subject) -> Trained:
+    # DeepSpeed keeps exact weights beside rounded ones, and one process has no DeepSpeed.
+    dtype = torch.float32 if subject.asked.parallel.type == "deepspeed" else subject.weights_dtype
+    spec = subject.variant(
+        model={"dtype": str(dtype).removeprefix("torch.")},
+        training={"steps": STEPS},
+        schedule={"type": "constant", "warmup_ratio": 0.0},
+        optimizer={"in_backward": False},
+    )
+    watch = _Watch(spec)
+    with session(spec) as run:
+        record = train(run, subject.data, watch)
+    return Trained(spec, record, collect_weights(spec, record), watch.input_ids, watch.logits, watch.updates)
+
+
+class _Watch:
+    """Trains with the spec's framework, and takes every step once more in fp32, with the same gradients."""
+
+    input_ids: Tensor
+    logits: Tensor
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self.updates = Updates()
+        self._seen_gradient: set[str] = set()
+        self._done = 0
+
+    def __call__(self, job: Job) -> None:
+        without_dropout(job.bare)
+        self._before = {name: parameter.detach().clone() for name, parameter in job.bare.named_parameters()}
+        self._exact = _exact_copy(job.bare, self._spec)
+        self._optimizer = build_optimizer(self._exact, changed(self._spec, {"model": {"dtype": "float32"}}))
+        clip = job.clip_gradients
+        vars(job)["clip_gradients"] = lambda: self._step(job, clip)
+        framework_of(self._spec)(job)
+        self._compare(job)
+        self.input_ids, self.logits = _logits(job)
+
+    def _step(self, job: Job, clip: Any) -> Tensor | None:
+        norm: Tensor | None = clip()
+        copies = dict(self._exact.named_parameters())
+        for name, parameter in job.bare.named_parameters():
+            if parameter.grad is not None:
+                copies[name].grad = parameter.grad.float()
+                if parameter.grad.any():
+                    self._seen_gradient.add(name)
+        set_learning_rate(self._optimizer, job.learning_rate(self._done))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._done += 1
+        return norm
+
+    def _compare(self, job: Job) -> None:
+        copies, found = dict(self._exact.named_parameters()), self.updates
+        product = square = 0.0
+        moved = moved_exactly = total = 0
+        for name, parameter in job.bare.named_parameters():
+            before = self._before[name]
+            if not parameter.requires_grad:
+                if not torch.equal(before, parameter):
+                    found.frozen_moved.append(name)
+                continue
+            if name not in self._seen_gradient:
+                found.without_gradient.append(name)
+            update = most_exact(job.optimizer, parameter).double() - before.double()
+            expected = copies[name].detach().double() - before.double()
+            product += float((update * expected).sum())
+            square += float(expected.square().sum())
+            moved += int((update != 0).sum())
+            moved_exactly += int((expected != 0).sum())
+            total += update.numel()
+        found.arrived = product / square if square else float("nan")
+        found.moved, found.moved_exactly = moved / max(1, total), moved_exactly / max(1, total)
+
+
+def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """The optimizer's exact weights of a parameter, where it keeps any beside the rounded ones."""
+    slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
+    return slots.get(MASTER, values_of(parameter)).detach()
+
+
+def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
+    """The same modules in fp32, with the weights that `model` has now."""
+    copy = build_model(spec, dtype=torch.float32)
+    add_adapter(copy, spec)
+    copy.to(model.device)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in copy.named_parameters():
+            parameter.requires_grad_(weights[name].requires_grad)
+            if weights[name].shape == parameter.shape:
+                parameter.copy_(weights[name])
+    return copy
+
+
+@torch.no_grad()
+def _logits(job: Job) -> tuple[Tensor, Tensor]:
+    row = job.data.train[0]
+    ends = (row["position_ids"] == 0).nonzero().flatten().tolist()[1:]
+    length = min(TOKENS, *ends, row["input_ids"].numel())
+    batch: Batch = job.collate([{name: tensor[:length] for name, tensor in row.items()}])
+    inputs = {name: tensor.to(job.processes.device) for name, tensor in model_inputs(batch).items()}
+    job.model.eval()
+    logits: Tensor = job.model(**inputs).logits
+    return batch["input_ids"], logits.float().cpu()

@@ -1,0 +1,183 @@
+"""What becomes of weights: loaded, moved by steps, merged, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint.state import read_model_tensors
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.export.export_model import write_model
+from tasks.runtime.models.build import (
+    build_empty_model,
+    build_model,
+    build_saved_model,
+    load_config,
+    materialize,
+)
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, without_adapter
+from tasks.runtime.training.trained_weights import ADAPTER, build_trained_model
+from tasks.runtime.verification.exact import error, scale
+from tasks.runtime.verification.finding import Measured
+from tasks.runtime.verification.observe import plain_buffers, with_job
+from tasks.runtime.verification.subject import Subject
+from tasks.runtime.verification.trained import Trained, trained
+from tasks.runtime.verification.worker import Request, wait
+
+# Share of an fp32 update that rounding may take away.
+_LOST = 0.1
+# Relative errors of logits, of whole models and of an adapter's part in them, whose merged weights are rounded again.
+_LOGITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+_MERGED = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+_TOKENS = 64
+
+
+def updates(subject: Subject) -> Measured:
+    """Steps of the spec's optimizer at its learning rate: what of them arrives, and where."""
+    found = trained(subject).updates
+    problem = None
+    if found.frozen_moved:
+        problem = f"{found.frozen_moved[0]} is frozen and moved ({len(found.frozen_moved)} in all)"
+    elif found.without_gradient:
+        problem = f"{found.without_gradient[0]} is to learn and has no gradient ({len(found.without_gradient)} in all)"
+    detail = (
+        f"of the update in fp32 is lost in {_name(subject.weights_dtype)} at lr {subject.spec.peak_lr:.2g}; "
+        f"{found.moved:.1%} of the weights moved, {found.moved_exactly:.1%} do in fp32"
+    )
+    return Measured(abs(1.0 - found.arrived), _LOST, detail, problem)
+
+
+def buffers(subject: Subject) -> Measured:
+    """Buffers that no weights file has, by every way in which a run comes by its model."""
+    expected = _expected_buffers(subject.spec)
+    ways: dict[str, dict[str, Tensor]] = {}
+    for dtype in dict.fromkeys((subject.weights_dtype, torch.bfloat16)):
+        ways[f"loaded in {_name(dtype)}"] = plain_buffers(build_model(subject.spec, dtype=dtype))
+        ways[f"empty in {_name(dtype)}, then filled"] = _filled(build_empty_model(subject.spec, dtype=dtype), subject)
+    spec = subject.variant(optimizer={"in_backward": False})
+    with_job(spec, subject.data, lambda job: ways.update({"in the job": plain_buffers(job.bare)}))
+    saved = trained(subject)
+    if saved.spec.adapter.type == "none":
+        from_checkpoint = build_saved_model(_checkpoint(saved), saved.spec.model.attention)
+        ways["from a checkpoint"] = _filled(from_checkpoint, subject)
+    if subject.asked.parallel.type in ("ddp", "fsdp", "deepspeed"):
+        ways |= _of_two_processes(subject)
+    wrong = [
+        f"{name}, {way}: {problem}"
+        for way, found in ways.items()
+        for name, tensor in expected.items()
+        if (problem := _buffer_problem(found.get(name), tensor))
+    ]
+    detail = f"of {len(expected)} buffers in {len(ways)} ways of loading are others than the configuration's in fp32"
+    return Measured(float(len(wrong)), 0.0, detail, wrong[0] if wrong else None)
+
+
+def _expected_buffers(spec: RunSpec) -> dict[str, Tensor]:
+    """As transformers makes them of the configuration alone, in fp32."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(load_config(spec), dtype=torch.float32)
+    return plain_buffers(model)
+
+
+def _filled(model: PreTrainedModel, subject: Subject) -> dict[str, Tensor]:
+    materialize(model, subject.device)
+    return plain_buffers(model)
+
+
+def _buffer_problem(found: Tensor | None, expected: Tensor) -> str | None:
+    if found is None:
+        return "it is not there"
+    if found.dtype != expected.dtype:
+        return f"{_name(found.dtype)}, not {_name(expected.dtype)}"
+    if not torch.equal(found, expected):
+        return f"values differ by up to {float((found.double() - expected.double()).abs().max()):.2g}"
+    return None
+
+
+def _of_two_processes(subject: Subject) -> dict[str, dict[str, Tensor]]:
+    """Of a process that has read the weights, and of one that was given them."""
+    asked = subject.asked.parallel.model_dump()
+    if asked["type"] == "fsdp":
+        asked |= {"replicas": 1, "tensor_parallel": 1, "context_parallel": 1}
+    spec = subject.variant(parallel=asked, topology={"nproc_per_node": 2}, optimizer={"in_backward": False})
+    request = Request("buffers", spec.model_dump_json(), str(subject.data.folder), str(subject.new_file(".step.")))
+    wait(subject.start(request.write(subject.new_file(".json")), 2))
+    return {f"rank {rank} under {asked['type']}": request.found(rank).buffers for rank in range(2)}
+
+
+def adapter(subject: Subject) -> Measured:
+    """The logits of the merged model against those of the model with its adapter beside it, of both without it."""
+    spec, dtype = subject.variant(adapter=_exact_adapter(subject.spec)), subject.weights_dtype
+    model = build_model(spec)
+    assert add_adapter(model, spec) is not None
+    # An adapter starts as one that changes nothing: whether that is merged would not be seen.
+    generator = torch.Generator().manual_seed(spec.seed)
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in learned.items():
+        if "lora_B" in name:
+            parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+    folder = subject.new_file(".weights")
+    folder.mkdir()
+    tensors = {name: parameter.detach().contiguous() for name, parameter in learned.items()}
+    save_file(tensors, folder / ADAPTER, metadata={"base": base_fingerprint(model)})
+    tokens = subject.data.train[0]["input_ids"][None, :_TOKENS]
+    model.to(subject.device)
+    beside = _logits(model, tokens)
+    with without_adapter(model):
+        without = _logits(model, tokens)
+    merged = _logits(build_trained_model(spec, folder).to(subject.device), tokens)
+    figure = error(merged, beside) / error(beside, without)
+    detail = (
+        f"error of the merged logits as a share of what the adapter changes, in {_name(dtype)}; the adapter changes "
+        f"logits by {error(beside, without) / scale([without]):.0%}"
+    )
+    return Measured(figure, _MERGED[dtype], detail)
+
+
+def _exact_adapter(spec: RunSpec) -> dict[str, object]:
+    return spec.adapter.model_dump() | {"quantization": "none"}
+
+
+def export(subject: Subject) -> Measured:
+    """The exported folder, read by transformers alone, against the model as it stood after its last step."""
+    run = trained(subject)
+    folder = subject.new_file(".model")
+    write_model(run.spec, subject.data, run.weights, folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation=run.spec.model.attention, use_safetensors=True
+    )
+    different = _other_tensors(run, model) if run.spec.adapter.type == "none" else []
+    dtype = model.dtype
+    # An adapter was beside its model in training, and that perhaps in four bits; it is merged now.
+    limit = _LOGITS[dtype] if run.spec.adapter.type == "none" else 10 * _LOGITS[dtype]
+    logits = _logits(model.to(subject.device), run.input_ids)
+    figure = error(logits, run.logits) / scale([run.logits])
+    problem = f"{different[0]} is another than in the checkpoint ({len(different)} in all)" if different else None
+    detail = f"relative error of logits read back by transformers, in {_name(dtype)}, from those of the last step"
+    return Measured(figure, limit, detail, problem)
+
+
+def _other_tensors(run: Trained, model: PreTrainedModel) -> list[str]:
+    """Weights that are not, bit for bit, those of the last checkpoint."""
+    saved, read = read_model_tensors(Index(_checkpoint(run))), model.state_dict()
+    return [name for name, tensor in saved.items() if name not in read or not torch.equal(read[name], tensor)]
+
+
+def _checkpoint(run: Trained) -> Path:
+    return Path(run.record.checkpoint)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    found: Tensor = model.eval()(input_ids=tokens.to(model.device)).logits
+    return found.float().cpu()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
