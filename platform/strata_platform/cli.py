@@ -6,7 +6,9 @@ wrong.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -133,6 +135,30 @@ def doctor(
     found = list(examine(checks_of(place)))
     typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
     raise typer.Exit(1 if any(finding.verdict == "problem" for _, finding in found) else 0)
+
+
+@app.command()
+def verify(
+    file: Annotated[str, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
+    only: Annotated[list[str] | None, typer.Option(help="Do this check alone; may be given several times.")] = None,
+    layers: Annotated[int, typer.Option(min=0, help="Cut the model to its first layers; 0 leaves it whole.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; lines go to standard error.")] = False,
+) -> None:
+    """Check on this machine that the spec's model and data train right: minutes before a week of GPUs.
+
+    Exit code 1 if a check fails, 68 if the Hugging Face Hub cannot be reached.
+    """
+    if importlib.util.find_spec("tasks") is None:
+        typer.echo("error: the training runtime is not installed beside this command; install strata, whole", err=True)
+        raise typer.Exit(2)
+    # A process of its own, which has torch; what it prints is this command's.
+    command = [sys.executable, "-m", "tasks.runtime.verification", file, "--layers", str(layers)]
+    if as_json:
+        command.append("--json")
+    if only:
+        command += ["--only", *only]
+    code = subprocess.run(command).returncode
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 def _kind(spec: RunSpec) -> str:

@@ -151,3 +151,19 @@ def test_pyflyte_tells_every_mistake_without_a_traceback(tmp_path):
     assert "RunSpec has 3 problems" in result.stderr
     assert all(path in result.stderr for path in ("sede", "optimizer.lr", "parallel.type"))
     assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 68])
+def test_verify_relays_what_the_runtime_says(tmp_path, code):
+    # In place of the runtime, which has torch.
+    package = tmp_path / "tasks" / "runtime" / "verification"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "__main__.py").write_text(f"import sys; print(sys.argv[1:]); sys.exit({code})")
+    command = [sys.executable, "-c", "from strata_platform.cli import main; main()", "verify", "my.yaml"]
+    result = run(*command, "--only", "mask", "--only", "resume", "--layers", "2", "--json", cwd=tmp_path)
+    assert (result.returncode, result.stdout.strip()) == (
+        code,
+        str(["my.yaml", "--layers", "2", "--json", "--only", "mask", "resume"]),
+    )

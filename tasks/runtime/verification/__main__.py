@@ -17,15 +17,17 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 def main() -> int:
-    """Exit codes: 0, all checks that apply pass; 1, one of them fails; 2, the spec or the data must change."""
+    """Exit codes: 0, all checks that apply pass; 1, one of them fails; 2, the spec or the data must change; 68, the Hub
+    cannot be reached: try again later.
+    """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime.verification", description=__doc__)
-    parser.add_argument("spec", help="a run spec, YAML or JSON")
+    parser.add_argument("spec", help="a run spec, YAML or JSON; - for standard input")
     parser.add_argument("--json", action="store_true", help="print JSON; lines for a person go to standard error")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="do these checks alone")
     parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers; 0 leaves it whole")
     arguments = parser.parse_args()
     try:
-        spec = load_spec(arguments.spec)
+        spec = load_spec(sys.stdin.read() + "\n" if arguments.spec == "-" else arguments.spec)
     except SpecError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -40,6 +42,7 @@ def main() -> int:
 
 def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
     from tasks.runtime.process.errors import Unreachable
+    from tasks.runtime.process.exit_codes import EXIT_UNREACHABLE
     from tasks.runtime.verification.observe import quiet
     from tasks.runtime.verification.report import Report
     from tasks.runtime.verification.subject import make_subject
@@ -51,8 +54,11 @@ def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
         try:
             subject = make_subject(spec, folder, layers=arguments.layers)
         except (ValueError, Unreachable) as error:
-            print(f"error: {redacted(str(error))}", file=sys.stderr)
-            return EXIT_BAD_INPUT
+            said = redacted(str(error))
+            print(f"error: {said}", file=sys.stderr)
+            if arguments.json:
+                print(json.dumps({"name": spec.name, "passed": False, "error": said}))
+            return EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_BAD_INPUT
         report = Report.of(subject)
         print(report.headline, file=out, flush=True)
         for finding in examine(subject, arguments.only):

@@ -80,7 +80,7 @@ def without_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            vars(module)["attention_dropout"] = 0.0
 
 
 def _loss(job: Job) -> float:

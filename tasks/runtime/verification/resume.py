@@ -19,7 +19,7 @@ from tasks.runtime.verification.subject import Subject
 from tasks.runtime.verification.worker import Request, wait
 
 # A checkpoint, a step that is lost with the process, and steps that need what the checkpoint had.
-_EVERY, _KILLED_AFTER, _STEPS = 2, 3, 5
+_EVERY, _KILLED_AFTER, _STEPS = 2, 3, 4
 
 
 def resume(subject: Subject) -> Measured:

@@ -102,7 +102,9 @@ class Said(NamedTuple):
 
 def _said(data: PreparedData) -> Said:
     recipe = DataRecipe.model_validate(data.manifest.recipe)
-    whole, parts, turns = set(), set(), 0
+    whole: set[str] = set()
+    parts: set[str] = set()
+    turns = 0
     for row in islice(open_source(recipe).rows(), recipe.data.max_samples):
         try:
             for text, is_all in _turns(row, data):
