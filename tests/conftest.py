@@ -18,7 +18,7 @@ SLOW = (
     "kernels/test_bake", "workflows/test_finetune", "workflows/test_sweep", "runtime/test_graphs",
     "runtime/test_watchdog", "runtime/test_shared", "runtime/test_processes", "tests/test_notebook",
     "runtime/test_adapter", "platform/test_client", "tests/test_house", "runtime/test_kills", "kernels/test_store",
-    "runtime/test_checkpoint_storage", "runtime/test_upload", "runtime/test_trl",
+    "runtime/test_checkpoint_storage", "runtime/test_upload", "runtime/test_trl", "runtime/test_verification",
 )  # fmt: skip
 
 

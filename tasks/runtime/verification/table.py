@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from tasks.runtime.verification import batching, numerics, packing, reference, resume, targets, weights
 from tasks.runtime.verification.finding import Finding, Measured
@@ -69,6 +72,7 @@ def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] 
         if only and check.name not in only:
             continue
         began = time.monotonic()
+        _free()
         try:
             reason = check.does_not_apply(subject)
             if reason is not None:
@@ -83,3 +87,10 @@ def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] 
             yield Finding(check.name, "fail", time.monotonic() - began, detail)
             continue
         yield Finding.of(check.name, measured, time.monotonic() - began)
+
+
+def _free() -> None:
+    """Give back what the check before has left: processes of the next one may need the GPU's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
