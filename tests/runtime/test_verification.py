@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Optimizer
 from tasks.runtime.data import PreparedData, Rows
 from tasks.runtime.data.dataset import IGNORED
 from tasks.runtime.models import activation_checkpointing, build
 from tasks.runtime.objectives import distill, token_losses
 from tasks.runtime.objectives.dpo import Dpo
+from tasks.runtime.parallel import fsdp
 from tasks.runtime.training import train
 from tasks.runtime.training.job import Job
 from tasks.runtime.verification import __main__ as command
@@ -333,6 +333,23 @@ def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
     assert found.verdict == "fail" and "in the job: values differ" in found.detail
 
 
+def test_the_specs_strategy_is_what_two_processes_run(plain, monkeypatch):
+    split = {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 2}}
+    subject = replace(plain, asked=subjects.changed(plain.asked, split))
+    found = check(subject, "batching")
+    assert found.verdict == "pass" and "2 processes under fsdp" in found.detail, found.detail
+    assert "in 8 ways" in check(subject, "buffers").detail
+    original = fsdp.materialize
+
+    def rounded(model, *args, **options):
+        original(model, *args, **options)
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to(torch.bfloat16)
+
+    monkeypatch.setattr(fsdp, "materialize", rounded)
+    found = check(subject, "buffers")
+    assert found.verdict == "fail" and "rank 0 under fsdp: bfloat16, not float32" in found.detail
+
+
 @pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora"}])
 def test_dpos_reference_is_the_base_model(pairs, monkeypatch, adapter):
     subject = replace(pairs, spec=subjects.changed(pairs.spec, {"adapter": adapter}))
@@ -377,12 +394,16 @@ def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
     assert check(subject, "reference").verdict == "fail"
 
 
-def test_lost_updates_are_found(plain):
-    precision = {"precision": "nearest"} if "precision" in Optimizer.model_fields else {}
-    asked = subjects.changed(plain.asked, {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-5, **precision}})
-    spec = subjects.changed(plain.spec, {"optimizer": {"lr": 1e-5, **precision}})
+@pytest.mark.parametrize(
+    ("precision", "verdict"), [("fp32_master", "pass"), ("stochastic_rounding", "pass"), ("nearest", "fail")]
+)
+def test_lost_updates_are_found(plain, precision, verdict):
+    optimizer = {"lr": 1e-5, "precision": precision}
+    asked = subjects.changed(plain.asked, {"model": {"dtype": "bfloat16"}, "optimizer": optimizer})
+    spec = subjects.changed(plain.spec, {"optimizer": optimizer})
     found = check(replace(plain, asked=asked, spec=spec), "updates")
-    assert found.verdict == "fail" and found.figure > 0.5
+    assert found.verdict == verdict, found.detail
+    assert found.figure > 0.5 if verdict == "fail" else found.figure < 0.05
 
 
 def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):

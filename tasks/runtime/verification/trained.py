@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.flat_shard import values_of
-from tasks.runtime.checkpoint.state import MASTER
+from tasks.runtime.checkpoint.state import REMAINDER
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives.objective import model_inputs
-from tasks.runtime.optim.optimizer import build_optimizer, set_learning_rate
+from tasks.runtime.optim.lr_schedule import set_learning_rate
+from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.frameworks import framework_of
 from tasks.runtime.training.job import Job
@@ -146,9 +148,10 @@ class _Watch:
 
 
 def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """The optimizer's exact weights of a parameter, where it keeps any beside the rounded ones."""
+    """A parameter as the next step takes it: in fp32, where the optimizer keeps the low bits of rounded weights."""
     slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
-    return slots.get(MASTER, values_of(parameter)).detach()
+    weight = values_of(parameter).detach()
+    return join_weight(weight, values_of(slots[REMAINDER])) if REMAINDER in slots else weight
 
 
 def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
