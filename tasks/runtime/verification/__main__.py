@@ -37,7 +37,18 @@ def main() -> int:
         print(f"error: --only {unknown[0]}: there is no such check; there are {', '.join(names())}", file=sys.stderr)
         return EXIT_BAD_INPUT
     with tempfile.TemporaryDirectory(prefix="strata-verify-") as folder:
-        return _verify(spec, Path(folder), arguments)
+        return _until_stopped(spec, Path(folder), arguments)
+
+
+def _until_stopped(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
+    from tasks.runtime.process.exit_codes import EXIT_PREEMPTED
+    from tasks.runtime.process.signals import Preempted
+
+    try:
+        return _verify(spec, folder, arguments)
+    except Preempted as signal_name:
+        print(f"stopped by {signal_name}; nothing is kept", file=sys.stderr)
+        return EXIT_PREEMPTED
 
 
 def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
