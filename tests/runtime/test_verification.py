@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import PreparedData, Rows
-from tasks.runtime.data.dataset import IGNORED
+from tasks.runtime.data import PreparedData, RowDataset
+from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.export import export_model
 from tasks.runtime.models import activation_checkpointing, build
 from tasks.runtime.objectives import distill, token_losses
@@ -168,7 +168,7 @@ def test_chats_are_shown_with_what_is_learned(chat):
 def with_rows(subject, change):
     """The subject whose rows went through `change`."""
 
-    class Changed(Rows):
+    class Changed(RowDataset):
         def __getitem__(self, index):
             return change(super().__getitem__(index))
 
@@ -178,27 +178,27 @@ def with_rows(subject, change):
 
 def users_learned(row):
     """What comes before a turn is learned, too, up to where the document begins."""
-    before = row["labels"].roll(-20) != IGNORED
-    learned = (row["labels"] != IGNORED) | before & (row["position_ids"] > 0)
-    return {**row, "labels": torch.where(learned, row["input_ids"], IGNORED)}
+    before = row["labels"].roll(-20) != IGNORE_INDEX
+    learned = (row["labels"] != IGNORE_INDEX) | before & (row["position_ids"] > 0)
+    return {**row, "labels": torch.where(learned, row["input_ids"], IGNORE_INDEX)}
 
 
 def without_ends(row):
-    ends = row["labels"].roll(-1) == IGNORED
-    return {**row, "labels": row["labels"].masked_fill(ends, IGNORED)}
+    ends = row["labels"].roll(-1) == IGNORE_INDEX
+    return {**row, "labels": row["labels"].masked_fill(ends, IGNORE_INDEX)}
 
 
 def shifted(row):
-    learned = (row["labels"] != IGNORED).roll(-1)
-    return {**row, "labels": torch.where(learned, row["input_ids"], IGNORED)}
+    learned = (row["labels"] != IGNORE_INDEX).roll(-1)
+    return {**row, "labels": torch.where(learned, row["input_ids"], IGNORE_INDEX)}
 
 
 def some_turns(row):
     """Without the first turn of every document."""
-    learned = row["labels"] != IGNORED
+    learned = row["labels"] != IGNORE_INDEX
     begins = learned & ~learned.roll(1)
     first = begins.cumsum(0) == 1
-    return {**row, "labels": row["labels"].masked_fill(first, IGNORED)}
+    return {**row, "labels": row["labels"].masked_fill(first, IGNORE_INDEX)}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_mean_over_micro_batches_is_found(plain, monkeypatch):
     original = Job.loss
 
     def loss(self, model, batch, items):
-        mean = original(self, model, batch, items) * items / max(1, int((batch["labels"] != IGNORED).sum()))
+        mean = original(self, model, batch, items) * items / max(1, int((batch["labels"] != IGNORE_INDEX).sum()))
         return mean / self.spec.training.gradient_accumulation_steps
 
     monkeypatch.setattr(Job, "loss", loss)
@@ -366,8 +366,8 @@ def test_a_stale_reference_is_found(pairs, monkeypatch):
 
     def begin(self, start):
         data = original(self, start)
-        stale = data.references["train"]
-        return data.with_reference(train=stale._replace(log_probs=stale.log_probs.roll(1)))
+        stale = data.reference_log_probs["train"]
+        return data.with_reference_log_probs(train=stale._replace(log_probs=stale.log_probs.roll(1)))
 
     monkeypatch.setattr(Dpo, "begin", begin)
     found = check(pairs, "reference")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.order import RowOrder
+from tasks.runtime.data.loader import ShuffledRows
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import Step, first_step
@@ -40,7 +40,7 @@ def batching(subject: Subject) -> Measured:
         for name, found in _differences(step, whole).items():
             if not found <= worst:
                 worst, where = found, f"; worst: {name}, {way}"
-    order = RowOrder(len(data.train), subject.spec.seed)
+    order = ShuffledRows(len(data.train), subject.spec.seed)
     counts = [targets(data.train[order[index]]) for index in range(rows)]
     detail = (
         f"relative difference of loss and gradients from one micro-batch of {rows} rows, in float32, with "

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
-from tasks.runtime.data.order import training_loader
+from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import adopt_tokenizer, build_model, freeze_beyond_texts
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives import Start, objective_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.state import KeepsOwnMemory
+from tasks.runtime.checkpoint.state import FlatStateOptimizer
 from tasks.runtime.data import PreparedData
 from tasks.runtime.training.frameworks import framework_of
 from tasks.runtime.training.job import Framework, Job
@@ -88,7 +88,7 @@ def _loss(job: Job) -> float:
     loss = job.recorder.share.double()
     if job.processes.world_size > 1:
         dist.all_reduce(loss)
-    return float(loss) / job.processes.copies
+    return float(loss) / job.processes.tp_size
 
 
 def _gradients(job: Job) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def _gradients(job: Job) -> dict[str, Tensor]:
 
 
 def _gradient(job: Job, parameter: nn.Parameter) -> Tensor:
-    if isinstance(job.optimizer, KeepsOwnMemory):
+    if isinstance(job.optimizer, FlatStateOptimizer):
         # In the engine's own memory.
         from deepspeed.utils import safe_get_full_grad
 

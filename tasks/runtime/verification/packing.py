@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.data.dataset import IGNORED, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.objectives.objective import next_labels
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.training.job import Job
@@ -58,7 +58,7 @@ def _numbers(batch: Batch) -> Tensor:
 
 def _learned(row: Row) -> list[int]:
     """Numbers of the documents with targets."""
-    return sorted(set(_numbers(row)[row["labels"] != IGNORED].tolist()))
+    return sorted(set(_numbers(row)[row["labels"] != IGNORE_INDEX].tolist()))
 
 
 def _look(job: Job, row: Row) -> tuple[float, float, str]:
@@ -69,7 +69,7 @@ def _look(job: Job, row: Row) -> tuple[float, float, str]:
     # The last ones have the most before them to see.
     for number in documents[-_DOCUMENTS:]:
         mine = _numbers(row) == number
-        labels = row["labels"].where(mine, torch.tensor(IGNORED))
+        labels = row["labels"].where(mine, torch.tensor(IGNORE_INDEX))
         batch = _on_device(job, {**row, "labels": labels})
         loss, gradient = _loss_and_gradient(job, batch)
         others = gradient.flatten(0, 1)[(_numbers(batch) != number).flatten()]
@@ -98,7 +98,7 @@ def _loss_and_gradient(job: Job, batch: Batch) -> tuple[float, Tensor]:
     hook = job.bare.get_input_embeddings().register_forward_hook(keep)
     try:
         losses = token_losses(job.model, batch, fused=job.spec.fused_loss)
-        loss = losses.where(next_labels(batch) != IGNORED, 0.0).sum()
+        loss = losses.where(next_labels(batch) != IGNORE_INDEX, 0.0).sum()
         (gradient,) = torch.autograd.grad(loss, embedded)
     finally:
         hook.remove()

@@ -10,7 +10,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from strata_platform.spec.objectives import Distill as DistillSettings
-from tasks.runtime.data.dataset import IGNORED, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.dpo import Dpo
@@ -94,7 +94,7 @@ def _log_probability(model: PreTrainedModel, row: Row) -> float:
     """Of the labels of a document, summed, by the model's own forward pass."""
     logits = model(input_ids=row["input_ids"][None].to(model.device)).logits[0, :-1].float()
     labels = row["labels"][1:].to(model.device)
-    learned = labels != IGNORED
+    learned = labels != IGNORE_INDEX
     values = log_softmax(logits, dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return float(values.double().where(learned, 0.0).sum())
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.chat import messages_of
-from tasks.runtime.data.dataset import IGNORED, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.rows import Row as SourceRow
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.sources import open_source
@@ -72,7 +72,7 @@ def _documents(data: PreparedData) -> Iterator[Document]:
 def _split(row: Row) -> Iterator[Document]:
     begins = (row["position_ids"] == 0).nonzero().flatten().tolist()
     for begin, end in zip(begins, [*begins[1:], row["input_ids"].numel()], strict=True):
-        learned = (row["labels"][begin:end] != IGNORED).tolist()
+        learned = (row["labels"][begin:end] != IGNORE_INDEX).tolist()
         # Padding is a document of its own without targets, as is no other.
         if any(learned):
             yield Document(row["input_ids"][begin:end].tolist(), learned)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.flat_shard import values_of
+from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.checkpoint.state import REMAINDER
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_model
@@ -150,8 +150,8 @@ class _Watch:
 def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
     """A parameter as the next step takes it: in fp32, where the optimizer keeps the low bits of rounded weights."""
     slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
-    weight = values_of(parameter).detach()
-    return join_weight(weight, values_of(slots[REMAINDER])) if REMAINDER in slots else weight
+    weight = local_values(parameter).detach()
+    return join_weight(weight, local_values(slots[REMAINDER])) if REMAINDER in slots else weight
 
 
 def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tasks.runtime.data import PreparedData, Rows
-from tasks.runtime.data.dataset import IGNORED, Row
-from tasks.runtime.data.order import RowOrder
+from tasks.runtime.data import PreparedData, RowDataset
+from tasks.runtime.data.dataset import IGNORE_INDEX, Row
+from tasks.runtime.data.loader import ShuffledRows
 from tasks.runtime.data.prepared_manifest import Split
 
 
-class UnevenRows(Rows):
+class UnevenRows(RowDataset):
     """The row that the first step begins with has all of its targets, others the last one of each document.
 
     A loss that weighs rows or micro-batches alike, and not targets, is then another one.
@@ -29,23 +29,23 @@ class UnevenData(PreparedData):
 
     rows_type = UnevenRows
 
-    def _rows(self, name: str, split: Split) -> Rows:
+    def _rows(self, name: str, split: Split) -> RowDataset:
         rows = super()._rows(name, split)
         assert isinstance(rows, UnevenRows)
-        rows.first = RowOrder(len(rows), self.manifest.recipe["seed"])[0] if len(rows) else None
+        rows.first = ShuffledRows(len(rows), self.manifest.recipe["seed"])[0] if len(rows) else None
         return rows
 
 
 def _thinned(row: Row) -> Tensor:
     documents = (row["position_ids"] == 0).cumsum(0)
-    learned = (row["labels"] != IGNORED).nonzero().flatten()
+    learned = (row["labels"] != IGNORE_INDEX).nonzero().flatten()
     last = {int(documents[place]): int(place) for place in learned}
     kept = torch.tensor(list(last.values()), dtype=torch.int64)
-    labels = torch.full_like(row["labels"], IGNORED)
+    labels = torch.full_like(row["labels"], IGNORE_INDEX)
     labels[kept] = row["labels"][kept]
     return labels
 
 
 def targets(row: Row) -> int:
     """Tokens of the row that carry loss."""
-    return int((row["labels"] != IGNORED).sum())
+    return int((row["labels"] != IGNORE_INDEX).sum())
