@@ -23,7 +23,7 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
-from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, MemoryKills, describe_exit
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
@@ -58,7 +58,7 @@ class TrainingTask(PytorchElasticFunctionTask):
 
         spec: RunSpec = kwargs["spec"]
         configure_logging()
-        tell(stage=Stage.WARM_UP)
+        report_progress(stage=Stage.WARM_UP)
         ensure_warm(spec, RunFolder.of(spec))
         # Once for the pod, not once for each of its processes.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())

@@ -1,7 +1,7 @@
-"""What a run tells the programs that follow it: lines of JSON among those that it prints for people.
+"""Progress lines: JSON that a run prints on stdout for the programs that follow it, among the lines for people.
 
-The training processes write them where the environment variable `STRATA_TELL` is set, which every backend does. They
-are the way by which a stage, a total of steps or a metric leaves a pod that nothing but its log can be read of.
+Rank 0 prints them if the environment variable `STRATA_PROGRESS` is set; every backend sets it. A pod's log is the only
+channel that every cluster offers, so stages, the number of steps and metrics leave the pod this way.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Any
 
 from strata_platform.runs import Stage
 
-VARIABLE = "STRATA_TELL"
+VARIABLE = "STRATA_PROGRESS"
 _MARK = "@strata "
 
 
 def encode(values: dict[str, Any]) -> str:
-    """The line that tells `values`."""
+    """The progress line for `values`."""
     return _MARK + json.dumps(values, separators=(",", ":"))
 
 
 def decode(line: str) -> dict[str, Any] | None:
-    """What `line` tells; None of a line that is for people, and of text that only looks like one of ours."""
+    """The values of a progress line; None for any other line, also for one that only looks like a progress line."""
     if not line.startswith(_MARK):
         return None
     try:
         values = json.loads(line.removeprefix(_MARK))
     except ValueError:
-        # Torn by a kill.
+        # A kill may cut a line off.
         return None
-    if not isinstance(values, dict) or not all(_can_be(name, value) for name, value in values.items()):
+    if not isinstance(values, dict) or not all(_is_valid(name, value) for name, value in values.items()):
         return None
     return values
 
 
-def _can_be(name: str, value: Any) -> bool:
-    """Whether a run can have told `value` by this name; of names that later versions add, anything."""
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether a run can have reported `value` as `name`. Names of later versions take any value."""
     if name == "stage":
         return value in list(Stage)
     if name in ("steps", "attempt"):

@@ -45,7 +45,7 @@ def main() -> int:
     from tasks.runtime.export.export_model import export
     from tasks.runtime.export.publish import require_targets
     from tasks.runtime.faults.health_check import Unhealthy
-    from tasks.runtime.metrics.progress import tell
+    from tasks.runtime.metrics.progress import report_progress
     from tasks.runtime.process.errors import Unreachable
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -60,7 +60,7 @@ def main() -> int:
             run.processes.on_main(lambda: require_tasks(spec))
             recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)
-            tell(stage=Stage.PREPARING)
+            report_progress(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.
             run.processes.on_main(lambda: prepare(recipe, folder, report=log.info).folder)
             data = prepare(recipe, folder, report=log.debug)
@@ -68,10 +68,10 @@ def main() -> int:
         if run.processes.is_main:
             # A second start would replace the model that is being verified.
             with raise_on_sigterm(), RunFolder.of(spec).lock():
-                tell(stage=Stage.EVALUATING)
+                report_progress(stage=Stage.EVALUATING)
                 weights = collect_weights(spec, record)
                 record = evaluate(spec, record, data, weights)
-                tell(stage=Stage.EXPORTING)
+                report_progress(stage=Stage.EXPORTING)
                 export(spec, record, data, weights)
     except (ValueError, OutOfMemoryError) as error:
         print(f"error: {redacted(str(error))}", file=sys.stderr)

@@ -19,7 +19,7 @@ folder = Path(spec.output) / spec.name
 starts = folder / f"starts-{RANK}"
 
 
-def tell(**values):
+def report_progress(**values):
     assert progress_line.VARIABLE in os.environ
     print(progress_line.encode(values), flush=True)
 
@@ -49,9 +49,9 @@ print(f"rank {RANK}, start {attempt + 1}", flush=True)
 match os.environ["STAND_IN"]:
     case "finishes":
         if RANK == 0:
-            tell(stage="training", steps=3, attempt=attempt)
+            report_progress(stage="training", steps=3, attempt=attempt)
             train(1, 3, attempt)
-            tell(stage="exporting")
+            report_progress(stage="exporting")
             finish()
         print("0 %\r50 %\r100 %", file=sys.stderr)
         print("no end of line", end="")
@@ -68,7 +68,7 @@ match os.environ["STAND_IN"]:
     case "goes on" | "goes on in spite of SIGTERM" as how:
         if how != "goes on":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        tell(stage="training", steps=10, attempt=attempt)
+        report_progress(stage="training", steps=10, attempt=attempt)
         train(attempt + 1, attempt + 1, attempt)
         print("it trains", flush=True)
         signal.pause()

@@ -23,7 +23,7 @@ from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.metrics_file import MetricsFile, read_points
 from tasks.runtime.metrics.mfu import Mfu
-from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import Trackers
 from tasks.runtime.objectives import Share
 from tasks.runtime.process.ranks import Processes
@@ -143,7 +143,7 @@ class Recorder:
             self._file.write(points)
             self._trackers.log(points)
             for point in points:
-                tell(point=point.to_dict())
+                report_progress(point=point.to_dict())
             self._show(points[-1])
         if self._prometheus is not None:
             self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)

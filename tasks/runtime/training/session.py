@@ -16,7 +16,7 @@ from tasks.runtime.checkpoint.object_store import undo_upload
 from tasks.runtime.checkpoint.upload import CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
-from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import require_trackers
 from tasks.runtime.parallel import require_installed
 from tasks.runtime.process.deterministic import deterministic
@@ -59,7 +59,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     with raise_on_sigterm(), ExitStack() as held:
         if spec.training.deterministic:
             held.enter_context(deterministic())
-        tell(stage=Stage.WARM_UP)
+        report_progress(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
         report = ensure_warm(spec, folder)
         held.callback(processes.disconnect)

@@ -22,7 +22,7 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.metrics.mfu import mfu_of
-from tasks.runtime.metrics.progress import tell
+from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.models.activation_checkpointing import compile_layers
@@ -88,7 +88,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     freeze_beyond_texts(model)
     patched = prepare_for_training(model, run.spec)
     _announce(run, model, patched, steps, resume_from)
-    tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
+    report_progress(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Now: some strategies leave a model that has no weights between its passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
     recorder = Recorder(

@@ -1,4 +1,4 @@
-"""Lines for programs: what a run tells is read, text that looks like it is not."""
+"""Progress lines are decoded; text that only looks like one is not."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from strata_platform.runs import Stage
         {"invented later": [1]},
     ],
 )
-def test_what_is_told_is_read(values):
+def test_values_survive_encoding(values):
     assert progress_line.decode(progress_line.encode(values)) == values
 
 
@@ -34,5 +34,5 @@ def test_what_is_told_is_read(values):
         '@strata {"point": 4}',
     ],
 )
-def test_what_looks_like_it_is_text(line):
+def test_text_that_looks_like_progress_is_text(line):
     assert progress_line.decode(line) is None
