@@ -18,11 +18,11 @@ import typer
 
 from strata_platform import commands
 from strata_platform.client import BackendName, prices_of_cluster
-from strata_platform.doctor import PLACES, checks_of, examine
+from strata_platform.doctor import TARGETS, checks_of, examine
 from strata_platform.doctor import render_findings as findings
 from strata_platform.errors import SpecError, StrataError
 from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
-from strata_platform.estimate.gpus import kind_called
+from strata_platform.estimate.gpus import gpu_kind
 from strata_platform.estimate.prices import CONFIG_MAP
 from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.schema import json_schema
@@ -121,8 +121,8 @@ def estimate_(
 
 @app.command()
 def doctor(
-    place: Annotated[
-        str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in PLACES.items()))
+    target: Annotated[
+        str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()))
     ] = "laptop",
     format: Annotated[Literal["text", "json"], typer.Option(help="How the findings are printed.")] = "text",
 ) -> None:
@@ -130,11 +130,11 @@ def doctor(
 
     Exit code 1 if there is a problem; warnings are none.
     """
-    if place not in PLACES:
-        raise typer.BadParameter(f"{place!r} is not one of {', '.join(PLACES)}", param_hint="PLACE")
-    found = list(examine(checks_of(place)))
+    if target not in TARGETS:
+        raise typer.BadParameter(f"{target!r} is not one of {', '.join(TARGETS)}", param_hint="TARGET")
+    found = list(examine(checks_of(target)))
     typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
-    raise typer.Exit(1 if any(finding.verdict == "problem" for _, finding in found) else 0)
+    raise typer.Exit(1 if any(finding.status == "problem" for _, finding in found) else 0)
 
 
 @app.command()
@@ -164,7 +164,7 @@ def verify(
 def _kind(spec: RunSpec) -> str:
     """The kind of GPU that a spec asks for."""
     asked = spec.resources.gpu_type
-    found = asked and kind_called(asked)
+    found = asked and gpu_kind(asked)
     if asked and not found:
         _warn(f"nothing is known of resources.gpu_type {asked!r}: this is for an h200; --gpu names another")
     return found or "h200"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from strata_platform.backends.backend import Backend, Outage, Pause
+from strata_platform.backends.backend import Backend, Pause, Retry
 from strata_platform.backends.local import LocalBackend
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
 from strata_platform.estimate import Estimate, Gpu, Prices, cheapest, estimate, parse_prices, shape_of
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BackendName = Literal["local", "flyte"]
 
 _GIB = 2**30
-_PLACE = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "development"}
+_PROJECT_AND_DOMAIN = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "development"}
 
 
 def connect(backend: BackendName = "local", *, image: str | None = None, poll: float = 1.0) -> Client:
@@ -49,16 +49,16 @@ def connect(backend: BackendName = "local", *, image: str | None = None, poll: f
         from strata_platform.backends.flyte import FlyteBackend
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
-    return Client(FlyteBackend(*place(), image=image), poll=poll)
+    return Client(FlyteBackend(*project_and_domain(), image=image), poll=poll)
 
 
 def _not_installed(error: ModuleNotFoundError) -> BackendError:
     return BackendError(f"{error.name} is not installed; pip install 'strata-platform[flyte]'")
 
 
-def place() -> tuple[str, str]:
+def project_and_domain() -> tuple[str, str]:
     """Project and domain, as the environment names them."""
-    project, domain = (os.environ.get(name) or default for name, default in _PLACE.items())
+    project, domain = (os.environ.get(name) or default for name, default in _PROJECT_AND_DOMAIN.items())
     return project, domain
 
 
@@ -68,10 +68,10 @@ def prices_of_cluster() -> Prices | None:
     Raises SpecError for what is no such table, BackendError when it cannot be asked for.
     """
     try:
-        from strata_platform.backends.kubernetes_objects import Cluster
+        from strata_platform.backends.kubernetes_objects import Namespace
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
-    text = Cluster("-".join(place())).text(CONFIG_MAP, KEY)
+    text = Namespace("-".join(project_and_domain())).text(CONFIG_MAP, KEY)
     return None if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
 
 
@@ -105,17 +105,17 @@ class Client:
             WaitTimeout: it goes on after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        outage = Outage()
+        retry = Retry()
         while True:
             try:
                 run = self.get(name)
-                outage.is_over()
+                retry.succeeded()
                 if run.is_done:
                     return run
                 if show is not None:
                     show(run)
             except Unreachable as error:
-                outage.bear(error)
+                retry.failed(error)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout(f"{name} has not ended after {timeout:g} s; it goes on")
             time.sleep(self._poll)

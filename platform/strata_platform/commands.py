@@ -149,7 +149,7 @@ def metrics(
             if format == "json":
                 _echo_json(point)
             else:
-                typer.echo(_told(point))
+                typer.echo(_metrics_line(point))
 
 
 @app.command()
@@ -284,7 +284,7 @@ def _progress(run: Run) -> str:
     return "  ".join(parts)
 
 
-def _told(point: MetricPoint) -> str:
+def _metrics_line(point: MetricPoint) -> str:
     norm = "" if point.grad_norm is None else f"  norm {point.grad_norm:.3f}"
     more = "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items())
     rate = f"{point.tokens_per_second:,.0f} tok/s"

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from strata_platform.backends.backend import known_gpu, points
+from strata_platform.backends.backend import find_gpu, parse_points
 from strata_platform.backends.local import LocalBackend
-from strata_platform.backends.run_state import Journal, tail
+from strata_platform.backends.run_state import RunFiles, tail
 from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
 from strata_platform.commands import _echo_json
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
-from strata_platform.estimate.gpus import GPUS, gpu_called
+from strata_platform.estimate.gpus import GPUS, gpu_by_name
 from strata_platform.runs import MetricPoint, Phase, Stage
 from strata_platform.spec import RunSpec
 
@@ -196,7 +196,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process_and_no_run_that_seems_to_
     until_it_trains(client)
     lines = client.logs("run", follow=True)
     assert next(lines).text == "rank 0, start 1"
-    supervisor = Journal(Path(run.where)).state().pid
+    supervisor = RunFiles(Path(run.where)).state().pid
     trainer = os.pidfd_open(int(subprocess.check_output(["pgrep", "-P", str(supervisor)])))
     os.kill(supervisor, signal.SIGKILL)
     assert [line.text for line in lines] == ["it trains"]
@@ -215,7 +215,7 @@ def test_a_supervisor_that_is_told_to_stop_interrupts_the_run(client, behave):
     behave("goes on")
     run = client.submit(spec())
     until_it_trains(client)
-    os.kill(Journal(Path(run.where)).state().pid, signal.SIGTERM)
+    os.kill(RunFiles(Path(run.where)).state().pid, signal.SIGTERM)
     ended = client.wait("run", timeout=60)
     assert (ended.phase, ended.message.partition(";")[0]) == (Phase.INTERRUPTED, "ended by SIGTERM")
 
@@ -235,7 +235,7 @@ def test_a_name_is_one_run(client, behave, place):
     assert client.get(str(place / "out" / "run")).phase is Phase.ABORTED
 
 
-def test_what_is_not_there_is_told(client, behave):
+def test_what_is_not_there_is_reported(client, behave):
     for verb in (client.get, client.wait, client.logs, client.metrics, client.events, client.cancel, client.outputs):
         with pytest.raises(RunNotFound, match=r"no run was submitted here as 'missing'; runs: none") as caught:
             verb("missing")
@@ -313,13 +313,13 @@ def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(clien
     behave("goes on")
     run = client.submit(spec())
     until_it_trains(client)
-    journal = Journal(Path(run.where))
-    there = journal.state()
+    files = RunFiles(Path(run.where))
+    there = files.state()
     # A process that has the number of a supervisor on another machine.
-    journal.set_state(replace(there, pid=os.getpid()))
+    files.set_state(replace(there, pid=os.getpid()))
     with pytest.raises(BackendError, match=rf"process {os.getpid()}, is not on this machine"):
         client.cancel("run")
-    journal.set_state(there)
+    files.set_state(there)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json(capsys):
@@ -327,8 +327,8 @@ def test_a_loss_that_is_not_finite_is_null_in_json(capsys):
     assert capsys.readouterr().out == '{"loss":null,"step":3}\n'
 
 
-def test_a_gpu_of_an_unknown_kind_is_told(caplog):
-    assert known_gpu("NVIDIA GeForce RTX 4090") is None
+def test_a_gpu_of_an_unknown_kind_is_reported(caplog):
+    assert find_gpu("NVIDIA GeForce RTX 4090") is None
     assert "whether the run fits is not known: NVIDIA GeForce RTX 4090 is not among h200," in caplog.text
 
 
@@ -345,7 +345,7 @@ def test_a_driver_that_does_not_answer_is_told_and_none_at_all_is_not(tmp_path, 
 
 def test_points_of_another_version_are_told_once(caplog):
     point = {field.name: 1 for field in fields(MetricPoint) if field.default is field.default_factory is MISSING}
-    assert [found.loss for found in points([{"step": 1}, point, {"step": 2}, {**point, "newer": 2}])] == [1, 1]
+    assert [found.loss for found in parse_points([{"step": 1}, point, {"step": 2}, {**point, "newer": 2}])] == [1, 1]
     assert caplog.text.count("left out") == 1
 
 
@@ -366,7 +366,7 @@ def test_a_model_of_unknown_shape_is_submitted_with_a_warning(place, behave, cap
     ],
 )  # fmt: skip
 def test_kinds_of_gpus_by_their_drivers_names(name, kind):
-    assert gpu_called(name) == (kind and GPUS[kind])
+    assert gpu_by_name(name) == (kind and GPUS[kind])
 
 
 @pytest.mark.parametrize(

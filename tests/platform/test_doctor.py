@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from strata_platform.cli import app
-from strata_platform.doctor import PLACES, examine
+from strata_platform.doctor import TARGETS, examine
 from strata_platform.doctor.cluster_checks import checks
 from strata_platform.doctor.machine_checks import CHECKS, Machine
 
@@ -35,9 +35,9 @@ def machine(folder, torch=None, **environment):
     return Machine(paths | environment, folder, 1000, probe=probe)
 
 
-def look(name, place, at):
+def look(name, target, at):
     """The finding of one check."""
-    ((_, finding),) = examine([(name, lambda: dict(CHECKS[place])[name](at))])
+    ((_, finding),) = examine([(name, lambda: dict(CHECKS[target])[name](at))])
     return finding
 
 
@@ -49,7 +49,7 @@ H200 = ["NVIDIA H200", 9, 0]
 
 
 @pytest.mark.parametrize(
-    ("torch", "driver", "verdict", "said"),
+    ("torch", "driver", "status", "message"),
     [
         (None, None, "skipped", "torch is not installed"),
         (seen(), None, "skipped", "no GPU: runs train on the CPU"),
@@ -63,46 +63,46 @@ H200 = ["NVIDIA H200", 9, 0]
         (seen(gpus=[H200]), ["580.1", "580.1"], "warning", "the driver has 2 GPUs and torch sees 1"),
     ],
 )
-def test_gpu_driver_and_torch_go_together(tmp_path, torch, driver, verdict, said):
+def test_gpu_driver_and_torch_go_together(tmp_path, torch, driver, status, message):
     at = machine(tmp_path, torch)
     if driver:
         program(tmp_path / "bin", "nvidia-smi", *driver)
     found = look("GPU, driver and torch", "node", at)
-    assert (found.verdict, said in found.said) == (verdict, True), found
-    assert bool(found.way_out) == (verdict in ("warning", "problem"))
+    assert (found.status, message in found.message) == (status, True), found
+    assert bool(found.advice) == (status in ("warning", "problem"))
 
 
 def test_a_torch_that_does_not_start_is_a_finding(tmp_path):
     at = Machine({"PATH": "", "HOME": str(tmp_path)}, tmp_path, 0, probe="raise SystemExit('broken wheel')")
     found = look("GPU, driver and torch", "laptop", at)
-    assert found.verdict == "problem" and "broken wheel" in found.said
+    assert found.status == "problem" and "broken wheel" in found.message
 
 
 def test_the_real_torch_is_asked():
     found = look("GPU, driver and torch", "laptop", Machine(dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}, None, 0))
-    assert found.verdict in ("skipped", "problem") and "torch 2." in found.said
+    assert found.status in ("skipped", "problem") and "torch 2." in found.message
 
 
 @pytest.mark.parametrize("name", ["platform", "kernels"])
 def test_hidden_modules_are_named(tmp_path, name):
-    assert look("hidden modules", "laptop", machine(tmp_path)).verdict == "ok"
+    assert look("hidden modules", "laptop", machine(tmp_path)).status == "ok"
     (tmp_path / name).mkdir()
-    assert look("hidden modules", "laptop", machine(tmp_path)).verdict == "ok"
+    assert look("hidden modules", "laptop", machine(tmp_path)).status == "ok"
     (tmp_path / name / "__init__.py").touch()
     found = look("hidden modules", "laptop", machine(tmp_path))
-    assert found.verdict == "problem" and f"remove {name}/__init__.py" in found.way_out
+    assert found.status == "problem" and f"remove {name}/__init__.py" in found.advice
 
 
 def test_flytes_endpoint_is_tried(tmp_path, listening):
-    assert "runs stay on this machine" in look("Flyte", "laptop", machine(tmp_path)).said
+    assert "runs stay on this machine" in look("Flyte", "laptop", machine(tmp_path)).message
     file = tmp_path / ".flyte" / "config.yaml"
     file.parent.mkdir()
-    for endpoint, verdict in ((f"dns:///{listening}", "ok"), ("dns:///127.0.0.1:1", "problem"), ("", "problem")):
+    for endpoint, status in ((f"dns:///{listening}", "ok"), ("dns:///127.0.0.1:1", "problem"), ("", "problem")):
         file.write_text(f"admin: {{endpoint: '{endpoint}'}}")
-        assert look("Flyte", "laptop", machine(tmp_path)).verdict == verdict
+        assert look("Flyte", "laptop", machine(tmp_path)).status == status
     other = tmp_path / "other.yaml"
     file.rename(other)
-    assert "names no admin.endpoint" in look("Flyte", "laptop", machine(tmp_path, FLYTECTL_CONFIG=str(other))).said
+    assert "names no admin.endpoint" in look("Flyte", "laptop", machine(tmp_path, FLYTECTL_CONFIG=str(other))).message
 
 
 @pytest.fixture
@@ -112,51 +112,51 @@ def listening():
 
 
 def test_a_compiler_is_needed_for_what_is_not_baked(tmp_path):
-    assert "set CC" in look("C compiler", "node", machine(tmp_path)).way_out
-    assert look("C compiler", "node", machine(tmp_path, STRATA_BAKED_KERNELS="/opt")).verdict == "warning"
+    assert "set CC" in look("C compiler", "node", machine(tmp_path)).advice
+    assert look("C compiler", "node", machine(tmp_path, STRATA_BAKED_KERNELS="/opt")).status == "warning"
     program(tmp_path / "bin", "my-cc")
-    assert "my-cc" in look("C compiler", "node", machine(tmp_path, CC="my-cc")).said
+    assert "my-cc" in look("C compiler", "node", machine(tmp_path, CC="my-cc")).message
     program(tmp_path / "bin", "tar")
-    assert look("tar", "image", machine(tmp_path)).verdict == "ok"
+    assert look("tar", "image", machine(tmp_path)).status == "ok"
 
 
 def test_tritons_cache_is_of_the_node_and_can_be_written(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"none / overlay rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     at = machine(tmp_path, TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert look("Triton's cache", "node", at).verdict == "ok"
+    assert look("Triton's cache", "node", at).status == "ok"
     shared = Machine(at.environment, at.folder, 0, mounts=mounts)
-    assert "is on nfs4" in look("Triton's cache", "node", shared).said
+    assert "is on nfs4" in look("Triton's cache", "node", shared).message
     unset = Machine({"HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, at.folder, 0)
-    assert "one path on all nodes" in look("Triton's cache", "node", unset).way_out
+    assert "one path on all nodes" in look("Triton's cache", "node", unset).advice
     # Root may write everywhere, but not into a file.
     (tmp_path / "file").touch()
     unwritable = machine(tmp_path, TRITON_CACHE_DIR=str(tmp_path / "file" / "cache"))
-    assert "cannot be written" in look("Triton's cache", "node", unwritable).said
+    assert "cannot be written" in look("Triton's cache", "node", unwritable).message
 
 
 def test_shared_memory_is_measured(tmp_path, monkeypatch):
     at = machine(tmp_path, seen(gpus=[H200] * 4))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 64 * 2**20}))
     found = look("shared memory", "node", Machine(at.environment, tmp_path, 0, tmp_path, probe=at.probe))
-    assert "64 MiB" in found.said and "resources.shared_memory of the spec to 4Gi" in found.way_out
-    assert look("shared memory", "node", Machine({}, tmp_path, 0, tmp_path / "gone")).verdict == "skipped"
+    assert "64 MiB" in found.message and "resources.shared_memory of the spec to 4Gi" in found.advice
+    assert look("shared memory", "node", Machine({}, tmp_path, 0, tmp_path / "gone")).status == "skipped"
 
 
 def test_an_image_is_not_root_and_brings_kernels(tmp_path):
-    assert look("user", "image", machine(tmp_path)).verdict == "ok"
-    assert look("user", "image", Machine({}, tmp_path, 0)).verdict == "warning"
-    assert look("baked kernels", "image", machine(tmp_path)).verdict == "warning"
+    assert look("user", "image", machine(tmp_path)).status == "ok"
+    assert look("user", "image", Machine({}, tmp_path, 0)).status == "warning"
+    assert look("baked kernels", "image", machine(tmp_path)).status == "warning"
     at = machine(tmp_path, STRATA_BAKED_KERNELS=str(tmp_path))
-    assert look("baked kernels", "image", at).verdict == "problem"
+    assert look("baked kernels", "image", at).status == "problem"
     (tmp_path / "sm_90").mkdir()
     (tmp_path / "sm_90" / "manifest.json").touch()
-    assert "kernels of 1 bakes" in look("baked kernels", "image", at).said
+    assert "kernels of 1 bakes" in look("baked kernels", "image", at).message
 
 
 def test_packages_here_are_those_of_the_lock(tmp_path):
     for name in ("Python", "packages"):
-        assert look(name, "laptop", machine(tmp_path)).verdict == "ok"
+        assert look(name, "laptop", machine(tmp_path)).status == "ok"
 
 
 def named(name, **more):
@@ -271,7 +271,7 @@ def findings():
 
 def test_a_healthy_cluster_is_well(cluster):
     found = findings()
-    assert {finding.verdict for finding in found.values()} == {"ok"}, found
+    assert {finding.status for finding in found.values()} == {"ok"}, found
     assert len(found) == 15
 
 
@@ -412,7 +412,7 @@ def test_pods_of_a_job_reach_each_other(cluster, peer):
     both = {"policyTypes": ["Ingress", "Egress"], "ingress": [{"from": [peer]}], "egress": [{"to": [peer]}]}
     closed = named("closed", spec=CLOSED | {"policyTypes": ["Ingress", "Egress"]})
     cluster.answers[POLICIES] = {"items": [closed, named("o", spec=OPEN | both)]}
-    assert (findings()["team: network policies"].verdict) == "ok"
+    assert (findings()["team: network policies"].status) == "ok"
 
 
 @pytest.mark.parametrize("ill", ILL)
@@ -420,38 +420,38 @@ def test_what_a_cluster_lacks_is_said_with_the_way_out(cluster, ill):
     path, answer, check, said = ILL[ill]
     cluster.answers[path] = answer
     found = findings()[check]
-    assert found.verdict in ("warning", "problem") and found.way_out
-    assert said in found.said
+    assert found.status in ("warning", "problem") and found.advice
+    assert said in found.message
 
 
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_looked_at(cluster):
     del cluster.answers[QUEUES]
     found = findings()
-    assert found["team: queues"].verdict == "problem" and "cannot be looked at" in found["team: queues"].said
-    assert found["team: network policies"].verdict == "ok"
+    assert found["team: queues"].status == "problem" and "cannot be looked at" in found["team: queues"].message
+    assert found["team: network policies"].status == "ok"
 
 
 def test_a_namespace_that_others_made_says_no_project(cluster):
     cluster.answers["/api/v1/namespaces"] = {"items": [named("team")]}
-    assert findings()["team: project"].verdict == "skipped"
+    assert findings()["team: project"].status == "skipped"
 
 
-def test_a_clock_that_is_off_is_told(cluster):
+def test_a_clock_that_is_off_is_reported(cluster):
     cluster.off = timedelta(minutes=-3)
-    assert findings()["clocks"].verdict == "problem" and "18" in findings()["clocks"].said
+    assert findings()["clocks"].status == "problem" and "18" in findings()["clocks"].message
 
 
 def test_without_a_cluster_there_is_one_finding(tmp_path, monkeypatch):
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     (found,) = findings().values()
-    assert found.verdict == "problem" and "no cluster answers" in found.said and "KUBECONFIG" in found.way_out
+    assert found.status == "problem" and "no cluster answers" in found.message and "KUBECONFIG" in found.advice
 
 
 def test_the_command_prints_a_table_or_json():
     done = CliRunner().invoke(app, ["doctor", "image", "--format", "json"])
     found = json.loads(done.stdout)
     assert [finding["check"] for finding in found] == [name for name, _ in CHECKS["image"]]
-    assert done.exit_code == any(finding["verdict"] == "problem" for finding in found)
+    assert done.exit_code == any(finding["status"] == "problem" for finding in found)
 
 
 def test_the_command_ends_with_1_for_a_problem(cluster):
@@ -460,7 +460,7 @@ def test_the_command_ends_with_1_for_a_problem(cluster):
     done = CliRunner().invoke(app, ["doctor", "cluster"])
     assert done.exit_code == 1 and "PROBLEM   tenants" in done.stdout and "-> install charts/strata" in done.stdout
     wrong = CliRunner().invoke(app, ["doctor", "phone"])
-    assert wrong.exit_code == 2 and all(place in wrong.output for place in PLACES)
+    assert wrong.exit_code == 2 and all(target in wrong.output for target in TARGETS)
 
 
 def test_the_client_of_kubernetes_is_loaded_for_a_cluster_alone():

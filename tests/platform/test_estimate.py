@@ -559,7 +559,7 @@ def test_a_layout_takes_a_gpu_at_least(most):
     assert "--gpus" in ended.stderr and "greater than or equal to 1" in ended.stderr
 
 
-def test_mistakes_are_told(tmp_path):
+def test_mistakes_are_reported(tmp_path):
     assert "'h300' is not one of h200" in strata(EXAMPLE, "--gpu", "h300").stderr
     (tmp_path / "my.yaml").write_text("model: {name: org/unknown}")
     ended = strata(tmp_path / "my.yaml")

@@ -22,10 +22,10 @@ from flytekit.configuration.file import get_config_file
 from kubernetes.client import ApiException
 
 from strata_platform import progress_line
-from strata_platform.backends.api_errors import translated
+from strata_platform.backends.api_errors import translate
 from strata_platform.backends.flyte import PHASES, FlyteBackend, words
-from strata_platform.backends.kubernetes_objects import Cluster, Place, place_of
-from strata_platform.backends.pod_logs import Merged, line_of
+from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, status_of
+from strata_platform.backends.pod_logs import TimeOrderedLines, line_of
 from strata_platform.client import Client, prices_of_cluster
 from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, SpecError, Unreachable
 from strata_platform.estimate import Prices
@@ -133,7 +133,7 @@ def kubernetes(tmp_path, monkeypatch):
 
 def pods_of(server, *items):
     server.content["pods"] = list(items)
-    return Cluster(NAMESPACE).pods("run")
+    return Namespace(NAMESPACE).pods("run")
 
 
 RESERVED = {"QuotaReserved": {"status": "True"}, "Admitted": {"status": "True"}}
@@ -145,7 +145,7 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
 @pytest.mark.parametrize(
     ("pods", "workloads", "expected"),
     [
-        ([], [], Place(Stage.STARTING)),
+        ([], [], RunStatus(Stage.STARTING)),
         (
             [],
             [
@@ -156,30 +156,31 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
                 workload("admitted", priority=10, **RESERVED),
                 workload("elsewhere", queue="other", priority=10),
             ],
-            Place(Stage.WAITING, "insufficient quota", "research", 2),
+            RunStatus(Stage.WAITING, "insufficient quota", "research", 2),
         ),
         (
             [],
             [workload("mine", Evicted={"status": "True", "reason": "Preempted", "message": "by another"})],
-            Place(Stage.WAITING, "Preempted: by another", "research", 0),
+            RunStatus(Stage.WAITING, "Preempted: by another", "research", 0),
         ),
         ([pod("a", phase="Pending", conditions=UNSCHEDULABLE)], [workload("uid-a", **RESERVED)],
-         Place(Stage.ADMITTED, "a: 0/1 nodes are available")),
+         RunStatus(Stage.ADMITTED, "a: 0/1 nodes are available")),
         ([pod("a", phase="Pending") | {"spec": {"containers": [], "schedulingGates": [{"name": "kueue"}]}}], [],
-         Place(Stage.WAITING)),
-        ([pod("a"), pod("b", phase="Pending")], [], Place(Stage.PULLING)),
+         RunStatus(Stage.WAITING)),
+        ([pod("a"), pod("b", phase="Pending")], [], RunStatus(Stage.PULLING)),
         ([pod("a", phase="Pending") | {"status": {"phase": "Pending", "containerStatuses": BACK_OFF}}], [],
-         Place(Stage.PULLING, "a: ImagePullBackOff: no such image")),
-        ([pod("p", "tasks-prepare-prepare")], [], Place(Stage.PREPARING)),
-        ([pod("p", "tasks-prepare-prepare", "Succeeded"), pod("a")], [], Place(Stage.STARTING)),
-        ([pod("e", "tasks-evaluate-evaluate")], [workload("x", Finished={"status": "True"})], Place(Stage.EVALUATING)),
-        ([pod("x", "tasks-export-export")], [], Place(Stage.EXPORTING)),
+         RunStatus(Stage.PULLING, "a: ImagePullBackOff: no such image")),
+        ([pod("p", "tasks-prepare-prepare")], [], RunStatus(Stage.PREPARING)),
+        ([pod("p", "tasks-prepare-prepare", "Succeeded"), pod("a")], [], RunStatus(Stage.STARTING)),
+        ([pod("e", "tasks-evaluate-evaluate")], [workload("x", Finished={"status": "True"})],
+         RunStatus(Stage.EVALUATING)),
+        ([pod("x", "tasks-export-export")], [], RunStatus(Stage.EXPORTING)),
     ],
     ids=["nothing yet", "in the queue", "evicted", "no node", "held back", "one of two", "no image", "prepares",
          "starts", "evaluates", "exports"],
 )  # fmt: skip
 def test_where_a_run_is(kubernetes, pods, workloads, expected):
-    assert place_of(pods_of(kubernetes, *pods), workloads, {"mine", "uid-a"}) == expected
+    assert status_of(pods_of(kubernetes, *pods), workloads, {"mine", "uid-a"}) == expected
 
 
 def test_lines_have_the_rank_that_they_tell_or_that_of_their_pods_first_process(kubernetes):
@@ -206,13 +207,13 @@ def test_stamps_of_all_zones_are_of_one_and_what_the_kubelet_says_has_none(kuber
 
 
 def test_lines_of_pods_come_out_in_the_order_of_time_however_they_came_in():
-    merged = Merged()
+    merged = TimeOrderedLines()
     rounds = []
     for arrived in (["3", "1"], ["2", "5"], [], ["4", "6"], []):
         for stamp in arrived:
             merged.add(stamp, LogLine(0, 0, stamp))
-        rounds.append([line.text for line in merged.round()])
-    rounds.append([line.text for line in merged.round(last=True)])
+        rounds.append([line.text for line in merged.release()])
+    rounds.append([line.text for line in merged.release(last=True)])
     # 4 was said before 5, and came later than the round after it.
     assert rounds == [[], ["1", "2", "3"], ["5"], ["4"], ["6"], []]
 
@@ -223,13 +224,13 @@ def test_lines_of_pods_come_out_in_the_order_of_time_however_they_came_in():
 def test_what_kubernetes_refuses_keeps_its_status_and_its_words(kubernetes, status, kind, reason):
     kubernetes.content["workloads"] = (status, [])
     with pytest.raises(kind, match="Kubernetes refused to list workloads: you may not") as caught:
-        Cluster(NAMESPACE).place("run", [])
+        Namespace(NAMESPACE).status("run", [])
     assert (caught.value.status, caught.value.reason) == (status, reason)
 
 
 def test_a_cluster_without_kueue_and_without_the_operator_has_no_queue(kubernetes):
     kubernetes.content |= {"workloads": (404, []), "pytorchjobs": (404, [])}
-    assert Cluster(NAMESPACE).place("run", pods_of(kubernetes, pod("a"))) == Place(Stage.STARTING)
+    assert Namespace(NAMESPACE).status("run", pods_of(kubernetes, pod("a"))) == RunStatus(Stage.STARTING)
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
@@ -363,14 +364,14 @@ def test_who_waits_bears_that_flyte_is_away_for_a_while(client, admin, caplog, m
     admin.refusal, admin.refusals = (grpc.StatusCode.UNAVAILABLE, "starting"), 10
     assert client.wait("run").phase is Phase.FAILED
     assert caplog.messages == ["Flyte refused to look for run: starting; trying again"]
-    monkeypatch.setattr("strata_platform.backends.backend.OUTAGE_SECONDS", 0.0)
+    monkeypatch.setattr("strata_platform.backends.backend.RETRY_SECONDS", 0.0)
     admin.refusals = 100
     with pytest.raises(Unreachable):
         client.wait("run")
 
 
 def test_errors_of_kubernetes_without_a_body():
-    error = translated(ApiException(status=500, reason="Internal Server Error"), "to list pods")
+    error = translate(ApiException(status=500, reason="Internal Server Error"), "to list pods")
     assert str(error) == "Kubernetes refused to list pods: Internal Server Error"
 
 

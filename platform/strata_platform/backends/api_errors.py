@@ -37,15 +37,15 @@ _KINDS: dict[int, type[StrataError]] = {
 
 
 @contextmanager
-def answered(what: str) -> Iterator[None]:
+def translated_errors(what: str) -> Iterator[None]:
     """Raise what goes wrong inside as our errors; `what` is what was tried, as in 'to submit x'."""
     try:
         yield
     except (ApiException, ConfigException, HTTPError, FlyteException, grpc.RpcError) as error:
-        raise translated(error, what) from error
+        raise translate(error, what) from error
 
 
-def translated(error: Exception, what: str) -> StrataError:
+def translate(error: Exception, what: str) -> StrataError:
     """The error of our tree for one of Kubernetes', gRPC's or flytekit's, with its status, its reason and its words."""
     if isinstance(error, ApiException):
         return _error(f"Kubernetes refused {what}", int(error.status or 503), error.reason or "Unknown", _body(error))

@@ -12,34 +12,34 @@ from typing import Any, Protocol
 
 from strata_platform.errors import BackendError, Unreachable
 from strata_platform.estimate import GPUS, Gpu
-from strata_platform.estimate.gpus import gpu_called
+from strata_platform.estimate.gpus import gpu_by_name
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
 
 Pause = Callable[[], None]
 """Called when there is nothing new, until there may be."""
 
-OUTAGE_SECONDS = 300.0
+RETRY_SECONDS = 300.0
 """How long those who follow a run bear that its backend does not answer."""
 
 log = logging.getLogger(__name__)
 
 
-class Outage:
+class Retry:
     """Bears that a backend does not answer, as it does while parts of a cluster start anew."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
-    def bear(self, error: Unreachable) -> None:
-        """Say it once. Raises `error` when it has been so for OUTAGE_SECONDS."""
+    def failed(self, error: Unreachable) -> None:
+        """Say it once. Raises `error` when it has been so for RETRY_SECONDS."""
         if self._since is None:
             log.warning("%s; trying again", error)
             self._since = time.monotonic()
-        if time.monotonic() - self._since > OUTAGE_SECONDS:
+        if time.monotonic() - self._since > RETRY_SECONDS:
             raise error
 
-    def is_over(self) -> None:
+    def succeeded(self) -> None:
         """It has answered."""
         self._since = None
 
@@ -77,22 +77,22 @@ class Backend(Protocol):
         """All runs, the newest first."""
 
 
-def known_gpu(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """The kind of GPU that is called so; says that nothing is known of one that is not in the table."""
-    found = gpu_called(name)
+    found = gpu_by_name(name)
     if found is None:
         log.warning("whether the run fits is not known: %s is not among %s", name, ", ".join(GPUS))
     return found
 
 
-def places(folder: Path) -> dict[str, Path]:
+def output_paths(folder: Path) -> dict[str, Path]:
     """Where in a run's folder, or in one that they are copied to, outputs are."""
     return {"model": folder / "model", "report": folder / "report.html", "record": folder / "record.json"}
 
 
 def destinations(to: Path) -> dict[str, Path]:
     """The places of outputs in the folder `to`, which is made. Raises BackendError when it is none, or has them."""
-    found = places(to)
+    found = output_paths(to)
     there = [str(place) for place in found.values() if place.exists()]
     if there:
         raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")
@@ -103,7 +103,7 @@ def destinations(to: Path) -> dict[str, Path]:
     return found
 
 
-def points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
+def parse_points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
     """As points. What is not one is left out, and the first is told of."""
     left_out = False
     for item in values:

@@ -29,10 +29,10 @@ from flytekit.tools.translator import Options
 from kubernetes import client
 
 from strata_platform import progress_line
-from strata_platform.backends.api_errors import answered
-from strata_platform.backends.backend import Pause, destinations, known_gpu, points, with_progress
-from strata_platform.backends.kubernetes_objects import Cluster, shape_of
-from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read
+from strata_platform.backends.api_errors import translated_errors
+from strata_platform.backends.backend import Pause, destinations, find_gpu, parse_points, with_progress
+from strata_platform.backends.kubernetes_objects import Namespace, shape_of
+from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read_log
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
@@ -81,13 +81,13 @@ class FlyteBackend:
         self._remote = FlyteRemote(_configuration(config), project, domain, interactive_mode_enabled=False)
         self._project, self._domain, self._config, self._context = project, domain, config, context
         self._image, self._source = image, source
-        self._cluster: Cluster | None = None
-        self._told: dict[str, dict[str, Any]] = {}
+        self._namespace: Namespace | None = None
+        self._progress: dict[str, dict[str, Any]] = {}
 
     def gpu(self, spec: RunSpec) -> Gpu | None:
         """The kind that `resources.gpu_type` names."""
         asked = spec.resources
-        return known_gpu(asked.gpu_type or "a GPU without resources.gpu_type") if asked.gpu else None
+        return find_gpu(asked.gpu_type or "a GPU without resources.gpu_type") if asked.gpu else None
 
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow."""
@@ -98,7 +98,7 @@ class FlyteBackend:
                 f"-f {spec.name}', end it with 'strata cancel {spec.name}', or choose another name"
             )
         version = self.register() if self._image else None
-        with answered(f"to submit {spec.name}"):
+        with translated_errors(f"to submit {spec.name}"):
             try:
                 workflow = self._remote.fetch_workflow(name=WORKFLOW, version=version)
             except FlyteEntityNotExistException as error:
@@ -162,13 +162,13 @@ class FlyteBackend:
         """The points that the training pods tell; of a run that has succeeded, those of its metrics file."""
         execution = self._newest(name)
         if _phase(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
-            return points(map(json.loads, file.splitlines()))
+            return parse_points(map(json.loads, file.splitlines()))
         values = (progress_line.decode(line.text) or {} for line in self._lines(execution, pause))
-        return points(value["point"] for value in values if "point" in value)
+        return parse_points(value["point"] for value in values if "point" in value)
 
     def _metrics_file(self, execution: Execution) -> str:
         """What the training task handed on; empty when there is no such task."""
-        with answered(f"to read the metrics of {execution.id.name}"), tempfile.TemporaryDirectory() as folder:
+        with translated_errors(f"to read the metrics of {execution.id.name}"), tempfile.TemporaryDirectory() as folder:
             synced = self._remote.sync_execution(_promoted(execution), sync_nodes=True)
             for node in synced.node_executions.values():
                 for inner in node.subworkflow_node_executions.values():
@@ -200,7 +200,7 @@ class FlyteBackend:
         """Terminate the execution; Flyte removes its pods, which have their grace period to end."""
         execution = self._newest(name)
         if not _phase(execution).is_end:
-            with answered(f"to cancel {name}"):
+            with translated_errors(f"to cancel {name}"):
                 self._remote.terminate(_promoted(execution), "canceled with strata")
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
@@ -209,8 +209,8 @@ class FlyteBackend:
         phase = _phase(execution)
         if phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {phase}: outputs are there when a run has succeeded")
-        with answered(f"to read the outputs of {name}"):
-            places = self._places(execution)
+        with translated_errors(f"to read the outputs of {name}"):
+            places = self._output_uris(execution)
             if to is not None:
                 for kind, into in destinations(to).items():
                     self._remote.file_access.get_data(places[kind], str(into), is_multipart=kind == "model")
@@ -248,16 +248,16 @@ class FlyteBackend:
             return None
 
     def _fetch(self, name: str) -> Execution:
-        with answered(f"to look for {name}"):
+        with translated_errors(f"to look for {name}"):
             found: Execution = self._remote.client.get_execution(
                 WorkflowExecutionIdentifier(self._project, self._domain, name)
             )
         return found
 
-    def _kubernetes(self) -> Cluster:
-        if self._cluster is None:
-            self._cluster = Cluster(f"{self._project}-{self._domain}", self._context)
-        return self._cluster
+    def _kubernetes(self) -> Namespace:
+        if self._namespace is None:
+            self._namespace = Namespace(f"{self._project}-{self._domain}", self._context)
+        return self._namespace
 
     def _run(self, execution: Execution) -> Run:
         """As Flyte has it."""
@@ -280,33 +280,38 @@ class FlyteBackend:
         if run.is_done:
             return self._with_record(run, execution) if run.phase is Phase.SUCCEEDED else run
         try:
-            cluster = self._kubernetes()
-            pods = cluster.pods(execution.id.name)
-            place = cluster.place(execution.id.name, pods)
-            phase = Phase.QUEUED if place.stage is Stage.WAITING else run.phase
+            namespace = self._kubernetes()
+            pods = namespace.pods(execution.id.name)
+            status = namespace.status(execution.id.name, pods)
+            phase = Phase.QUEUED if status.stage is Stage.WAITING else run.phase
             run = replace(
-                run, phase=phase, stage=place.stage, message=place.message, queue=place.queue, position=place.position
+                run,
+                phase=phase,
+                stage=status.stage,
+                message=status.message,
+                queue=status.queue,
+                position=status.position,
             )
-            return self._with_training(run, cluster, pods, execution.id.name)
+            return self._with_training(run, namespace, pods, execution.id.name)
         except BackendError as error:
             # No rights there, or the machine of rank 0 does not answer: what becomes of the run, Flyte decides.
             return replace(run, message="; ".join(filter(None, (run.message, str(error)))))
 
-    def _with_training(self, run: Run, cluster: Cluster, pods: Sequence[client.V1Pod], execution: str) -> Run:
+    def _with_training(self, run: Run, namespace: Namespace, pods: Sequence[client.V1Pod], execution: str) -> Run:
         """With what the training process of rank 0 has told so far; what it told once is remembered."""
-        known = self._told.setdefault(execution, {})
+        known = self._progress.setdefault(execution, {})
         last: list[MetricPoint] = []
         for pod in main_pods(pods):
             seen = known.get("pod") == pod.metadata.uid
             if not seen:
                 known |= {"pod": pod.metadata.uid, "stage": Stage.STARTING}
-            with answered(f"to read the log of {pod.metadata.name}"):
-                raws = read(cluster, pod, follow=False, last=200 if seen else None)
+            with translated_errors(f"to read the log of {pod.metadata.name}"):
+                raws = read_log(namespace, pod, follow=False, last=200 if seen else None)
                 lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
             values = [value for value in map(progress_line.decode, lines) if value is not None]
             for value in values:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
-            last = list(points(value["point"] for value in values if "point" in value))
+            last = list(parse_points(value["point"] for value in values if "point" in value))
             if run.stage is Stage.STARTING:
                 run = replace(run, stage=Stage(known["stage"]))
         run = replace(run, steps=known.get("steps"), restarts=known.get("attempt", 0))
@@ -314,9 +319,9 @@ class FlyteBackend:
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
         try:
-            with answered(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
+            with translated_errors(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
                 place = str(Path(folder) / "record.json")
-                self._remote.file_access.get_data(self._places(execution)["record"], place)
+                self._remote.file_access.get_data(self._output_uris(execution)["record"], place)
                 record = json.loads(Path(place).read_text(encoding="utf-8"))
         except BackendError as error:
             # It has succeeded, whether or not the object store can be reached from here.
@@ -330,7 +335,7 @@ class FlyteBackend:
             restarts=record["restarts"],
         )
 
-    def _places(self, execution: Execution) -> dict[str, str]:
+    def _output_uris(self, execution: Execution) -> dict[str, str]:
         """Where the outputs of an execution that succeeded are."""
         literals = self._remote.sync_execution(_promoted(execution)).outputs.literals
         kinds = ("model", "report", "record")
@@ -345,7 +350,7 @@ class FlyteBackend:
 
     def list(self) -> list[Run]:
         """The newest execution of each of the last hundred's runs, as Flyte has them."""
-        with answered("to list runs"):
+        with translated_errors("to list runs"):
             recent = self._remote.recent_executions(limit=100)
         newest: dict[str, Execution] = {}
         for execution in recent:

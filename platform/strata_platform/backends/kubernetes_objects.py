@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kubernetes import client, config
 
-from strata_platform.backends.api_errors import answered
+from strata_platform.backends.api_errors import translated_errors
 from strata_platform.runs import Event, Stage
 
 JOBS = ("kubeflow.org", "v1", "pytorchjobs")
@@ -29,7 +29,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class RunStatus:
     """Where a run is, as far as its objects tell."""
 
     stage: Stage
@@ -38,24 +38,24 @@ class Place:
     position: int | None = None
 
 
-class Cluster:
+class Namespace:
     """Reads the objects of a tenant's namespace. Raises errors of our tree, as everything here does."""
 
     def __init__(self, namespace: str, context: str | None = None) -> None:
         self.namespace = namespace
-        with answered("to read its configuration"):
+        with translated_errors("to read its configuration"):
             api = config.new_client_from_config(context=context)
         self.core, self._custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
 
     def pods(self, execution: str) -> list[client.V1Pod]:
         """The pods of an execution, the oldest first."""
-        with answered(f"to list the pods of {execution}"):
+        with translated_errors(f"to list the pods of {execution}"):
             found = self.core.list_namespaced_pod(self.namespace, label_selector=f"{EXECUTION}={execution}")
         return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
 
-    def place(self, execution: str, pods: Sequence[client.V1Pod]) -> Place:
+    def status(self, execution: str, pods: Sequence[client.V1Pod]) -> RunStatus:
         """Where the run is, whose pods these are."""
-        return place_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
+        return status_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
 
     def events(self, execution: str) -> list[Event]:
         """What Kubernetes and Kueue noted of an execution's objects, the oldest first. They forget after an hour.
@@ -66,7 +66,7 @@ class Cluster:
         mine = self._uids(execution, self.pods(execution))
         mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
         gone = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
-        with answered(f"to list the events of {execution}"):
+        with translated_errors(f"to list the events of {execution}"):
             found = self.core.list_namespaced_event(self.namespace).items
         about = ((item, item.involved_object) for item in found)
         events = (_event(item) for item, its in about if its.uid in mine or gone.match(its.name))
@@ -79,7 +79,7 @@ class Cluster:
 
     def text(self, config_map: str, key: str) -> str | None:
         """What a ConfigMap has under a key; None when there is no such thing."""
-        with answered(f"to read the config map {config_map}"):
+        with translated_errors(f"to read the config map {config_map}"):
             try:
                 data = self.core.read_namespaced_config_map(config_map, self.namespace).data
             except client.ApiException as error:
@@ -90,7 +90,7 @@ class Cluster:
 
     def _list(self, kind: tuple[str, str, str], labels: str = "") -> list[Object]:
         group, version, plural = kind
-        with answered(f"to list {plural}"):
+        with translated_errors(f"to list {plural}"):
             try:
                 answer = self._custom.list_namespaced_custom_object(
                     group, version, self.namespace, plural, label_selector=labels
@@ -110,39 +110,39 @@ def shape_of(pod: client.V1Pod) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def place_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: set[str]) -> Place:
+def status_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
     """Where a run is: its `pods`, all workloads of its namespace, and the uids of its own pods and jobs."""
     waiting = [workload for workload in workloads if _is_of(workload, mine) and _is_waiting(workload)]
     if waiting:
         return _in_queue(waiting[-1], workloads)
     active = [pod for pod in pods if pod.status.phase in ("Pending", "Running") and not pod.metadata.deletion_timestamp]
     if not active:
-        return Place(Stage.STARTING)
+        return RunStatus(Stage.STARTING)
     task = active[-1].metadata.labels.get(TASK, "")
     peers = [pod for pod in active if pod.metadata.labels.get(TASK) == task]
     for pod in peers:
         if pod.status.phase == "Pending":
             return _pending(pod)
     stages = (stage for start, stage in _STAGES.items() if task.startswith(start))
-    return Place(next(stages, Stage.STARTING))
+    return RunStatus(next(stages, Stage.STARTING))
 
 
-def _pending(pod: client.V1Pod) -> Place:
+def _pending(pod: client.V1Pod) -> RunStatus:
     """A pod that is not running yet: held back, unscheduled, or about to be started."""
     if pod.spec.scheduling_gates:
         # Kueue's, which has not made its workload yet.
-        return Place(Stage.WAITING)
+        return RunStatus(Stage.WAITING)
     for condition in pod.status.conditions or []:
         if condition.type == "PodScheduled" and condition.status != "True":
-            return Place(Stage.ADMITTED, f"{pod.metadata.name}: {condition.message or condition.reason}")
+            return RunStatus(Stage.ADMITTED, f"{pod.metadata.name}: {condition.message or condition.reason}")
     for status in pod.status.container_statuses or []:
         waiting = status.state and status.state.waiting
         if waiting and waiting.message:
-            return Place(Stage.PULLING, f"{pod.metadata.name}: {waiting.reason}: {waiting.message}")
-    return Place(Stage.PULLING)
+            return RunStatus(Stage.PULLING, f"{pod.metadata.name}: {waiting.reason}: {waiting.message}")
+    return RunStatus(Stage.PULLING)
 
 
-def _in_queue(workload: Object, workloads: Iterable[Object]) -> Place:
+def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
     """Its queue, how many are before it there, and why it waits, in Kueue's words."""
     queue = workload["spec"].get("queueName")
     others = [other for other in workloads if other["spec"].get("queueName") == queue and _is_waiting(other)]
@@ -151,7 +151,7 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> Place:
     message = reserved.get("message", "")
     if evicted.get("status") == "True":
         message = f"{evicted.get('reason', 'Evicted')}: {evicted.get('message', '')}"
-    return Place(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))
+    return RunStatus(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))
 
 
 def _turn(workload: Object) -> tuple[int, str, str]:

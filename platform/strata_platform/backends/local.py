@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strata_platform.backends.backend import Pause, destinations, known_gpu, places, points, with_progress
-from strata_platform.backends.run_state import Journal, State, recent, tail
-from strata_platform.backends.supervisor import CANCEL, CONTINUE
+from strata_platform.backends.backend import Pause, destinations, find_gpu, output_paths, parse_points, with_progress
+from strata_platform.backends.run_state import RunFiles, State, read_last, tail
+from strata_platform.backends.supervisor import CANCEL, RESUBMIT
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
@@ -59,7 +59,7 @@ class LocalBackend:
             said = getattr(error, "stdout", None) or error
             log.warning("whether the run fits is not known: nvidia-smi does not tell the GPU: %s", str(said).strip())
             return None
-        return known_gpu(answer.stdout.partition("\n")[0])
+        return find_gpu(answer.stdout.partition("\n")[0])
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run; it goes on when this process ends."""
@@ -71,44 +71,44 @@ class LocalBackend:
             )
         if importlib.util.find_spec("tasks") is None:
             raise BackendError("the training runtime is not installed beside this command; install strata, whole")
-        journal = Journal(Path(spec.output).resolve() / spec.name)
+        files = RunFiles(Path(spec.output).resolve() / spec.name)
         with contextlib.ExitStack() as stack:
-            with self._alone():
-                self._require_free_name(spec.name, journal)
-                lock = _locked(spec.name, journal)
+            with self._registry_lock():
+                self._require_free_name(spec.name, files)
+                lock = _take_lock(spec.name, files)
                 # In the end the supervisor has it.
                 stack.callback(os.close, lock)
-                journal.spec.write_text(dump_spec(spec), encoding="utf-8")
-                journal.set_state(State(submitted=time.time()))
-                journal.add_event(Event(time.time(), "Submitted", f"from {Path.cwd()}"))
-                self._register(spec.name, journal)
-            self._start(journal, lock)
-        return self._run(journal)
+                files.spec.write_text(dump_spec(spec), encoding="utf-8")
+                files.set_state(State(submitted=time.time()))
+                files.add_event(Event(time.time(), "Submitted", f"from {Path.cwd()}"))
+                self._register(spec.name, files)
+            self._start(files, lock)
+        return self._run(files)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _registry_lock(self) -> Iterator[None]:
         """Let one submission at a time find its name free and take it."""
         self._registry.mkdir(parents=True, exist_ok=True)
         with (self._registry / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _require_free_name(self, name: str, journal: Journal) -> None:
+    def _require_free_name(self, name: str, files: RunFiles) -> None:
         """Raises RunExists when a run of another folder has this name and goes on."""
-        known = Journal((self._registry / name).resolve())
-        if known.run != journal.run and known.goes_on:
+        known = RunFiles((self._registry / name).resolve())
+        if known.run != files.run and known.is_active:
             raise _exists(name, known)
 
-    def _register(self, name: str, journal: Journal) -> None:
+    def _register(self, name: str, files: RunFiles) -> None:
         temporary = self._registry / f".{name}.{os.getpid()}"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(journal.run)
+        temporary.symlink_to(files.run)
         temporary.replace(self._registry / name)
 
-    def _start(self, journal: Journal, lock: int) -> None:
+    def _start(self, files: RunFiles, lock: int) -> None:
         module = "strata_platform.backends.supervisor"
-        arguments = [str(journal.run), str(lock), str(self._retries), str(self._grace)]
-        with journal.output.open("wb") as output:
+        arguments = [str(files.run), str(lock), str(self._retries), str(self._grace)]
+        with files.output.open("wb") as output:
             # What is started here detaches itself and ends at once.
             ended = subprocess.run(
                 [sys.executable, "-m", module, *arguments],
@@ -119,35 +119,35 @@ class LocalBackend:
                 start_new_session=True,
             )
         if ended.returncode:
-            raise BackendError(f"the run could not be started: {_last_line(journal.output)}; see {journal.output}")
+            raise BackendError(f"the run could not be started: {_last_line(files.output)}; see {files.output}")
 
     def get(self, name: str) -> Run:
         """The run as it is now."""
-        return self._run(self._journal(name))
+        return self._run(self._files(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
         """What the run's processes printed, over all submissions, as the supervisor read it."""
-        journal = self._journal(name)
-        return (LogLine(**values) for values in _follow(journal, journal.log, pause))
+        files = self._files(name)
+        return (LogLine(**values) for values in _follow(files, files.log, pause))
 
     def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
         """The points of the run's metrics file."""
-        journal = self._journal(name)
-        return points(_follow(journal, journal.metrics, pause))
+        files = self._files(name)
+        return parse_points(_follow(files, files.metrics, pause))
 
     def events(self, name: str) -> list[Event]:
         """What the supervisor did, and what the run told of its stages."""
-        journal = self._journal(name)
-        return [Event(**values) for values in _follow(journal, journal.events, None)]
+        files = self._files(name)
+        return [Event(**values) for values in _follow(files, files.events, None)]
 
     def cancel(self, name: str) -> None:
         """Tell the supervisor to end the run."""
-        journal = self._journal(name)
+        files = self._files(name)
         # A supervisor that is just starting has not written yet who it is.
-        while journal.is_held:
-            pid = journal.state().pid
+        while files.is_supervised:
+            pid = files.state().pid
             if pid is not None:
-                _send(pid, journal)
+                _signal_supervisor(pid, files)
                 return
             time.sleep(0.05)
 
@@ -157,7 +157,7 @@ class LocalBackend:
         folder = Path(run.where)
         if run.phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {run.phase}: outputs are there when a run has succeeded; it writes to {folder}")
-        found = places(folder)
+        found = output_paths(folder)
         missing = [str(place) for place in found.values() if not place.exists()]
         if missing:
             raise NotReady(
@@ -172,25 +172,25 @@ class LocalBackend:
     def list(self) -> list[Run]:
         """The runs of the registry whose folders are still there, the newest first."""
         links = self._registry.glob("[!.]*")
-        runs = [self._run(journal) for link in links if (journal := Journal(link.resolve())).exists]
+        runs = [self._run(files) for link in links if (files := RunFiles(link.resolve())).exists]
         return sorted(runs, key=lambda run: run.submitted or 0.0, reverse=True)
 
-    def _journal(self, name: str) -> Journal:
-        journal = Journal((Path(name) if os.sep in name else self._registry / name).resolve())
-        if not journal.exists:
+    def _files(self, name: str) -> RunFiles:
+        files = RunFiles((Path(name) if os.sep in name else self._registry / name).resolve())
+        if not files.exists:
             known = ", ".join(run.name for run in self.list()[:20]) or "none"
             raise RunNotFound(f"no run was submitted here as {name!r}; runs: {known}")
-        return journal
+        return files
 
-    def _run(self, journal: Journal) -> Run:
+    def _run(self, files: RunFiles) -> Run:
         # In this order: what a supervisor has to say at its end is written before it is gone.
-        held, state = journal.is_held, journal.state()
+        held, state = files.is_supervised, files.state()
         if not held and not state.phase.is_end:
-            failed = _last_line(journal.output)
-            why = f"its supervisor failed: {failed}, see {journal.output}" if failed else _GONE
-            state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {CONTINUE}")
+            failed = _last_line(files.output)
+            why = f"its supervisor failed: {failed}, see {files.output}" if failed else _GONE
+            state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {RESUBMIT}")
         run = Run(
-            name=journal.run.name,
+            name=files.run.name,
             backend=self.name,
             phase=state.phase,
             stage=state.stage,
@@ -200,49 +200,49 @@ class LocalBackend:
             ended=state.ended,
             restarts=state.restarts,
             steps=state.steps,
-            where=str(journal.run),
+            where=str(files.run),
         )
-        return with_progress(run, list(points(recent(journal.metrics))))
+        return with_progress(run, list(parse_points(read_last(files.metrics))))
 
 
-def _locked(name: str, journal: Journal) -> int:
-    """The lock of the run's journal. Raises RunExists when another has it, BackendError when none can be written."""
+def _take_lock(name: str, files: RunFiles) -> int:
+    """The lock of the run's files. Raises RunExists when another has it, BackendError when none can be written."""
     try:
-        lock = journal.lock()
-        while lock is None and journal.exists and not journal.goes_on:
+        lock = files.lock()
+        while lock is None and files.exists and not files.is_active:
             # Its supervisor has had its last word, and is about to end.
             time.sleep(0.02)
-            lock = journal.lock()
+            lock = files.lock()
     except OSError as error:
         raise BackendError(
-            f"output: {journal.folder} cannot be written: {error.strerror}; set output to a folder that may be"
+            f"output: {files.folder} cannot be written: {error.strerror}; set output to a folder that may be"
         ) from error
     if lock is None:
-        raise _exists(name, journal)
+        raise _exists(name, files)
     return lock
 
 
-def _follow(journal: Journal, file: Path, pause: Pause | None) -> Iterator[dict[str, Any]]:
-    return tail(file, lambda: pause is None or not journal.is_held, pause or (lambda: None))
+def _follow(files: RunFiles, file: Path, pause: Pause | None) -> Iterator[dict[str, Any]]:
+    return tail(file, lambda: pause is None or not files.is_supervised, pause or (lambda: None))
 
 
-def _exists(name: str, journal: Journal) -> RunExists:
+def _exists(name: str, files: RunFiles) -> RunExists:
     return RunExists(
-        f"run {name!r} goes on already, in {journal.run}; follow it with 'strata logs -f {name}', end it with 'strata "
+        f"run {name!r} goes on already, in {files.run}; follow it with 'strata logs -f {name}', end it with 'strata "
         f"cancel {name}', or choose another name"
     )
 
 
-def _send(pid: int, journal: Journal) -> None:
+def _signal_supervisor(pid: int, files: RunFiles) -> None:
     """Tell the supervisor, and no other process that has its number now, to end the run."""
     try:
         if b"strata_platform.backends.supervisor" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             raise ProcessLookupError
         os.kill(pid, CANCEL)
     except (FileNotFoundError, ProcessLookupError) as error:
-        if journal.is_held:
+        if files.is_supervised:
             raise BackendError(
-                f"the supervisor of {journal.run}, process {pid}, is not on this machine; cancel the run where it was "
+                f"the supervisor of {files.run}, process {pid}, is not on this machine; cancel the run where it was "
                 "submitted"
             ) from error
 

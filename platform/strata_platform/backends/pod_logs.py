@@ -17,15 +17,15 @@ from itertools import count
 from kubernetes import client
 from urllib3.exceptions import HTTPError
 
-from strata_platform.backends.api_errors import answered
-from strata_platform.backends.backend import Outage, Pause
-from strata_platform.backends.kubernetes_objects import REPLICA, Cluster, shape_of
+from strata_platform.backends.api_errors import translated_errors
+from strata_platform.backends.backend import Pause, Retry
+from strata_platform.backends.kubernetes_objects import REPLICA, Namespace, shape_of
 from strata_platform.errors import Unreachable
 from strata_platform.runs import LogLine
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 20.0
+DRAIN_SECONDS = 20.0
 """Seconds that the end of a pod's log is waited for when its run has ended."""
 
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?")
@@ -80,7 +80,7 @@ def _seconds(stamp: str) -> float:
     return datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp() + float(f"0.{fraction}")
 
 
-class Merged:
+class TimeOrderedLines:
     """Lines of several pods, given in any order, handed out by their time.
 
     A line is held back for one round: by the next one, whatever another pod had said before it has arrived.
@@ -95,7 +95,7 @@ class Merged:
         """Take a line."""
         heapq.heappush(self._held, _Stamped(stamp, next(self._number), line))
 
-    def round(self, last: bool = False) -> Iterator[LogLine]:
+    def release(self, last: bool = False) -> Iterator[LogLine]:
         """The lines up to the newest one of the round before; with `last`, all."""
         until, self._newest = self._newest, max((held.stamp for held in self._held), default=self._newest)
         while self._held and (last or self._held[0].stamp <= until):
@@ -105,8 +105,8 @@ class Merged:
 class PodLogs:
     """Reads the logs of an execution's pods, each by a thread of its own while they are followed."""
 
-    def __init__(self, cluster: Cluster, execution: str) -> None:
-        self._cluster, self._execution = cluster, execution
+    def __init__(self, namespace: Namespace, execution: str) -> None:
+        self._namespace, self._execution = namespace, execution
         self._arrived: queue.SimpleQueue[tuple[str, LogLine]] = queue.SimpleQueue()
         self._readers: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
@@ -114,51 +114,51 @@ class PodLogs:
 
     def so_far(self) -> Iterator[LogLine]:
         """What the pods that are still there have printed."""
-        merged = Merged()
-        for pod in filter(has_begun, self._cluster.pods(self._execution)):
-            with answered(f"to read the log of {pod.metadata.name}"):
+        merged = TimeOrderedLines()
+        for pod in filter(has_begun, self._namespace.pods(self._execution)):
+            with translated_errors(f"to read the log of {pod.metadata.name}"):
                 for found in self._lines(pod, follow=False):
                     merged.add(*found)
-        return merged.round(last=True)
+        return merged.release(last=True)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
         """What they print, and those that come, until the run `is_over` and all of it is read."""
-        merged, outage = Merged(), Outage()
+        merged, retry = TimeOrderedLines(), Retry()
         try:
             while True:
                 try:
                     over = is_over()
-                    self._attend(self._cluster.pods(self._execution))
-                    outage.is_over()
+                    self._start_readers(self._namespace.pods(self._execution))
+                    retry.succeeded()
                 except Unreachable as error:
-                    outage.bear(error)
+                    retry.failed(error)
                     over = False
                 if over:
-                    self._let_end()
+                    self._join_readers()
                 while not self._arrived.empty():
                     merged.add(*self._arrived.get_nowait())
-                yield from merged.round(last=over)
+                yield from merged.release(last=over)
                 if over:
                     return
                 pause()
         finally:
             self._closed.set()
 
-    def _attend(self, pods: list[client.V1Pod]) -> None:
+    def _start_readers(self, pods: list[client.V1Pod]) -> None:
         """A reader for every pod that has begun to print and has none."""
         for pod in pods:
             if has_begun(pod) and pod.metadata.uid not in self._readers:
-                reader = threading.Thread(target=self._listen, args=(pod,), daemon=True, name=pod.metadata.name)
+                reader = threading.Thread(target=self._read_to_end, args=(pod,), daemon=True, name=pod.metadata.name)
                 self._readers[pod.metadata.uid] = reader
                 reader.start()
 
-    def _let_end(self) -> None:
+    def _join_readers(self) -> None:
         """Wait for the readers, though not for one whose machine is gone."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + DRAIN_SECONDS
         for reader in self._readers.values():
             reader.join(max(0.0, end - time.monotonic()))
 
-    def _listen(self, pod: client.V1Pod) -> None:
+    def _read_to_end(self, pod: client.V1Pod) -> None:
         """Read to the end of the pod, over connections that are lost: what comes again is skipped."""
         last = ""
         while not self._closed.is_set():
@@ -167,13 +167,13 @@ class PodLogs:
                     if stamp > last:
                         self._arrived.put((stamp, line))
                         last = stamp
-            if has_ended(self._cluster, pod):
+            if has_ended(self._namespace, pod):
                 return
             self._closed.wait(1.0)
 
     def _lines(self, pod: client.V1Pod, *, follow: bool) -> Iterator[tuple[str, LogLine]]:
         """The pod's lines with their stamps. What the kubelet says in between is a warning, once for each pod."""
-        for raw in read(self._cluster, pod, follow=follow):
+        for raw in read_log(self._namespace, pod, follow=follow):
             if (found := line_of(pod, raw)) is not None:
                 yield found
             elif (said := (pod.metadata.name, raw.strip())) not in self._warned:
@@ -181,11 +181,11 @@ class PodLogs:
                 log.warning("log of %s: %s", *said)
 
 
-def read(cluster: Cluster, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
+def read_log(namespace: Namespace, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
     """A pod's log, each line with its time stamp; with `last`, so many lines of its end."""
     more = {} if last is None else {"tail_lines": last}
     try:
-        answer = cluster.core.read_namespaced_pod_log(
+        answer = namespace.core.read_namespaced_pod_log(
             pod.metadata.name,
             pod.metadata.namespace,
             container=pod.spec.containers[0].name,
@@ -225,10 +225,10 @@ def has_begun(pod: client.V1Pod) -> bool:
     return any(state.running or state.terminated for state in states)
 
 
-def has_ended(cluster: Cluster, pod: client.V1Pod) -> bool:
+def has_ended(namespace: Namespace, pod: client.V1Pod) -> bool:
     """Whether the pod will print no more; not known while Kubernetes does not answer."""
     try:
-        now = cluster.core.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+        now = namespace.core.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
     except client.ApiException as error:
         return bool(error.status == 404)
     except HTTPError:

@@ -43,7 +43,7 @@ class State:
     pid: int | None = None
 
 
-class Journal:
+class RunFiles:
     """The files of a local run, whose own folder is `run`."""
 
     def __init__(self, run: Path) -> None:
@@ -73,11 +73,11 @@ class Journal:
             os.close(descriptor)
             return None
         for file in (self.events, self.log):
-            _mend(file)
+            _end_torn_line(file)
         return descriptor
 
     @property
-    def is_held(self) -> bool:
+    def is_supervised(self) -> bool:
         """Whether a supervisor lives. Asks without locking, and so disturbs nobody who does."""
         try:
             descriptor = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
@@ -90,9 +90,9 @@ class Journal:
         return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a run is here that is not at its end."""
-        return self.is_held and self.exists and not self.state().phase.is_end
+        return self.is_supervised and self.exists and not self.state().phase.is_end
 
     def state(self) -> State:
         """Where the run is, by what was last written."""
@@ -136,7 +136,7 @@ def tail(path: Path, is_over: Callable[[], bool], pause: Callable[[], None]) -> 
         pause()
 
 
-def recent(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
+def read_last(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
     """The last objects of a JSON-lines file, as many as are in its last `size` bytes; [] when there is no file."""
     if not path.exists():
         return []
@@ -160,7 +160,7 @@ def _append(path: Path, values: dict[str, Any]) -> None:
         file.write(json.dumps(values) + "\n")
 
 
-def _mend(path: Path) -> None:
+def _end_torn_line(path: Path) -> None:
     """End the line that a kill has torn, which would swallow the next one."""
     with path.open("ab+") as file:
         if file.tell():

@@ -2,7 +2,7 @@
 
 It starts the run, writes down what that prints and tells, and starts it again when it was killed or hung, as Flyte does
 on a cluster. It is detached from whoever submitted the run; when it is killed itself, the kernel kills the run's
-processes. Not a part of the interface: `LocalBackend` starts it, with the lock of the run's journal.
+processes. Not a part of the interface: `LocalBackend` starts it, with the lock of the run's files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from types import FrameType
 from typing import Any
 
 from strata_platform import progress_line
-from strata_platform.backends.run_state import Journal, State
+from strata_platform.backends.run_state import RunFiles, State
 from strata_platform.runs import Event, LogLine, Phase, Stage
 from strata_platform.spec import RunSpec, load_spec
 
 CANCEL = signal.SIGUSR1
 """What the supervisor is sent to cancel the run. SIGTERM is what a machine sends that shuts down."""
-CONTINUE = "submit it again to continue from its last checkpoint"
+RESUBMIT = "submit it again to continue from its last checkpoint"
 """What to do about a run that ended before its end."""
 
 _PR_SET_PDEATHSIG = 1
@@ -86,10 +86,10 @@ class Attempt:
 class Supervisor:
     """Runs a submitted run to its end."""
 
-    def __init__(self, journal: Journal, retries: int, grace: int) -> None:
-        self._journal, self._retries, self._grace = journal, retries, grace
-        self._spec: RunSpec = load_spec(journal.spec)
-        self._state: State = journal.state()
+    def __init__(self, files: RunFiles, retries: int, grace: int) -> None:
+        self._files, self._retries, self._grace = files, retries, grace
+        self._spec: RunSpec = load_spec(files.spec)
+        self._state: State = files.state()
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_by: int | None = None
 
@@ -116,9 +116,9 @@ class Supervisor:
         if code == 0:
             self._finish(Phase.SUCCEEDED, "Succeeded", "all steps are done, measured and exported")
         elif self._stopped_by == CANCEL:
-            self._finish(Phase.ABORTED, "Canceled", f"canceled; {CONTINUE}")
+            self._finish(Phase.ABORTED, "Canceled", f"canceled; {RESUBMIT}")
         elif self._stopped_by:
-            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {CONTINUE}")
+            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {RESUBMIT}")
         elif lost:
             self._finish(Phase.FAILED, "GivenUp", f"given up after {self._retries + 1} starts: {why}")
         else:
@@ -133,7 +133,7 @@ class Supervisor:
         processes = self._spec.topology.world_size
         with tempfile.TemporaryDirectory(prefix="strata-") as scratch:
             self._child = subprocess.Popen(
-                command(self._journal.spec, processes, scratch),
+                command(self._files.spec, processes, scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -144,12 +144,12 @@ class Supervisor:
             if self._stopped_by:
                 # It came while there was no child to tell.
                 self._stop_child()
-            self._listen(attempt, self._child)
+            self._read_output(attempt, self._child)
             code = self._child.wait()
             signal.alarm(0)
         return code
 
-    def _listen(self, attempt: Attempt, child: subprocess.Popen[bytes]) -> None:
+    def _read_output(self, attempt: Attempt, child: subprocess.Popen[bytes]) -> None:
         """Until both streams are closed, or are silent although the child is gone: some other process has them."""
         assert child.stdout is not None
         assert child.stderr is not None
@@ -171,22 +171,22 @@ class Supervisor:
                         new = b"\n" if rests[stream] else b""
                     *lines, rests[stream] = (rests[stream] + new).split(b"\n")
                     for line in lines:
-                        self._hear(attempt, line.decode(errors="replace"), is_error=stream == errors)
+                        self._handle_line(attempt, line.decode(errors="replace"), is_error=stream == errors)
 
-    def _hear(self, attempt: Attempt, text: str, *, is_error: bool) -> None:
+    def _handle_line(self, attempt: Attempt, text: str, *, is_error: bool) -> None:
         # Of a bar, what was drawn last.
         text = text.rstrip("\r").rpartition("\r")[2]
         rank = 0 if self._spec.topology.world_size == 1 else None
         if found := _OF_WORKER.match(text):
             rank, text = int(found[1]), _OF_RANK.sub("", text[found.end() :], count=1)
         if (values := progress_line.decode(text)) is not None:
-            self._heed(values)
+            self._handle_progress(values)
             return
         if is_error:
             attempt.hear(rank, text)
-        self._journal.add_line(LogLine(time.time(), rank, text, attempt=attempt.number))
+        self._files.add_line(LogLine(time.time(), rank, text, attempt=attempt.number))
 
-    def _heed(self, values: dict[str, Any]) -> None:
+    def _handle_progress(self, values: dict[str, Any]) -> None:
         if "stage" in values:
             stage = Stage(values["stage"])
             self._event("Stage", stage.value)
@@ -208,10 +208,10 @@ class Supervisor:
 
     def _set(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        self._journal.set_state(self._state)
+        self._files.set_state(self._state)
 
     def _event(self, reason: str, message: str, kind: Any = "normal") -> None:
-        self._journal.add_event(Event(time.time(), reason, message, kind))
+        self._files.add_event(Event(time.time(), reason, message, kind))
 
 
 def _named(number: int) -> str:
@@ -227,7 +227,7 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Detach, then run. The lock's descriptor, the second argument, is held by being open."""
     run, _, retries, grace = sys.argv[1:]
-    supervisor = Supervisor(Journal(Path(run)), int(retries), int(grace))
+    supervisor = Supervisor(RunFiles(Path(run)), int(retries), int(grace))
     if os.fork() == 0:
         supervisor.run()
 

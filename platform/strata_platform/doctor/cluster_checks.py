@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from strata_platform.doctor.finding import Check, Finding, Nothing, ok, problem, skipped, warning
+from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
 from strata_platform.doctor.network_policies import rendezvous
 from strata_platform.kubernetes_answers import PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
 
@@ -28,26 +28,26 @@ _SHIPPED_DOMAINS = ["development", "staging", "production"]
 
 def checks() -> Iterator[Check]:
     """All that is looked at, from what everything needs to what one tenant does."""
-    seen = Cluster()
-    yield "API server", partial(_api_server, seen)
-    yield "clocks", partial(_clocks, seen)
-    yield "Flyte's version", partial(_flyte_version, seen)
-    yield "Flyte's plugins", partial(_flyte_plugins, seen)
-    yield "Flyte's limits", partial(_flyte_limits, seen)
-    yield "Flyte's rights", partial(_flyte_rights, seen)
-    yield "Flyte's authentication", partial(_flyte_authentication, seen)
-    yield "training operator", partial(_training_operator, seen)
-    yield "Kueue's integration", partial(_kueue, seen)
-    yield "GPU nodes", partial(_gpu_nodes, seen)
-    yield "tenants", partial(_tenants, seen)
-    for namespace in _names(seen):
-        yield f"{namespace}: project", partial(_project, seen, namespace)
-        yield f"{namespace}: queues", partial(_queues, seen, namespace)
-        yield f"{namespace}: pod template", partial(_pod_template, seen, namespace)
-        yield f"{namespace}: network policies", partial(_network_policies, seen, namespace)
+    cluster = ClusterReader()
+    yield "API server", partial(_api_server, cluster)
+    yield "clocks", partial(_clocks, cluster)
+    yield "Flyte's version", partial(_flyte_version, cluster)
+    yield "Flyte's plugins", partial(_flyte_plugins, cluster)
+    yield "Flyte's limits", partial(_flyte_limits, cluster)
+    yield "Flyte's rights", partial(_flyte_rights, cluster)
+    yield "Flyte's authentication", partial(_flyte_authentication, cluster)
+    yield "training operator", partial(_training_operator, cluster)
+    yield "Kueue's integration", partial(_kueue, cluster)
+    yield "GPU nodes", partial(_gpu_nodes, cluster)
+    yield "tenants", partial(_tenants, cluster)
+    for namespace in _names(cluster):
+        yield f"{namespace}: project", partial(_project, cluster, namespace)
+        yield f"{namespace}: queues", partial(_queues, cluster, namespace)
+        yield f"{namespace}: pod template", partial(_pod_template, cluster, namespace)
+        yield f"{namespace}: network policies", partial(_network_policies, cluster, namespace)
 
 
-class Cluster:
+class ClusterReader:
     """What is read of a cluster, each thing once."""
 
     @cached_property
@@ -64,7 +64,7 @@ class Cluster:
             config.load_incluster_config()
         return client.ApiClient()
 
-    def ask(self, path: str, **more: Any) -> Any:
+    def request(self, path: str, **more: Any) -> Any:
         """The API server's answer, as the HTTP response that it is."""
         method = "POST" if "body" in more else "GET"
         return self.api.call_api(
@@ -73,7 +73,7 @@ class Cluster:
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
         """What the API server has at `path`."""
-        found: dict[str, Any] = json.loads(self.ask(path, query_params=list(query.items())).data)
+        found: dict[str, Any] = json.loads(self.request(path, query_params=list(query.items())).data)
         return found
 
     def items(self, path: str, **query: str) -> list[dict[str, Any]]:
@@ -86,13 +86,13 @@ class Cluster:
         """All."""
         return self.items("/apis/apps/v1/deployments")
 
-    def running(self, name: str) -> list[dict[str, Any]]:
+    def deployments_running(self, name: str) -> list[dict[str, Any]]:
         """Deployments one of whose images has `name` in its own."""
         return [d for d in self.deployments if any(name in image for image in _images(d))]
 
     def configurations(self, name: str) -> Iterator[dict[str, Any]]:
         """What the config maps beside the deployments of `name` hold, where that is YAML."""
-        for namespace in {d["metadata"]["namespace"]: None for d in self.running(name)}:
+        for namespace in {d["metadata"]["namespace"]: None for d in self.deployments_running(name)}:
             for config_map in self.items(f"/api/v1/namespaces/{namespace}/configmaps"):
                 for text in (config_map.get("data") or {}).values():
                     if isinstance(found := _yaml(text), dict):
@@ -119,9 +119,9 @@ class Cluster:
         return {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in found}
 
 
-def _names(seen: Cluster) -> list[str]:
+def _names(cluster: ClusterReader) -> list[str]:
     try:
-        return list(seen.tenants)
+        return list(cluster.tenants)
     except Exception:
         # The check of the tenants has said it.
         return []
@@ -135,26 +135,26 @@ def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def _api_server(seen: Cluster) -> Finding:
+def _api_server(cluster: ClusterReader) -> Finding:
     try:
-        said = seen.get("/version")
+        version = cluster.get("/version")
     except ImportError as error:
-        raise Nothing(
+        raise StopChecking(
             f"the client of Kubernetes is not installed: {error}", "install strata-platform[cluster]"
         ) from None
     except Exception as error:
-        raise Nothing(
+        raise StopChecking(
             f"no cluster answers: {type(error).__name__}: {str(error).splitlines()[0]}",
             "set KUBECONFIG, choose a context by kubectl config use-context, and check that kubectl get nodes works",
         ) from None
-    found = tuple(int(re.sub(r"\D", "", said[part])) for part in ("major", "minor"))
+    found = tuple(int(re.sub(r"\D", "", version[part])) for part in ("major", "minor"))
     if found < _OLDEST_KUBERNETES:
-        return problem(f"Kubernetes {said['gitVersion']}; the chart needs 1.30 or newer", "upgrade the cluster")
-    return ok(f"Kubernetes {said['gitVersion']}")
+        return problem(f"Kubernetes {version['gitVersion']}; the chart needs 1.30 or newer", "upgrade the cluster")
+    return ok(f"Kubernetes {version['gitVersion']}")
 
 
-def _clocks(seen: Cluster) -> Finding:
-    date = seen.ask("/version").headers.get("Date")
+def _clocks(cluster: ClusterReader) -> Finding:
+    date = cluster.request("/version").headers.get("Date")
     if date is None:
         return skipped("the API server does not tell the time")
     off = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
@@ -171,29 +171,32 @@ def _images(deployment: Mapping[str, Any]) -> list[str]:
     return [container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]]
 
 
-def _flyte_version(seen: Cluster) -> Finding:
-    images = [image for deployment in seen.running("flyte") for image in _images(deployment) if "flyte" in image]
+def _flyte_version(cluster: ClusterReader) -> Finding:
+    images = [
+        image
+        for deployment in cluster.deployments_running("flyte")
+        for image in _images(deployment)
+        if "flyte" in image
+    ]
     if not images:
         return problem("no deployment runs Flyte", "install charts/strata-stack, or Flyte 1.16.8; docs/cluster.md")
-    way_out = "pin flyte-binary v1.16.8: its chart and deployment.image.tag"
+    advice = "pin flyte-binary v1.16.8: its chart and deployment.image.tag"
     for image in images:
         match = re.search(r":v?(\d+)\.(\d+)\.(\d+)", image)
         if match is None:
-            return warning(f"{image} names no version; Flyte 2 is another interface", way_out)
+            return warning(f"{image} names no version; Flyte 2 is another interface", advice)
         found = (int(match[1]), int(match[2]), int(match[3]))
         if found[0] != 1:
             return problem(
-                f"{image} is Flyte {found[0]}, another interface; the workflows are written for 1.16", way_out
+                f"{image} is Flyte {found[0]}, another interface; the workflows are written for 1.16", advice
             )
         if found < _OLDEST_FLYTE:
-            return problem(
-                f"{image} takes a run that Kueue suspends for a failed one; 1.16.6 and newer do not", way_out
-            )
+            return problem(f"{image} takes a run that Kueue suspends for a failed one; 1.16.6 and newer do not", advice)
     return ok(", ".join(dict.fromkeys(images)))
 
 
-def _flyte_plugins(seen: Cluster) -> Finding:
-    plugins = (seen.flyte.get("tasks") or {}).get("task-plugins") or {}
+def _flyte_plugins(cluster: ClusterReader) -> Finding:
+    plugins = (cluster.flyte.get("tasks") or {}).get("task-plugins") or {}
     enabled = plugins.get("enabled-plugins") or []
     if not enabled:
         return problem("no configuration of Flyte names enabled-plugins, so pytorch is off", _DOCS)
@@ -205,7 +208,7 @@ def _flyte_plugins(seen: Cluster) -> Finding:
     return ok(", ".join(enabled))
 
 
-def _flyte_limits(seen: Cluster) -> Finding:
+def _flyte_limits(cluster: ClusterReader) -> Finding:
     """Whether Flyte lets tasks have what they ask for.
 
     It refuses a task that is registered with more than its limits, and gives one of a dynamic workflow, as training is,
@@ -213,35 +216,35 @@ def _flyte_limits(seen: Cluster) -> Finding:
     """
     from kubernetes.utils.quantity import parse_quantity
 
-    if not seen.running("flyte"):
+    if not cluster.deployments_running("flyte"):
         return skipped("no deployment of Flyte was found")
-    given = (seen.flyte.get("task_resources") or {}).get("limits") or {}
+    given = (cluster.flyte.get("task_resources") or {}).get("limits") or {}
     limits = {name: limit for name, limit in (_SHIPPED_LIMITS | given).items() if parse_quantity(limit)}
     if not limits:
         return ok("none of Flyte's own")
     said = ", ".join(f"{name} {limit}" for name, limit in limits.items())
-    way_out = f'set task_resources.limits of Flyte to "0", which is none; {_DOCS}'
+    advice = f'set task_resources.limits of Flyte to "0", which is none; {_DOCS}'
     if any(
         name in limits and parse_quantity(limits[name]) < parse_quantity(most) for name, most in TASK_LIMITS.items()
     ):
         needed = ", ".join(f"{name} {most}" for name, most in TASK_LIMITS.items())
-        return problem(f"{said}: workflows are refused, whose tasks may use {needed}", way_out)
+        return problem(f"{said}: workflows are refused, whose tasks may use {needed}", advice)
     if "gpu" in limits:
         return problem(
-            f"{said}: a run that asks for more GPUs gets {limits['gpu']} in each pod, without a word", way_out
+            f"{said}: a run that asks for more GPUs gets {limits['gpu']} in each pod, without a word", advice
         )
-    return warning(f"{said}: a run that asks for more gets that, without a word", way_out)
+    return warning(f"{said}: a run that asks for more gets that, without a word", advice)
 
 
-def _flyte_rights(seen: Cluster) -> Finding:
+def _flyte_rights(cluster: ClusterReader) -> Finding:
     accounts = {
         (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
-        for d in seen.running("flyte")
+        for d in cluster.deployments_running("flyte")
     }
     for account in sorted(accounts):
         for verb in ("create", "get", "list", "watch", "delete"):
             review = access_review(account, verb, "kubeflow.org", "pytorchjobs")
-            answer = seen.ask("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
+            answer = cluster.request("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
             if not json.loads(answer.data)["status"]["allowed"]:
                 return problem(
                     f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
@@ -251,10 +254,10 @@ def _flyte_rights(seen: Cluster) -> Finding:
     return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
 
 
-def _flyte_authentication(seen: Cluster) -> Finding:
-    if not seen.running("flyte"):
+def _flyte_authentication(cluster: ClusterReader) -> Finding:
+    if not cluster.deployments_running("flyte"):
         return skipped("no deployment of Flyte was found")
-    if ((seen.flyte.get("server") or {}).get("security") or {}).get("useAuth"):
+    if ((cluster.flyte.get("server") or {}).get("security") or {}).get("useAuth"):
         return ok("Flyte asks who it is")
     return warning(
         "off: whoever reaches flyteadmin may see, start and stop the runs of all tenants",
@@ -262,30 +265,31 @@ def _flyte_authentication(seen: Cluster) -> Finding:
     )
 
 
-def _training_operator(seen: Cluster) -> Finding:
+def _training_operator(cluster: ClusterReader) -> Finding:
     kinds = {
-        item["metadata"]["name"]: item for item in seen.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+        item["metadata"]["name"]: item
+        for item in cluster.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
     }
-    way_out = "apply the training operator's manifests of v1.9.3; docs/cluster.md has the command"
+    advice = "apply the training operator's manifests of v1.9.3; docs/cluster.md has the command"
     jobs = kinds.get("pytorchjobs.kubeflow.org")
     if jobs is None:
         if "trainjobs.trainer.kubeflow.org" in kinds:
-            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not make", way_out)
-        return problem("there are no PyTorchJobs", way_out)
-    operators = seen.running("training-operator")
+            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not make", advice)
+        return problem("there are no PyTorchJobs", advice)
+    operators = cluster.deployments_running("training-operator")
     if not operators:
-        return problem("PyTorchJobs can be made, and no training operator is there to run them", way_out)
+        return problem("PyTorchJobs can be made, and no training operator is there to run them", advice)
     image = _images(operators[0])[0]
     if not (operators[0].get("status") or {}).get("availableReplicas"):
         return problem(f"{image} is not available", "kubectl describe its pod; it says why")
     # Images are named by commits. This field came with 1.9.
     if "managedBy" not in str(jobs["spec"]["versions"]):
-        return warning(f"{image} is older than 1.9, with which runs were tested", way_out)
+        return warning(f"{image} is older than 1.9, with which runs were tested", advice)
     return ok(image)
 
 
-def _kueue(seen: Cluster) -> Finding:
-    configurations = [found for found in seen.configurations("kueue") if found.get("kind") == "Configuration"]
+def _kueue(cluster: ClusterReader) -> Finding:
+    configurations = [found for found in cluster.configurations("kueue") if found.get("kind") == "Configuration"]
     if not configurations:
         return problem("no configuration of Kueue beside a deployment of it", "install Kueue 0.19; docs/cluster.md")
     found = frameworks(configurations)
@@ -306,8 +310,8 @@ def _yaml(text: str) -> Any:
         return None
 
 
-def _gpu_nodes(seen: Cluster) -> Finding:
-    numbers = [(node, _gpus_of(node)) for node in seen.items("/api/v1/nodes")]
+def _gpu_nodes(cluster: ClusterReader) -> Finding:
+    numbers = [(node, _gpus_of(node)) for node in cluster.items("/api/v1/nodes")]
     nodes = [node for node, gpus in numbers if gpus]
     dead = [node["metadata"]["name"] for node, gpus in numbers if gpus == 0]
     if dead:
@@ -318,7 +322,7 @@ def _gpu_nodes(seen: Cluster) -> Finding:
         )
     if not nodes:
         return warning("no node has GPUs to give: runs train on CPUs", "install the GPU operator, or add nodes")
-    label = seen.kubernetes_plugin.get("gpu-device-node-label")
+    label = cluster.kubernetes_plugin.get("gpu-device-node-label")
     if not label:
         return warning(
             f"{len(nodes)} nodes have GPUs, and Flyte is not told which label names their model: resources.gpu_type "
@@ -342,28 +346,28 @@ def _gpus_of(node: Mapping[str, Any]) -> int | None:
     return sum(numbers) if numbers else None
 
 
-def _tenants(seen: Cluster) -> Finding:
-    if seen.tenants:
-        return ok(", ".join(seen.tenants))
+def _tenants(cluster: ClusterReader) -> Finding:
+    if cluster.tenants:
+        return ok(", ".join(cluster.tenants))
     return problem(
         f"no namespace has the label {_TENANT}: no project can run anything",
         "install charts/strata with the project and domain in tenants",
     )
 
 
-def _project(seen: Cluster, namespace: str) -> Finding:
+def _project(cluster: ClusterReader, namespace: str) -> Finding:
     """Whether Flyte has the tenant's project and domain, as far as its configuration says it."""
-    labels = seen.tenants[namespace]
+    labels = cluster.tenants[namespace]
     project, domain = labels.get(_PROJECT), labels.get(_DOMAIN)
     if project is None or domain is None:
         return skipped(f"the labels {_PROJECT} and {_DOMAIN} do not say whose it is")
-    domains = [each["id"] for each in seen.flyte["domains"]] if "domains" in seen.flyte else _SHIPPED_DOMAINS
+    domains = [each["id"] for each in cluster.flyte["domains"]] if "domains" in cluster.flyte else _SHIPPED_DOMAINS
     if domain not in domains:
         return problem(
             f"Flyte has no domain {domain}, only {', '.join(domains)}: it refuses the tenant's runs",
             "add it to domains of Flyte's configuration, or have the tenant in another; docs/cluster.md",
         )
-    admin = (seen.flyte.get("flyte") or {}).get("admin") or {}
+    admin = (cluster.flyte.get("flyte") or {}).get("admin") or {}
     made = {*(admin.get("seedProjects") or []), *(each["name"] for each in admin.get("seedProjectsWithDetails") or [])}
     if made and project not in made:
         return warning(
@@ -374,8 +378,8 @@ def _project(seen: Cluster, namespace: str) -> Finding:
     return ok(f"{project}, {domain}")
 
 
-def _queues(seen: Cluster, namespace: str) -> Finding:
-    queues = seen.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
+def _queues(cluster: ClusterReader, namespace: str) -> Finding:
+    queues = cluster.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
     if not queues:
         return problem("there is no queue: a run that names one waits for ever", "give the tenant queues in the chart")
     for queue in queues:
@@ -391,8 +395,8 @@ def _queues(seen: Cluster, namespace: str) -> Finding:
     return ok(", ".join(names))
 
 
-def _pod_template(seen: Cluster, namespace: str) -> Finding:
-    name = seen.kubernetes_plugin.get("default-pod-template-name")
+def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
+    name = cluster.kubernetes_plugin.get("default-pod-template-name")
     if not name:
         return problem(
             "Flyte is told of no pod template, so pods have no cache and no limits to what they may do",
@@ -400,7 +404,7 @@ def _pod_template(seen: Cluster, namespace: str) -> Finding:
         )
     found = [
         template
-        for template in seen.items(f"/api/v1/namespaces/{namespace}/podtemplates")
+        for template in cluster.items(f"/api/v1/namespaces/{namespace}/podtemplates")
         if template["metadata"]["name"] == name
     ]
     if not found:
@@ -418,5 +422,5 @@ def _pod_template(seen: Cluster, namespace: str) -> Finding:
     return ok(f"{name}, with a cache of kernels")
 
 
-def _network_policies(seen: Cluster, namespace: str) -> Finding:
-    return rendezvous(seen.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"))
+def _network_policies(cluster: ClusterReader, namespace: str) -> Finding:
+    return rendezvous(cluster.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"))

@@ -6,48 +6,48 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "skipped", "warning", "problem"]
+Status = Literal["ok", "skipped", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """What one check says: how it is, and for what is not well the way out."""
 
-    verdict: Verdict
-    said: str
-    way_out: str = ""
+    status: Status
+    message: str
+    advice: str = ""
 
 
 Check = tuple[str, Callable[[], Finding]]
 """What is looked at, and what looks. A look that raises is a problem: of what cannot be seen nothing good is known."""
 
 
-def ok(said: str) -> Finding:
+def ok(message: str) -> Finding:
     """It is well."""
-    return Finding("ok", said)
+    return Finding("ok", message)
 
 
-def skipped(said: str) -> Finding:
+def skipped(message: str) -> Finding:
     """It does not matter here."""
-    return Finding("skipped", said)
+    return Finding("skipped", message)
 
 
-def warning(said: str, way_out: str) -> Finding:
+def warning(message: str, advice: str) -> Finding:
     """Runs work, and will not do so well as they could, or not always."""
-    return Finding("warning", said, way_out)
+    return Finding("warning", message, advice)
 
 
-def problem(said: str, way_out: str) -> Finding:
+def problem(message: str, advice: str) -> Finding:
     """Runs fail."""
-    return Finding("problem", said, way_out)
+    return Finding("problem", message, advice)
 
 
-class Nothing(Exception):
-    """Nothing more can be looked at: `way_out` says what to do first."""
+class StopChecking(Exception):
+    """Nothing more can be looked at: `advice` says what to do first."""
 
-    def __init__(self, said: str, way_out: str) -> None:
-        super().__init__(said)
-        self.way_out = way_out
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 def examine(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
@@ -55,12 +55,12 @@ def examine(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
     for name, look in checks:
         try:
             yield name, look()
-        except Nothing as error:
-            yield name, problem(str(error), error.way_out)
+        except StopChecking as error:
+            yield name, problem(str(error), error.advice)
             return
         except Exception as error:
-            said = f"cannot be looked at: {type(error).__name__}: {_words(error)}"
-            yield name, problem(said, "mend what the message names, and look again")
+            message = f"cannot be looked at: {type(error).__name__}: {_words(error)}"
+            yield name, problem(message, "mend what the message names, and look again")
 
 
 def _words(error: Exception) -> str:

@@ -82,13 +82,13 @@ class Machine:
     @cached_property
     def torch(self) -> dict[str, Any]:
         """What torch sees: versions, GPUs, and its error."""
-        told = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", self.probe], env=dict(self.environment), text=True, capture_output=True, timeout=120
         )
-        if told.returncode:
-            last = (told.stderr.strip().splitlines() or ["no message"])[-1]
-            return {"error": f"it ended with {told.returncode}: {last}", "torch": "", "gpus": [], "archs": []}
-        found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+        if result.returncode:
+            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            return {"error": f"it ended with {result.returncode}: {last}", "torch": "", "gpus": [], "archs": []}
+        found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
         return found
 
     @cached_property
@@ -98,16 +98,16 @@ class Machine:
         if program is None:
             return None
         command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        told = subprocess.run(command, env=dict(self.environment), text=True, capture_output=True, timeout=60)
-        lines = [line.strip() for line in told.stdout.splitlines() if re.match(r"\d+\.", line.strip())]
+        result = subprocess.run(command, env=dict(self.environment), text=True, capture_output=True, timeout=60)
+        lines = [line.strip() for line in result.stdout.splitlines() if re.match(r"\d+\.", line.strip())]
         return (lines[0], len(lines)) if lines else None
 
 
 def _python(machine: Machine) -> Finding:
-    said = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
-        return ok(said)
-    return problem(f"{said}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
+        return ok(running)
+    return problem(f"{version}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
 
 
 def _packages(machine: Machine) -> Finding:

@@ -17,12 +17,12 @@ def table(findings: Iterable[tuple[str, Finding]]) -> str:
     width = max((len(name) for name, _ in found), default=0)
     lines = []
     for name, finding in found:
-        lines.append(f"{_MARKS[finding.verdict]:<8}  {name:<{width}}  {finding.said}")
-        if finding.way_out:
-            lines.append(f"{'':<8}  {'':<{width}}  -> {finding.way_out}")
+        lines.append(f"{_MARKS[finding.status]:<8}  {name:<{width}}  {finding.message}")
+        if finding.advice:
+            lines.append(f"{'':<8}  {'':<{width}}  -> {finding.advice}")
     return "\n".join(lines)
 
 
 def to_json(findings: Iterable[tuple[str, Finding]]) -> str:
-    """A list of objects with `check`, `verdict`, `said` and `way_out`."""
+    """A list of objects with `check`, `status`, `message` and `advice`."""
     return json.dumps([{"check": name, **asdict(finding)} for name, finding in findings], indent=2)

@@ -94,16 +94,16 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def gpu_called(name: str) -> Gpu | None:
+def gpu_by_name(name: str) -> Gpu | None:
     """The kind that a driver or a node's label calls `name`; None of one that is not in GPUS, or a part of one."""
-    kind = kind_called(name)
+    kind = gpu_kind(name)
     return None if kind is None else GPUS[kind]
 
 
-def kind_called(name: str) -> str | None:
+def gpu_kind(name: str) -> str | None:
     """Its key in GPUS.
 
-    >>> kind_called("NVIDIA-H100-80GB-HBM3")
+    >>> gpu_kind("NVIDIA-H100-80GB-HBM3")
     'h100'
     """
     plain = name.lower().replace(" ", "-")
