@@ -70,7 +70,7 @@ class TrainingTask(PytorchElasticFunctionTask):
             if isinstance(end.__context__, SignalException):
                 _stopped(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
             if not is_local():
-                outlive_main_pod()
+                wait_for_main_pod()
                 # Were this pod told to stop for a reason of its own, a good end would end the job.
                 raise SystemExit(EXIT_PREEMPTED) from end
             raise
@@ -119,7 +119,7 @@ def _mistake(told: BaseException | None) -> FlyteUserRuntimeException | None:
     return FlyteUserRuntimeException(RuntimeError(text), timestamp=first.timestamp)
 
 
-def outlive_main_pod() -> None:
+def wait_for_main_pod() -> None:
     """Return when the cluster stops this pod, whose work is done.
 
     A job of several pods is a success, and its pods are removed, when the first of them ends well. The pod of rank 0

@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import awaiting_hub
 from tasks.paths import directory, is_local
-from tasks.resources import PREPARE, SMALL
+from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -32,7 +32,7 @@ class Planned(NamedTuple):
     output: str
 
 
-@task(**SMALL)
+@task(**CONTROL_TASK)
 def plan(spec: RunSpec) -> Planned:
     """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
     configure_logging()
@@ -73,7 +73,7 @@ def _check_pods(spec: RunSpec) -> None:
     )
 
 
-@task(**PREPARE, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
+@task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
 def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
     configure_logging()

@@ -12,13 +12,17 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.spec.run_spec import Resources as Asked
 
-# Attempts of a task after the first. Pods are evicted, preempted and lost, and stores are away for a while; what a task
-# itself raises is an error of the user's, and ends the run at once, unless it says that it may be retried.
+# Attempts of a task after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times. An
+# exception that a task raises is an error of the user and ends the run at once, unless it is a recoverable one.
 RETRIES = 5
-# For tasks that only look and wire. Limits are set apart from requests: without any, a task may use what it requests.
-SMALL = {"requests": Resources(cpu="500m", mem="1Gi"), "limits": Resources(cpu="2", mem="4Gi"), "retries": RETRIES}
-# For tokenizing: fits on a small node, and uses what a large one has.
-PREPARE = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi"), "retries": RETRIES}
+# Tasks that only check and wire. Limits are set apart from requests: without limits, Flyte takes the requests for them.
+CONTROL_TASK = {
+    "requests": Resources(cpu="500m", mem="1Gi"),
+    "limits": Resources(cpu="2", mem="4Gi"),
+    "retries": RETRIES,
+}
+# Tokenizing: fits on a small node and uses what a large one has.
+PREPARE_TASK = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi"), "retries": RETRIES}
 
 
 def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
     }
 
 
-def placed(task: PythonTask[Any], asked: Asked) -> PythonTask[Any]:
+def with_scheduling(task: PythonTask[Any], asked: Asked) -> PythonTask[Any]:
     """`task` with the queue, the priority and the pod template that the spec asks for.
 
     Kueue looks for labels on what it may hold back: the pod of a task of one pod, the job of one of several. Flyte puts

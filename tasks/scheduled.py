@@ -26,7 +26,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.fields import LONGEST_NAME
-from tasks.resources import SMALL
+from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report.numbers import duration
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -42,13 +42,13 @@ _TIMEOUT_SECONDS = 10
 _PAUSES_SECONDS = (1, 5)
 
 
-@task(**SMALL)
-def dated(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
+@task(**CONTROL_TASK)
+def dated_spec(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
     """`spec` with the time in its name: under the name of yesterday's run it would find that finished."""
     return RunSpec.model_validate(spec.model_dump() | {"name": _name(spec, kickoff_time)})
 
 
-@task(**SMALL, secret_requests=[WEBHOOK])
+@task(**CONTROL_TASK, secret_requests=[WEBHOOK])
 def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
     """Tell that the run of `spec` is done, how well, and where the model is, which is not fetched for it."""
     configure_logging()
@@ -63,7 +63,7 @@ def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
 
 
 # Flyte hands over the workflow's inputs, and the error under this name and type.
-@task(**SMALL, secret_requests=[WEBHOOK])
+@task(**CONTROL_TASK, secret_requests=[WEBHOOK])
 def announce_failure(spec: RunSpec, kickoff_time: datetime, err: Optional[FlyteError] = None) -> None:  # noqa: UP045
     """Tell that the run failed, and of what."""
     configure_logging()

@@ -14,7 +14,7 @@ from flytekit.types.file import FlyteFile
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
 from tasks.paths import file, is_local
-from tasks.resources import SMALL
+from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.exit_codes import EXIT_PREEMPTED
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted
@@ -59,7 +59,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-@task(**SMALL)
+@task(**CONTROL_TASK)
 def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
     """Refuse a grid that has a run which cannot be, before any is started."""
     configure_logging()
@@ -68,13 +68,13 @@ def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
     return runs
 
 
-@task(**SMALL)
+@task(**CONTROL_TASK)
 def read_record(record: FlyteFile) -> CompletionRecord:
     """Of an exported run."""
     return CompletionRecord.load(Path(record.download()))
 
 
-@task(**SMALL, enable_deck=True, deck_fields=())
+@task(**CONTROL_TASK, enable_deck=True, deck_fields=())
 def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[CompletionRecord | None]) -> Swept:
     """Order the runs by their loss on the validation split; those that did not finish come last.
 

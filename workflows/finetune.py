@@ -9,7 +9,7 @@ from strata_platform.spec import RunSpec
 from tasks.evaluate import evaluate
 from tasks.export import Exported, export
 from tasks.prepare import plan, prepare
-from tasks.resources import SMALL, overrides, placed
+from tasks.resources import CONTROL_TASK, overrides, with_scheduling
 from tasks.topology import task_for
 
 DEFAULT = RunSpec()
@@ -27,11 +27,11 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 
 
 # Dynamic, because a task's shape and resources are fixed when it is registered, and the spec's are known only now.
-@dynamic(**SMALL)
+@dynamic(**CONTROL_TASK)
 def train_evaluate_export(spec: RunSpec, data: FlyteDirectory) -> Exported:
     """The part of the workflow that runs with the topology and the resources of the spec."""
     asked, one = spec.resources, overrides(spec.resources, gpus=1)
-    trained = placed(task_for(spec.topology), asked)(spec=spec, data=data).with_overrides(**overrides(asked))
-    measure, write = placed(evaluate, asked), placed(export, asked)
+    trained = with_scheduling(task_for(spec.topology), asked)(spec=spec, data=data).with_overrides(**overrides(asked))
+    measure, write = with_scheduling(evaluate, asked), with_scheduling(export, asked)
     record = measure(spec=spec, record=trained.record, weights=trained.weights, data=data).with_overrides(**one)
     return write(spec=spec, record=record, weights=trained.weights, data=data).with_overrides(**one)

@@ -11,7 +11,7 @@ from flytekit import workflow
 
 from strata_platform.spec import RunSpec
 from tasks.export import Exported
-from tasks.scheduled import announce, announce_failure, dated
+from tasks.scheduled import announce, announce_failure, dated_spec
 from workflows.finetune import finetune
 
 DEFAULT = RunSpec(name="scheduled")
@@ -20,7 +20,7 @@ DEFAULT = RunSpec(name="scheduled")
 @workflow(on_failure=announce_failure)
 def scheduled(kickoff_time: datetime, spec: RunSpec = DEFAULT) -> Exported:
     """The steps of `finetune` under a name that has the time in it, and a message when they end, well or not."""
-    run = dated(spec=spec, kickoff_time=kickoff_time)
+    run = dated_spec(spec=spec, kickoff_time=kickoff_time)
     exported = finetune(spec=run)
     announce(spec=run, record=exported.record, model=exported.model)
     return exported

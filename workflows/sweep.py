@@ -15,7 +15,7 @@ from flytekit import LaunchPlan, WorkflowFailurePolicy, dynamic, workflow
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
-from tasks.resources import SMALL
+from tasks.resources import CONTROL_TASK
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.sweep import Swept, compare, expand, outcome, read_record
 from workflows.finetune import finetune
@@ -35,7 +35,7 @@ trial = LaunchPlan.get_or_create(one_run, name="workflows.sweep.trial")
 
 
 # Dynamic, because the grid says how many runs there are. Flyte registers with a workflow what its tasks hint at.
-@dynamic(**SMALL, node_dependency_hints=[trial])
+@dynamic(**CONTROL_TASK, node_dependency_hints=[trial])
 def run_all(runs: list[RunSpec]) -> list[Optional[CompletionRecord]]:  # noqa: UP045  # as Flyte reads types
     """Start all runs, each in an execution of its own; on one machine they follow each other."""
     return [outcome(partial(trial, spec=run)) for run in runs]

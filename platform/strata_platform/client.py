@@ -23,7 +23,7 @@ from strata_platform.backends.local import LocalBackend
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
 from strata_platform.estimate import Estimate, Gpu, Prices, cheapest, estimate, parse_prices, shape_of
 from strata_platform.estimate.prices import CONFIG_MAP, KEY
-from strata_platform.estimate.render import said
+from strata_platform.estimate.render import describe_layout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
 from strata_platform.spec import RunSpec
 
@@ -170,12 +170,12 @@ class Client:
             return
         if found is None:
             return
-        if reason := found.too_little if found.fits else found.too_much:
+        if reason := found.underestimated_because if found.fits else found.overestimated_because:
             log.warning("whether the run fits is not known: %s", reason)
         if reason or found.fits:
             return
         best = cheapest(spec, found.shape, found.gpu, 64)
-        way_out = f"this does: {said(best.spec)}" if best else "no layout of it does"
+        way_out = f"this does: {describe_layout(best.spec)}" if best else "no layout of it does"
         raise DoesNotFit(
             f"the run needs {found.memory.peak / _GIB:.1f} GiB on each GPU, and a {found.gpu.name} has "
             f"{found.gpu.memory / _GIB:.1f}; {way_out}. 'strata estimate' says more, --force submits it all the same"

@@ -136,7 +136,7 @@ class SpecError(StrataError, ClickException, ValueError):
     def __reduce__(self) -> tuple[Callable[..., SpecError], tuple[tuple[Problem, ...], str]]:
         return type(self), (self.problems, self.source)
 
-    def located(self, source: str, lines: Mapping[str, int]) -> SpecError:
+    def with_lines(self, source: str, lines: Mapping[str, int]) -> SpecError:
         """The same problems, said of the file `source`, with the line of each field and in the file's order."""
         found = [replace(problem, line=problem.line or lines.get(problem.path)) for problem in self.problems]
         return SpecError(sorted(found, key=lambda problem: (problem.line is None, problem.line or 0)), source)

@@ -14,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks import topology
-from tasks.elastic import outlive_main_pod
+from tasks.elastic import wait_for_main_pod
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +106,6 @@ def test_a_pod_that_is_done_waits_until_it_is_stopped():
     stop = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     stop.start()
-    outlive_main_pod()
+    wait_for_main_pod()
     stop.join()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -76,16 +76,16 @@ def finished(tmp_path):
 
 def test_each_run_has_its_time_in_its_name():
     spec = RunSpec(name="night")
-    names = {tasks.dated(spec=spec, kickoff_time=NIGHT.replace(day=day)).name for day in (1, 2)}
+    names = {tasks.dated_spec(spec=spec, kickoff_time=NIGHT.replace(day=day)).name for day in (1, 2)}
     assert names == {"night-20260301-0200", "night-20260302-0200"}
 
 
 def test_long_names_have_room_for_the_time_and_stay_apart():
     longest = ["a" * 53, "a" * 52 + "b", "b" * 40, "c" * 31 + "-" * 5 + "d" * 17]
-    names = [tasks.dated(spec=RunSpec(name=name), kickoff_time=NIGHT).name for name in longest]
+    names = [tasks.dated_spec(spec=RunSpec(name=name), kickoff_time=NIGHT).name for name in longest]
     assert len(set(names)) == 4
     assert all(name.endswith("-20260301-0200") and len(name) <= 53 for name in names)
-    assert tasks.dated(spec=RunSpec(name="b" * 39), kickoff_time=NIGHT).name == "b" * 39 + "-20260301-0200"
+    assert tasks.dated_spec(spec=RunSpec(name="b" * 39), kickoff_time=NIGHT).name == "b" * 39 + "-20260301-0200"
 
 
 def test_a_run_that_fails_is_told_with_its_error_and_fails_all_the_same(webhook, tmp_path, capsys):

@@ -79,7 +79,7 @@ FINETUNE = {
         ),
         (
             "workflows.scheduled.scheduled",
-            {"tasks.scheduled.dated", "tasks.scheduled.announce", "tasks.scheduled.announce_failure"},
+            {"tasks.scheduled.dated_spec", "tasks.scheduled.announce", "tasks.scheduled.announce_failure"},
         ),
     ],
 )

@@ -104,10 +104,10 @@ class Machine:
 
 
 def _python(machine: Machine) -> Finding:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
         return ok(running)
-    return problem(f"{version}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
+    return problem(f"{running}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
 
 
 def _packages(machine: Machine) -> Finding:

@@ -41,7 +41,7 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: P
     what = adapted if found.spec.adapter.type != "none" else "all weights learn"
     size = f"{found.shape.parameters / 1e9:.2f} B parameters"
     yield f"{found.spec.model.name}: {size}, {what}, on {gpus} x {found.gpu.name}"
-    yield f"layout: {said(found.spec)}"
+    yield f"layout: {describe_layout(found.spec)}"
     if not found.gpu.measured:
         yield f"rates of {found.gpu.name} are scaled from measurements on an H200 by data sheets"
     for what in found.uncounted:
@@ -80,7 +80,7 @@ def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price:
     if layout(best.spec) == layout(found.spec):
         yield "this is the cheapest layout that fits"
         return
-    yield f"cheapest layout that fits: {said(best.spec)}"
+    yield f"cheapest layout that fits: {describe_layout(best.spec)}"
     why = f"{best.tokens_per_second:,.0f} tokens/s on each GPU, {best.memory.peak / _GIB:.1f} GiB"
     if found.fits:
         saved = 1 - found.tokens_per_second / best.tokens_per_second
@@ -115,7 +115,7 @@ def layout(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def said(spec: RunSpec) -> str:
+def describe_layout(spec: RunSpec) -> str:
     """The layout in words."""
     training, gpus = spec.training, spec.topology.world_size
     rounds = training.gradient_accumulation_steps

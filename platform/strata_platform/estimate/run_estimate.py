@@ -51,7 +51,7 @@ class Estimate:
         return isinstance(parallel, Fsdp) and parallel.cpu_offload
 
     @property
-    def too_much(self) -> str | None:
+    def overestimated_because(self) -> str | None:
         """Why `memory` has more than the run takes, so that it may fit where `fits` is false; None where it has not."""
         if self.moves_to_host:
             return "what parallel.cpu_offload moves to the host is not counted"
@@ -60,7 +60,7 @@ class Estimate:
         return None
 
     @property
-    def too_little(self) -> str | None:
+    def underestimated_because(self) -> str | None:
         """Why `memory` has less than the run takes, so that it may not fit where `fits` is true; None where it has not.
 
         Of the run alone: other models beside it are told as `uncounted`.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.fields import Count, Flag, Number, Section, Sources, Text, Whole
+from strata_platform.spec.fields import Count, Flag, Integer, Number, Section, Sources, Text
 
 BUILTIN_SOURCES = ("python-docs",)
 
@@ -41,7 +41,7 @@ class Data(Section):
     chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )
-    sequence_length: Whole = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
+    sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",

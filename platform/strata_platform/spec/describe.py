@@ -16,7 +16,7 @@ from strata_platform.redact import redacted
 
 
 @dataclass(frozen=True)
-class Words:
+class Allowed:
     """Metadata of a type whose constraint is a pattern: what it takes, for people."""
 
     text: str
@@ -29,7 +29,7 @@ _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 def describe_field(field: FieldInfo) -> str:
     """What may be given for `field`."""
     if field.discriminator is not None:
-        return f"a section with type {either(map(repr, sections(field)))}"
+        return f"a section with type {join_or(map(repr, sections(field)))}"
     return describe(field.annotation, field.metadata)
 
 
@@ -44,7 +44,7 @@ def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """
     metadata = list(metadata)
     for item in metadata:
-        if isinstance(item, Words):
+        if isinstance(item, Allowed):
             return item.text
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a section with {', '.join(annotation.model_fields)}"
@@ -59,10 +59,10 @@ def _describe_generic(annotation: Any, metadata: list[Any]) -> str:
         own = [part for item in args[1:] for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return describe(args[0], [*own, *metadata])
     if origin is Literal:
-        return either(repr(value) for value in args)
+        return join_or(repr(value) for value in args)
     if origin in (Union, UnionType):
         choices = [describe(arg, metadata) for arg in args if arg is not NoneType]
-        return f"{either(choices)}, or null" if NoneType in args else either(choices)
+        return f"{join_or(choices)}, or null" if NoneType in args else join_or(choices)
     assert origin is tuple, f"no words for {annotation}"
     if args[-1] is Ellipsis:
         return f"a list of {describe(args[0]).removeprefix('a ')}"
@@ -93,7 +93,7 @@ def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
     return {choice.model_fields["type"].default: choice for choice in classes}
 
 
-def element(annotation: Any, index: int) -> Any:
+def item_annotation(annotation: Any, index: int) -> Any:
     """Type of the item `index` of a list of type `annotation`."""
     args = get_args(annotation)
     return args[0] if args[-1] is Ellipsis else args[index]
@@ -104,13 +104,13 @@ def literals(annotation: Any) -> tuple[str, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-def either(words: Iterable[str]) -> str:
+def join_or(words: Iterable[str]) -> str:
     """`a, b or c`."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def shown(value: Any, width: int = 60) -> str:
+def format_value(value: Any, width: int = 60) -> str:
     """`value` as a person would have written it, on one line of at most `width` characters; nested values as `...`.
 
     Of URLs, what may be shown.
@@ -120,7 +120,9 @@ def shown(value: Any, width: int = 60) -> str:
     elif value is None or isinstance(value, bool | int | float):
         text = json.dumps(value)
     elif isinstance(value, list | tuple):
-        items = ("..." if isinstance(item, list | tuple | dict) else shown(item, width) for item in value[:width])
+        items = (
+            "..." if isinstance(item, list | tuple | dict) else format_value(item, width) for item in value[:width]
+        )
         text = f"[{', '.join(items)}]"
     elif isinstance(value, dict):
         text = f"{{{', '.join(f'{key}: ...' for key in value)}}}"
@@ -129,7 +131,7 @@ def shown(value: Any, width: int = 60) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-def closest(word: object, options: Iterable[str]) -> str | None:
+def closest_match(word: object, options: Iterable[str]) -> str | None:
     """The option that a person who wrote `word` most likely meant, or None."""
     if not isinstance(word, str):
         return None

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Flag, Section, Whole, number
+from strata_platform.spec.fields import Count, Flag, Integer, Section, number
 
 
 class Faults(Section):
     """What is watched for while a run trains, and what then follows."""
 
-    hang_timeout: Whole = Field(
+    hang_timeout: Integer = Field(
         600,
         ge=0,
         le=1800,
@@ -49,7 +49,7 @@ class Faults(Section):
         description="How far above is a spike: in standard deviations of the losses before, from their median, as "
         "told by the median distance from it.",
     )
-    spike_window: Whole = Field(
+    spike_window: Integer = Field(
         100, ge=8, le=10000, description="Losses of taken steps that are compared with; the first so many are no spike."
     )
     max_skips: Count = Field(10, description="Steps in a row that may be skipped; one more ends the run.")

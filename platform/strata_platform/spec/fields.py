@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from strata_platform.redact import has_credentials, secret_parameter
-from strata_platform.spec.describe import Words
+from strata_platform.spec.describe import Allowed
 from strata_platform.spec.problems import spec_error
 
 
@@ -59,35 +59,35 @@ def _path(value: str) -> str:
 
 LONGEST_NAME = 53
 
-Whole = Annotated[int, BeforeValidator(number)]
+Integer = Annotated[int, BeforeValidator(number)]
 Number = Annotated[float, BeforeValidator(number)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Text = Annotated[str, Field(min_length=1)]
-Folder = Annotated[Text, AfterValidator(_path), Words("the path of a folder")]
-Place = Annotated[Text, AfterValidator(_without_credentials)]
+Folder = Annotated[Text, AfterValidator(_path), Allowed("the path of a folder")]
+FolderOrUrl = Annotated[Text, AfterValidator(_without_credentials)]
 Sources = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)],
     AfterValidator(_without_credentials),
-    Words("text or a list of text, not empty"),
+    Allowed("text or a list of text, not empty"),
 ]
-Address = Annotated[
+ObjectStoreUrl = Annotated[
     str,
     Field(pattern=r"^[a-z0-9+.-]+://.+$"),
     AfterValidator(_without_credentials),
-    Words("a URL without credentials"),
+    Allowed("a URL without credentials"),
 ]
 Flag = Annotated[bool, BeforeValidator(_only_boolean)]
 Name = Annotated[
     str,
     Field(pattern=rf"^[a-z0-9]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?$"),
-    Words(f"up to {LONGEST_NAME} lower-case letters, digits and inner dashes"),
+    Allowed(f"up to {LONGEST_NAME} lower-case letters, digits and inner dashes"),
 ]
 _QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Quantity = Annotated[
     _QuantityText,
     BeforeValidator(_number_as_text, json_schema_input_type=_QuantityText | Annotated[float, Field(ge=0)]),
-    Words("a Kubernetes quantity such as 2, 500m or 8Gi"),
+    Allowed("a Kubernetes quantity such as 2, 500m or 8Gi"),
 ]
 
 

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Flag, Place, Section, number
+from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, number
 
 
 class KernelStore(Section):
     """Compiled kernels that pods share. What is in it is run: whoever can write there can do what the pods can."""
 
-    url: Place | None = Field(
+    url: FolderOrUrl | None = Field(
         None,
         description="Folder that all pods mount, or an object store such as `s3://bucket/path`; by default "
         "the cluster's, if it has one.",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from strata_platform.errors import Problem, SpecError
-from strata_platform.spec.describe import shown
+from strata_platform.spec.describe import format_value
 from strata_platform.spec.run_spec import RunSpec
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -77,12 +77,12 @@ def _parse(text: str, source: str) -> RunSpec:
     except SpecError as error:
         problems = [*problems, *error.problems]
     if problems:
-        raise SpecError(problems).located(source, document.lines)
+        raise SpecError(problems).with_lines(source, document.lines)
     return spec
 
 
 def _unreadable(source: str, message: str, line: int | None = None, given: str | None = None) -> SpecError:
-    return SpecError([Problem("", message, given=given and shown(given), line=line)], source)
+    return SpecError([Problem("", message, given=given and format_value(given), line=line)], source)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _read(text: str, source: str) -> _Document:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is not None:
-            _survey(root, "", document, set())
+            _collect_lines(root, "", document, set())
             document.value = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,7 +118,7 @@ def _read(text: str, source: str) -> _Document:
     return document
 
 
-def _survey(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> None:
+def _collect_lines(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> None:
     """Note the lines and the duplicates under `node`; each node once, as an alias may name its own parent."""
     if id(node) in seen:
         return
@@ -129,7 +129,7 @@ def _survey(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> 
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             document.lines[f"{path}[{index}]"] = item.start_mark.line + 1
-            _survey(item, f"{path}[{index}]", document, seen)
+            _collect_lines(item, f"{path}[{index}]", document, seen)
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[str, int] = {}
@@ -143,4 +143,4 @@ def _survey(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> 
             document.duplicates.append(Problem(child, message, line=line))
         first.setdefault(key.value, line)
         document.lines[child] = line
-        _survey(item, child, document, seen)
+        _collect_lines(item, child, document, seen)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.fields import Count, Flag, Section, Whole
+from strata_platform.spec.fields import Count, Flag, Integer, Section
 
 
 class Single(Section):
@@ -63,7 +63,7 @@ class Deepspeed(Section):
     """ZeRO by DeepSpeed, whose names the fields have. Under model.dtype `bfloat16` the optimizer has fp32 weights."""
 
     type: Literal["deepspeed"] = Field("deepspeed", description="ZeRO, by DeepSpeed; needs the extra `deepspeed`.")
-    stage: Whole = Field(
+    stage: Integer = Field(
         2,
         ge=1,
         le=3,

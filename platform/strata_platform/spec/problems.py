@@ -17,7 +17,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from strata_platform.errors import Problem, SpecError
-from strata_platform.spec.describe import closest, describe, describe_field, either, element, literals, sections, shown
+from strata_platform.spec.describe import (
+    closest_match,
+    describe,
+    describe_field,
+    format_value,
+    item_annotation,
+    join_or,
+    literals,
+    sections,
+)
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -32,17 +41,22 @@ class Contradiction:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an error is: `keys` lead to the field in the raw mapping, `path` is how a person writes it.
+class _Location:
+    """Where an error is.
 
-    `owner` is the section that has, or lacks, the field; `rivals` are the sections it could have been by its `type`.
-    `wanted` says what the field takes, empty if there is no such field; `options` are its values if they are a list.
+    Attributes:
+        keys: lead to the field in the raw mapping.
+        path: the field as a person writes it.
+        owner: the section that has, or lacks, the field.
+        alternatives: the sections that `type` could have picked, by their `type`.
+        wanted: describes what the field takes; empty if there is no such field.
+        options: the values of the field, if they are a list.
     """
 
     keys: tuple[str, ...]
     path: str
     owner: type[BaseModel]
-    rivals: Mapping[str, type[BaseModel]]
+    alternatives: Mapping[str, type[BaseModel]]
     field: FieldInfo | None
     wanted: str
     options: tuple[str, ...]
@@ -114,15 +128,15 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
     """One finding per path: a plain union (`text or a list of text`) reports each of its branches."""
     found: dict[str, _Finding] = {}
     for item in error.errors(include_url=False):
-        place = _locate(model, item)
-        finding = _FINDERS.get(item["type"], _wrong_value)(model, item, place)
+        location = _locate(model, item)
+        finding = _FINDERS.get(item["type"], _wrong_value)(model, item, location)
         found.setdefault(finding.problem.path, finding)
     return list(found.values())
 
 
-def _locate(model: type[BaseModel], item: ErrorDetails) -> _Place:
+def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
     """Follow an error's location through the sections; the tags that pydantic puts in for unions are left out."""
-    owner, section, rivals = model, model, dict[str, type[BaseModel]]()
+    owner, section, alternatives = model, model, dict[str, type[BaseModel]]()
     keys: tuple[str, ...] = ()
     field, wanted, options, index = None, describe(model), tuple[str, ...](), ""
     rest = iter(item["loc"])
@@ -137,33 +151,33 @@ def _locate(model: type[BaseModel], item: ErrorDetails) -> _Place:
         if not choices:
             position = next(rest, None)
             if isinstance(position, int) and item["type"] != "missing":
-                item_type = element(field.annotation, position)
+                item_type = item_annotation(field.annotation, position)
                 index, wanted, options = f"[{position}]", describe(item_type), literals(item_type)
             break
         tag = "" if field.discriminator is None else next(rest, None)
         if tag not in choices:
             break
-        section, rivals = choices[str(tag)], choices
-    return _Place(keys, ".".join(keys) + index, owner, rivals, field, wanted, options)
+        section, alternatives = choices[str(tag)], choices
+    return _Location(keys, ".".join(keys) + index, owner, alternatives, field, wanted, options)
 
 
-def _wrong_value(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     given, message = item["input"], "not a valid value"
     if item["type"] == "string_type" and not isinstance(given, list | tuple | dict | None):
         message = "not text, put it in quotes"
-    suggestion = closest(given, place.options)
-    return _Finding(Problem(place.path, message, shown(given), place.wanted, suggestion), place.keys)
+    suggestion = closest_match(given, location.options)
+    return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
 
 
-def _unknown_field(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
-    name, fields = place.keys[-1], place.owner.model_fields
-    message, suggestion = "no such field", closest(name, fields)
-    having = [repr(tag) for tag, rival in place.rivals.items() if name in rival.model_fields]
+def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
+    name, fields = location.keys[-1], location.owner.model_fields
+    message, suggestion = "no such field", closest_match(name, fields)
+    having = [repr(tag) for tag, section in location.alternatives.items() if name in section.model_fields]
     if having:
-        message = f"a field of type {either(having)} alone"
+        message = f"a field of type {join_or(having)} alone"
     elif suggestion is None:
         suggestion = _elsewhere(model, name)
-    return _Finding(Problem(place.path, message, allowed=", ".join(fields), suggestion=suggestion), place.keys)
+    return _Finding(Problem(location.path, message, allowed=", ".join(fields), suggestion=suggestion), location.keys)
 
 
 def _elsewhere(model: type[BaseModel], name: str) -> str | None:
@@ -175,39 +189,39 @@ def _elsewhere(model: type[BaseModel], name: str) -> str | None:
     return None
 
 
-def _missing(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _missing(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     if isinstance(item["loc"][-1], int):
-        return _wrong_value(model, item, place)
-    return _Finding(Problem(place.path, "required", allowed=place.wanted), place.keys)
+        return _wrong_value(model, item, location)
+    return _Finding(Problem(location.path, "required", allowed=location.wanted), location.keys)
 
 
-def _not_a_section(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _not_a_section(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     message = "empty; leave it out for its defaults" if item["input"] is None else "not a section"
-    return _Finding(Problem(place.path, message, shown(item["input"]), place.wanted), place.keys)
+    return _Finding(Problem(location.path, message, format_value(item["input"]), location.wanted), location.keys)
 
 
-def _wrong_type(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     """The `type` that picks the section is unknown, or not there."""
-    assert place.field is not None
-    allowed, path = either(map(repr, sections(place.field))), f"{place.path}.type"
+    assert location.field is not None
+    allowed, path = join_or(map(repr, sections(location.field))), f"{location.path}.type"
     if item["type"] == "union_tag_not_found":
-        return _Finding(Problem(path, "required", allowed=allowed), place.keys)
+        return _Finding(Problem(path, "required", allowed=allowed), location.keys)
     if not isinstance(item["input"], Mapping):
-        return _not_a_section(model, item, place)
+        return _not_a_section(model, item, location)
     given = item["input"]["type"]
-    suggestion = closest(given, sections(place.field))
-    problem = Problem(path, "not a valid value", shown(given), allowed, suggestion)
+    suggestion = closest_match(given, sections(location.field))
+    problem = Problem(path, "not a valid value", format_value(given), allowed, suggestion)
     # With the type that was meant, the section's other fields are checked too.
-    return _Finding(problem, (*place.keys, "type") if suggestion else place.keys, suggestion)
+    return _Finding(problem, (*location.keys, "type") if suggestion else location.keys, suggestion)
 
 
-def _own_words(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _validator_message(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     """A validator of ours raised ValueError."""
     message = str(item["ctx"]["error"])
-    return _Finding(Problem(place.path, message, shown(item["input"]), place.wanted), place.keys)
+    return _Finding(Problem(location.path, message, format_value(item["input"]), location.wanted), location.keys)
 
 
-def _not_json(model: type[BaseModel], item: ErrorDetails, place: _Place) -> _Finding:
+def _not_json(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     return _Finding(Problem("", f"not JSON: {item['ctx']['error']}"), ())
 
 
@@ -219,6 +233,6 @@ _FINDERS = {
     "union_tag_not_found": _wrong_type,
     "model_type": _not_a_section,
     "model_attributes_type": _not_a_section,
-    "value_error": _own_words,
+    "value_error": _validator_message,
     "json_invalid": _not_json,
 }

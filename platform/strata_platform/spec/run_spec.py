@@ -15,7 +15,7 @@ from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
 from strata_platform.spec.export import Export
 from strata_platform.spec.faults import Faults
-from strata_platform.spec.fields import Address, Count, Folder, Name, Quantity, Section, Text, Whole, number
+from strata_platform.spec.fields import Count, Folder, Integer, Name, ObjectStoreUrl, Quantity, Section, Text, number
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
@@ -47,7 +47,7 @@ class Checkpoint(Section):
         description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
         "and saves first, within the grace period, for which the processes exchange a message after every step.",
     )
-    url: Address | None = Field(
+    url: ObjectStoreUrl | None = Field(
         None,
         description="Object store, such as `s3://bucket/path`, to which checkpoints are copied when they are whole, to "
         "`<url>/<name>`; a start takes the newest, from the disk or from there. Credentials are the environment's.",
@@ -65,8 +65,8 @@ class Checkpoint(Section):
 class Evaluation(Section):
     """What is measured and shown before and after training."""
 
-    samples: Whole = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
-    max_new_tokens: Whole = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
+    samples: Integer = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
+    max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
     max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
     tasks: tuple[Text, ...] = Field(
         (),
@@ -82,8 +82,8 @@ class Evaluation(Section):
 class Topology(Section):
     """Shape of the job, in torchrun's terms."""
 
-    nnodes: Whole = Field(1, ge=1, le=4096, description="Pods.")
-    nproc_per_node: Whole = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
+    nnodes: Integer = Field(1, ge=1, le=4096, description="Pods.")
+    nproc_per_node: Integer = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
 
     @property
     def world_size(self) -> int:
@@ -96,7 +96,7 @@ class Resources(Section):
 
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
-    gpu: Whole = Field(0, ge=0, le=64, description="GPUs, as many as `topology.nproc_per_node`; 0 runs on the CPU.")
+    gpu: Integer = Field(0, ge=0, le=64, description="GPUs, as many as `topology.nproc_per_node`; 0 runs on the CPU.")
     gpu_type: Text | None = Field(
         None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
     )
@@ -142,7 +142,7 @@ class RunSpec(Section):
         description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To an object store it is "
         "copied by `checkpoint.url` and `export.url`.",
     )
-    seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
+    seed: Integer = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
     model: Model = Field(default_factory=Model, description="What is trained.")
     data: Data = Field(default_factory=Data, description="What it is trained on.")
     objective: Objective = Field(default_factory=Sft, description="What is minimized.")
