@@ -1,4 +1,4 @@
-"""How a task ends that asks the Hugging Face Hub: as one that Flyte tries again, when there is no answer."""
+"""How a Flyte task ends an attempt that another one may mend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 from flytekit.exceptions.user import FlyteRecoverableException
 
+from strata_platform.outcomes import RunError
+
 
 @contextmanager
-def awaiting_hub() -> Iterator[None]:
-    """The block's `Unreachable` ends the attempt, and not the run."""
-    from tasks.runtime.process.errors import Unreachable
-
+def retried_by_flyte() -> Iterator[None]:
+    """Raise a retryable `RunError` of the block as recoverable, so that Flyte starts another attempt."""
     try:
         yield
-    except Unreachable as error:
+    except RunError as error:
+        if not error.outcome.retryable:
+            raise
         raise FlyteRecoverableException(str(error)) from error

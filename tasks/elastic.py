@@ -1,8 +1,8 @@
-"""How a training task runs in its pod: warm up, start the elastic agent, turn the end of a machine into a new attempt.
+"""How a training task runs in its pod: warm up, start the elastic agent, and make lost machines a new attempt.
 
-Flyte's own elastic task calls a pod that is told to stop a success without outputs, and a worker that is killed an
-error of the user. Both are the cluster's doing: here they end the attempt as recoverable, so that Flyte starts the next
-one, which continues from the last checkpoint.
+Flyte's own elastic task treats a pod that receives SIGTERM as a success without outputs, and a killed worker as an
+error of the user. The cluster causes both. `TrainingTask` ends such an attempt as recoverable instead; Flyte then
+starts the next attempt, which continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.error_handling import is_recoverable_worker_error
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
+from strata_platform.outcomes import PREEMPTED, outcome_of_exit
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.metrics.progress import report_progress
-from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, MemoryKills, describe_exit
+from tasks.runtime.process.exit_codes import MemoryKills
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
-from tasks.runtime.process.watchdog import EXIT_HUNG
 from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Training(Elastic):
     """Task configuration of a training task: torch elastic, with Strata's launch around it.
 
-    Shared memory is asked for per run by the task that calls this one; the plugin's own way changes a pod template that
-    all tasks share.
+    The task that calls this one requests shared memory per run. The plugin's own option would change a pod template
+    that all tasks share.
     """
 
     increase_shared_mem: bool = False
@@ -48,7 +48,7 @@ class TrainingTask(PytorchElasticFunctionTask):
     """An elastic task whose function takes the run spec as its input `spec`."""
 
     def _execute(self, **kwargs: Any) -> Any:
-        # Here, because tasks that only wire or prepare load this module, too, and torch takes seconds.
+        # Imported here: tasks that only wire or prepare load this module, too, and torch takes seconds to import.
         import torch.distributed as dist
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,94 +60,94 @@ class TrainingTask(PytorchElasticFunctionTask):
         configure_logging()
         report_progress(stage=Stage.WARM_UP)
         ensure_warm(spec, RunFolder.of(spec))
-        # Once for the pod, not once for each of its processes.
+        # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
         kills = MemoryKills()
         try:
             trained = super()._execute(**kwargs)
         except IgnoreOutputs as end:
-            # Also how a node without rank 0 ends well; a signal is told by what the plugin was handling.
+            # A pod without rank 0 also succeeds with this exception. Its context tells a signal from a success.
             if isinstance(end.__context__, SignalException):
-                _stopped(f"the pod was told to stop: {describe_exit(-end.__context__.sigval)}", end)
+                _stopped(f"the pod: {outcome_of_exit(-end.__context__.sigval).message}", end)
             if not is_local():
                 wait_for_main_pod()
-                # Were this pod told to stop for a reason of its own, a good end would end the job.
-                raise SystemExit(EXIT_PREEMPTED) from end
+                # If this pod was stopped for a reason of its own, exit code 0 would end the job as a success.
+                raise SystemExit(PREEMPTED.exit_code) from end
             raise
         except (RendezvousError, dist.DistError) as error:
             _recoverable(f"this pod lost the others, or never found them: {error}", error)
         except FlyteRecoverableException as error:
-            # Where one process ends the others lose it, and the agent tells of any one of them.
-            if mistake := _mistake(error.__context__):
-                raise mistake from error
-            if how := kills.sentence(spec.resources.memory):
-                _recoverable(f"a process was killed: {how}", error)
+            # When one process ends, the others lose their peer, and the agent reports any one of them.
+            if final := _final_failure(error.__context__):
+                raise final from error
+            if cause := kills.sentence(spec.resources.memory):
+                _recoverable(f"a process was killed: {cause}", error)
             raise
         except FlyteUserRuntimeException as error:
             if isinstance(error.value, ChildFailedError):
                 rank, failure = error.value.get_first_failure()
-                if failure.exitcode == EXIT_HUNG:
-                    _recoverable(f"training hung; the stacks of its processes are in {RunFolder.of(spec).hangs}", error)
-                if failure.exitcode < 0:
-                    how = describe_exit(failure.exitcode)
-                    if failure.exitcode == -signal.SIGKILL:
-                        how = kills.sentence(spec.resources.memory) or how
-                    _recoverable(f"rank {rank} was killed: {how}", error)
+                outcome = outcome_of_exit(failure.exitcode)
+                if outcome.kind == "hung":
+                    _recoverable(f"{outcome.message}; stacks of its processes: {RunFolder.of(spec).hangs}", error)
+                if outcome.retryable:
+                    cause = kills.sentence(spec.resources.memory) if failure.exitcode == -signal.SIGKILL else None
+                    _recoverable(f"rank {rank}: {cause or outcome.sentence}", error)
             raise
         return trained._replace(weights=directory(trained.weights.path))
 
 
-def _mistake(told: BaseException | None) -> FlyteUserRuntimeException | None:
-    """The first error in this pod that another attempt cannot mend, beside the one that the agent has `told` of.
+def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException | None:
+    """The first error in this pod that another attempt cannot mend; `reported` is the one that the agent raised.
 
-    It looks at its processes every few seconds, and tells of the first by rank of those that have ended by then.
+    The agent polls its processes every few seconds and reports the lowest rank among those that have ended by then,
+    which is not always the one that ended first.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    if not isinstance(told, ChildFailedError):
+    if not isinstance(reported, ChildFailedError):
         return None
-    # A folder for each process, by its rank in the pod.
-    files = Path(told.get_first_failure()[1].error_file).parents[1].glob("*/error.json")
+    # The agent keeps a folder for each process, named by its local rank.
+    files = Path(reported.get_first_failure()[1].error_file).parents[1].glob("*/error.json")
     failures = [ProcessFailure(int(file.parent.name), pid=0, exitcode=1, error_file=str(file)) for file in files]
     final = [failure for failure in failures if not is_recoverable_worker_error(failure)]
     if not final:
         return None
     first = min(final, key=lambda failure: failure.timestamp)
-    said = first.error_file_data["message"]
-    text = f"process {first.local_rank} of this pod: {said['message']}\n{said['extraInfo']['py_callstack']}"
-    # Of several pods Flyte takes the first one's word.
+    message = first.error_file_data["message"]
+    text = f"process {first.local_rank} of this pod: {message['message']}\n{message['extraInfo']['py_callstack']}"
+    # Flyte shows the error with the earliest timestamp of all pods.
     return FlyteUserRuntimeException(RuntimeError(text), timestamp=first.timestamp)
 
 
 def wait_for_main_pod() -> None:
-    """Return when the cluster stops this pod, whose work is done.
+    """Wait until the cluster stops this pod, whose work is done.
 
-    A job of several pods is a success, and its pods are removed, when the first of them ends well. The pod of rank 0
-    still has the weights to upload then, and must be that first one.
+    The training operator calls a job a success, and removes its pods, as soon as one pod succeeds. The pod of rank 0
+    must be that one: it still has to upload the weights.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    log.info("this pod is done; it waits for the pod of rank 0, which hands on the weights")
+    log.info("this pod is done; it waits for the pod of rank 0, which uploads the weights")
     try:
         with raise_on_sigterm():
             while True:
                 signal.pause()
-    # The agent leaves a handler of its own behind, which may be the one that is called.
+    # The agent leaves its own signal handler behind, which may run instead.
     except (Preempted, SignalException):
         return
 
 
 def _stopped(reason: str, cause: BaseException) -> NoReturn:
-    """End a pod that was told to stop.
+    """End a pod that received SIGTERM.
 
-    In a cluster without Flyte's error file: a job that is suspended and resumed stays in its attempt, and Flyte would
-    call it failed, once it has succeeded, for the file that its earlier pods left there. A pod that fails is known to
-    Flyte without one.
+    On a cluster the pod ends without Flyte's error file. A job that Kueue suspends and resumes stays in its attempt; an
+    error file of its earlier pods would make Flyte fail the attempt after it succeeded. Flyte notices a failed pod
+    without the file, too.
     """
     if is_local():
         _recoverable(reason, cause)
-    log.warning("%s; what comes next continues from the last checkpoint", reason)
-    raise SystemExit(EXIT_PREEMPTED) from cause
+    log.warning("%s; the next pod continues from the last checkpoint", reason)
+    raise SystemExit(PREEMPTED.exit_code) from cause
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

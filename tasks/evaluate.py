@@ -8,7 +8,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
-from tasks.attempts import awaiting_hub
+from tasks.attempts import retried_by_flyte
 from tasks.resources import RETRIES
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -25,5 +25,5 @@ def evaluate(
 
     record.require_complete()
     prepared = PreparedData.load(Path(data.download()))
-    with awaiting_hub():
+    with retried_by_flyte():
         return evaluate(spec, record, prepared, Path(weights.download()))

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
-from tasks.attempts import awaiting_hub
+from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file
 from tasks.resources import RETRIES
 from tasks.runtime.metrics.metrics_file import read_points
@@ -37,7 +37,7 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
 
     prepared = PreparedData.load(Path(data.download()))
     trained = Path(weights.download())
-    with awaiting_hub():
+    with retried_by_flyte():
         folder = export(spec, record, prepared, trained)
     Deck("Training", render_body(record, read_points(trained / folder.metrics.name), redacted(dump_spec(spec))))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

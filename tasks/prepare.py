@@ -10,7 +10,7 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.attempts import awaiting_hub
+from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, is_local
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
@@ -80,6 +80,6 @@ def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
     from tasks.runtime.data import prepare
 
     folder = data_folder(output, recipe)
-    with awaiting_hub():
+    with retried_by_flyte():
         prepare(recipe, folder, report=log.info)
     return directory(folder)

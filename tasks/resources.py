@@ -12,8 +12,8 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.spec.run_spec import Resources as Asked
 
-# Attempts of a task after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times. An
-# exception that a task raises is an error of the user and ends the run at once, unless it is a recoverable one.
+# Attempts of a task after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times.
+# An exception that a task raises is an error of the user and ends the run at once, unless it is a recoverable one.
 RETRIES = 5
 # Tasks that only check and wire. Limits are set apart from requests: without limits, Flyte takes the requests for them.
 CONTROL_TASK = {

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 from flytekit import Deck, task
 from flytekit.types.file import FlyteFile
 
+from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
 from tasks.paths import file, is_local
 from tasks.resources import CONTROL_TASK
-from tasks.runtime.process.exit_codes import EXIT_PREEMPTED
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
@@ -47,7 +47,7 @@ def outcome(run: Callable[[], T]) -> T | None:
         return run()
     except Exception as error:
         if any(isinstance(cause, Preempted | SignalException) for cause in _causes(error)):
-            raise SystemExit(EXIT_PREEMPTED) from error
+            raise SystemExit(PREEMPTED.exit_code) from error
         log.error("a run of the sweep did not finish: %s", error)
         return None
 

@@ -54,7 +54,7 @@ class Trained(NamedTuple):
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; the return value of rank 0 is the task's."""
     configure_logging()
-    # Now: an agent that is killed while torch is imported would leave its processes behind.
+    # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
     die_with_agent()
     from torch import OutOfMemoryError
 
@@ -71,7 +71,8 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
     except (RuntimeError, OSError) as error:
         known = explain(error)
-        # What a collective raises when a peer is gone looks like what else goes wrong on a machine.
+        # A collective that loses a peer raises RuntimeError, as other faults of a machine do. Without an explanation a
+        # job of several processes is therefore retried.
         retry = known.retry if known else isinstance(error, RuntimeError) and spec.topology.world_size > 1
         if not retry or isinstance(error, OutOfMemoryError):
             raise

@@ -7,36 +7,33 @@ import logging
 import sys
 
 from strata_platform.errors import SpecError
+from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, RunError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
-from tasks.runtime.process.exit_codes import EXIT_PREEMPTED, EXIT_UNHEALTHY, EXIT_UNREACHABLE
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
-
-EXIT_BAD_INPUT = 2
 
 
 def main() -> int:
     """Prepare, train, evaluate, export.
 
-    Exit codes: 0, complete; 2, the spec or the data must change; 143, preempted, and 75, hung: start it again; 69, a
-    GPU or a connection is not fit: start it on another machine; 68, the Hub or the store of checkpoints cannot be
-    reached: start it again later.
+    The exit code says how the run ended; `strata_platform.outcomes` lists them. Codes 68, 69, 75 and 143 mean that the
+    same command may succeed later or on another machine: it continues from the last checkpoint.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
     arguments = parser.parse_args()
-    # Now: an agent that is killed while torch is imported would leave processes behind that wait for it.
+    # Before torch is imported: an agent that is killed meanwhile would leave this process behind, waiting for it.
     die_with_agent()
     try:
         spec = load_spec(arguments.spec)
     except SpecError as error:
         print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return BAD_INPUT.exit_code
 
     configure_logging()
-    # Only a good spec is worth the seconds that torch takes to import.
+    # Torch takes seconds to import: refuse a wrong spec first.
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import prepare, recipe_of
@@ -44,9 +41,7 @@ def main() -> int:
     from tasks.runtime.evaluation.lm_eval_harness import require_tasks
     from tasks.runtime.export.export_model import export
     from tasks.runtime.export.publish import require_targets
-    from tasks.runtime.faults.health_check import Unhealthy
     from tasks.runtime.metrics.progress import report_progress
-    from tasks.runtime.process.errors import Unreachable
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.run_folder.folder import RunFolder, data_folder
     from tasks.runtime.training.session import session
@@ -61,12 +56,12 @@ def main() -> int:
             recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             report_progress(stage=Stage.PREPARING)
-            # The others take what the main process leaves; sending it would copy it.
+            # The other processes read the folder that rank 0 writes; sending the data would copy it.
             run.processes.on_main(lambda: prepare(recipe, folder, report=log.info).folder)
             data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
-            # A second start would replace the model that is being verified.
+            # The lock keeps a second start from replacing the model while it is verified.
             with raise_on_sigterm(), RunFolder.of(spec).lock():
                 report_progress(stage=Stage.EVALUATING)
                 weights = collect_weights(spec, record)
@@ -74,18 +69,19 @@ def main() -> int:
                 report_progress(stage=Stage.EXPORTING)
                 export(spec, record, data, weights)
     except (ValueError, OutOfMemoryError) as error:
-        print(f"error: {redacted(str(error))}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except Unhealthy as error:
-        print(f"error: {redacted(str(error))}", file=sys.stderr)
-        return EXIT_UNHEALTHY
-    except Unreachable as error:
-        print(f"error: {redacted(str(error))}", file=sys.stderr)
-        return EXIT_UNREACHABLE
+        return _failed(error, BAD_INPUT)
+    except RunError as error:
+        return _failed(error, error.outcome)
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
-        return EXIT_PREEMPTED
-    return 0
+        return PREEMPTED.exit_code
+    return COMPLETE.exit_code
+
+
+def _failed(error: Exception, outcome: Outcome) -> int:
+    """Print the error for the person who started the run."""
+    print(f"error: {redacted(str(error))}", file=sys.stderr)
+    return outcome.exit_code
 
 
 if __name__ == "__main__":

@@ -78,6 +78,11 @@ match os.environ["STAND_IN"]:
         finish()
     case "hangs":
         sys.exit(75)
+    case "exits once" if attempt == 0:
+        print("error: it is not to be had now", file=sys.stderr)
+        sys.exit(int(os.environ["STAND_IN_CODE"]))
+    case "exits once":
+        finish()
     case "is refused":
         print("a warning before", file=sys.stderr)
         print("error: data.source 'x' is no file\n  give another", file=sys.stderr)

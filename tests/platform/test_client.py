@@ -24,6 +24,7 @@ from strata_platform.client import Client
 from strata_platform.commands import _echo_json
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_by_name
+from strata_platform.outcomes import UNHEALTHY, UNREACHABLE
 from strata_platform.runs import MetricPoint, Phase, Stage
 from strata_platform.spec import RunSpec
 
@@ -152,6 +153,18 @@ def test_a_run_that_fails_says_why(client, behave, how, shape, starts, message):
     assert sum(event.reason == "Started" for event in client.events("run")) == starts
     with pytest.raises(NotReady, match="run is failed"):
         client.outputs("run")
+
+
+@pytest.mark.parametrize("shape", [{}, TWO], ids=["one process", "two processes"])
+@pytest.mark.parametrize("outcome", [UNREACHABLE, UNHEALTHY], ids=lambda outcome: outcome.kind)
+def test_a_run_is_repeated_where_flyte_repeats_it(client, behave, monkeypatch, outcome, shape):
+    behave("exits once")
+    monkeypatch.setenv("STAND_IN_CODE", str(outcome.exit_code))
+    client.submit(spec(**shape))
+    run = client.wait("run", timeout=120)
+    assert (run.phase, run.restarts) == (Phase.SUCCEEDED, 1)
+    died = next(event for event in client.events("run") if event.reason == "Died")
+    assert died.message == f"{outcome.message}: it is not to be had now"
 
 
 def test_of_two_submissions_of_a_name_at_once_one_is_refused(client, behave, monkeypatch):
@@ -372,15 +385,16 @@ def test_kinds_of_gpus_by_their_drivers_names(name, kind):
 @pytest.mark.parametrize(
     ("codes", "again"),
     [
-        ([], True), ([2, -15], False), ([1], False), ([1, -15], False), ([-9, 1], True), ([75, -15], True),
-        ([143], True), ([-15, 143], True), ([-11], True), ([-35], True),
+        ([], True), ([2, -15], False), ([1], False), ([1, -15], False), ([-9, 1], True), ([75, -15], True), ([143],
+        True), ([-15, 143], True), ([-11], True), ([-35], True), ([68, -15], True), ([1, 68], True), ([69], True), ([68,
+        2], False),
     ],
 )  # fmt: skip
 def test_what_is_started_again(codes, again):
     attempt = Attempt(0)
     for code in codes:
-        attempt.hear(None, f"  exitcode  : {code} (pid: 17)")
-    assert attempt.verdict(-9)[0] == again
+        attempt.add_stderr(None, f"  exitcode  : {code} (pid: 17)")
+    assert attempt.outcome(-9).retryable == again
 
 
 def test_lines_that_a_kill_has_torn_are_left_out_and_harm_no_other(tmp_path):

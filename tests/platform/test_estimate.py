@@ -236,7 +236,7 @@ def test_cut_matrices_are_split_like_others_but_for_norms(processes):
 def test_hidden_states_are_whole_where_matrices_are_cut():
     """What goes into norms and out of them; heads and columns are divided."""
     spec = spec_of(**TENSOR)
-    part = shape_of("llama-3.1-8b").shard(2)
+    part = shape_of("llama-3.1-8b").part(2)
     heads, columns = 2 * 4096 + 2 * 1024, 2 * 14336
     assert activations_of_layer(spec, part, 4096) == 2 * 4096 * (4 * 4096 + (heads + columns) // 2)
     assert (part.layer_weights, part.head_parameters, shards(spec)) == (LAYER // 2, 4096 * 64128, 1)
@@ -244,7 +244,7 @@ def test_hidden_states_are_whole_where_matrices_are_cut():
 
 
 def test_an_uneven_vocabulary_is_counted_by_its_largest_part():
-    assert ModelShape(8, 12, 1, 2, 2, 4, 101).shard(2).vocabulary == 51
+    assert ModelShape(8, 12, 1, 2, 2, 4, 101).part(2).vocabulary == 51
 
 
 def test_logits_are_whole_where_the_loss_is_not_fused():

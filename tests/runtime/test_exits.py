@@ -1,32 +1,8 @@
-"""Codes, signals and errors become sentences that say what to do."""
+"""Errors of libraries are explained, and memory kills are counted."""
 
 import pytest
 
-from tasks.runtime.process.exit_codes import MemoryKills, describe_exit, explain
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (-9, "out of memory"),
-        (137, "out of memory"),
-        (-15, "wants the machine back"),
-        (143, "wants the machine back"),
-        (-7, "resources.shared_memory"),
-        (-6, "NCCL after a collective timed out"),
-        (-4, "built for another one"),
-        (-14, "hung in native code"),
-        (-11, "native code"),
-        (-10, "SIGUSR1"),
-        (75, "hung, and left the stacks"),
-        (3, "exit code 3"),
-        (1, "exit code 1"),
-        (200, "exit code 200"),
-    ],
-)
-def test_exit_codes_become_sentences(code, words):
-    assert words in describe_exit(code)
-
+from tasks.runtime.process.exit_codes import MemoryKills, explain
 
 # As PyTorch, NCCL and the driver say them.
 ERRORS = [
@@ -37,7 +13,7 @@ ERRORS = [
     ),
     ("CUDA error: no kernel image is available for execution on the device", "another image", False),
     ("CUDA error: uncorrectable ECC error encountered", "GPU is broken", True),
-    ("CUDA error: an illegal memory access was encountered", "kernels.enabled false", True),
+    ("CUDA error: an illegal memory access was encountered", "kernels.enabled to false", True),
     (
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
         "Timeout(ms)=1800000) ran for 1800045 milliseconds before timing out.",
@@ -46,20 +22,34 @@ ERRORS = [
     ),
     ("[enforce fail at ../gloo/transport/tcp/pair.cc] Timed out waiting 1800000ms for recv operation", "in vain", True),
     ("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3210", "lost its connection", True),
+    ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", "in vain", True),
+    ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "in vain", True),
+    ("The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 23456).", "in vain", True),
+    ("recvVector failed on SocketImpl(fd=3, addr=[a]:1, remote=[b]:2): failed to recv, got 0 bytes", "lost its", True),
+    ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", "lost its conn", True),
     ("NCCL error: remote process exited or there was a network error, NCCL version 2.27.5", "lost its conn", True),
     ("[Errno 28] No space left on device: '/out/checkpoints'", "make room", True),
 ]
 
 
-@pytest.mark.parametrize(("text", "words", "retry"), ERRORS, ids=[words for _, words, _ in ERRORS])
+@pytest.mark.parametrize(("text", "words", "retry"), ERRORS, ids=[text[:40] for text, _, _ in ERRORS])
 def test_errors_are_explained(text, words, retry):
     known = explain(RuntimeError(text))
     assert words in known.sentence
     assert known.retry is retry
 
 
-def test_what_is_not_known_is_not_explained():
-    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mat1 and mat2 shapes cannot be multiplied",
+        "unexpected keyword argument 'timeout'",
+        "'socket' object has no attribute 'fd'",
+        "this is not fit to train on",
+    ],
+)
+def test_what_is_not_known_is_not_explained(text):
+    assert explain(RuntimeError(text)) is None
 
 
 @pytest.mark.parametrize(

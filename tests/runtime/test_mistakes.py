@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from strata_platform.outcomes import BAD_INPUT
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
 from tasks.runtime import checkpoint
@@ -109,7 +110,7 @@ def read(tmp_path, monkeypatch, capsys):
         file = tmp_path / "my.yaml"
         file.write_text(spec if isinstance(spec, str) else yaml.safe_dump(spec))
         monkeypatch.setattr(sys, "argv", ["strata", str(file)])
-        assert entry.main() == entry.EXIT_BAD_INPUT
+        assert entry.main() == BAD_INPUT.exit_code
         said = capsys.readouterr().err
         assert "Traceback" not in said
         return said

@@ -7,9 +7,10 @@ import sys
 import threading
 from pathlib import Path
 
+from strata_platform.outcomes import HUNG
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.metrics_file import read_points
-from tasks.runtime.process.watchdog import EXIT_HUNG, Watchdog, summary
+from tasks.runtime.process.watchdog import Watchdog, summary
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 
@@ -26,7 +27,7 @@ def start(how, folder, rank=0):
 def test_all_processes_leave_their_stacks_and_one_tells_who_is_where(tmp_path):
     both = start("waits_for_the_other", tmp_path, 0), start("reads_from_a_disk_that_is_gone", tmp_path, 1)
     said = [process.communicate(timeout=60)[1] for process in both]
-    assert [process.returncode for process in both] == [EXIT_HUNG, EXIT_HUNG]
+    assert [process.returncode for process in both] == [HUNG.exit_code] * 2
     assert "[rank 1] step 3 is not done after" in said[1]
     assert "tests/runtime/hang.py" in said[1]
     for rank, function in enumerate(("waits_for_the_other", "reads_from_a_disk_that_is_gone")):

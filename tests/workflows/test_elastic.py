@@ -45,16 +45,16 @@ except BaseException as error:
         (
             "is_killed",
             "local",
-            ("RECOVERABLE", "was killed: SIGKILL; the machine is gone", "run the same command again"),
+            ("RECOVERABLE", "a process was killed by SIGKILL; the machine is gone", "run the same command again"),
         ),
         ("is_preempted", "local", ("RECOVERABLE", "stopped by SIGTERM")),
         (
             "whose_pod_is_stopped",
             "local",
-            ("RECOVERABLE", "the pod was told to stop: SIGTERM; the cluster wants the machine back"),
+            ("RECOVERABLE", "the pod: a process was told to stop by SIGTERM"),
         ),
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
-        ("whose_pod_is_stopped", "cluster", ("the pod was told to stop: SIGTERM", "FATAL SystemExit 143")),
+        ("whose_pod_is_stopped", "cluster", ("the pod: a process was told to stop by SIGTERM", "FATAL SystemExit 143")),
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
         # The agent may tell of the other process, which lost this one.
         ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),

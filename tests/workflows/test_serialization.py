@@ -292,7 +292,7 @@ def test_what_the_image_lacks_is_said_before_data_are_prepared(asked, found, pro
     spec = RunSpec.model_validate(asked)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    for module in ("parallel", "tracking"):
+    for module in ("parallel", "metrics.trackers"):
         installed = None if found is None else SimpleNamespace(origin=found)
         monkeypatch.setattr(f"tasks.runtime.{module}.find_spec", lambda name, installed=installed: installed)
     with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):

@@ -1,8 +1,11 @@
-"""The process beside a local run: `python -m strata_platform.backends.supervisor RUN LOCK RETRIES GRACE`.
+"""The supervisor of a local run: `python -m strata_platform.backends.supervisor RUN LOCK RETRIES GRACE`.
 
-It starts the run, writes down what that prints and tells, and starts it again when it was killed or hung, as Flyte does
-on a cluster. It is detached from whoever submitted the run; when it is killed itself, the kernel kills the run's
-processes. Not a part of the interface: `LocalBackend` starts it, with the lock of the run's files.
+The supervisor starts the run's processes, writes their output to the run's log, follows their progress lines, and
+starts them again after an outcome that `strata_platform.outcomes` calls retryable, as Flyte does on a cluster. It is
+detached from the process that submitted the run. If the supervisor itself is killed, the kernel kills the run's
+processes.
+
+Not a public interface: `LocalBackend` starts it and hands it the lock on the run's files.
 """
 
 from __future__ import annotations
@@ -23,25 +26,25 @@ from typing import Any
 
 from strata_platform import progress_line
 from strata_platform.backends.run_state import RunFiles, State
+from strata_platform.outcomes import Outcome, outcome_of_job
 from strata_platform.runs import Event, LogLine, Phase, Stage
 from strata_platform.spec import RunSpec, load_spec
 
 CANCEL = signal.SIGUSR1
-"""What the supervisor is sent to cancel the run. SIGTERM is what a machine sends that shuts down."""
+"""The signal that cancels the run. Not SIGTERM, which a machine sends when it shuts down."""
 RESUBMIT = "submit it again to continue from its last checkpoint"
-"""What to do about a run that ended before its end."""
+"""Advice for a run that ended before its last step."""
 
 _PR_SET_PDEATHSIG = 1
-_EXIT_BAD_INPUT, _EXIT_HUNG, _EXIT_PREEMPTED = 2, 75, 128 + signal.SIGTERM
-# How torchrun's lines begin that are of one of its workers, and how its report tells the exit code of each that failed.
+# torchrun begins each line of a worker with the worker's rank, and its report has the exit code of each failed worker.
 _OF_WORKER = re.compile(r"\[default(\d+)\]:")
 _CODE_OF_WORKER = re.compile(r"^\s*exitcode\s*: (-?\d+)")
-# What a worker of a rank other than 0 puts before its warnings; the rank is known here.
+# Workers of other ranks than 0 begin their warnings with their rank, which is known here.
 _OF_RANK = re.compile(r"\[rank \d+\] ")
 
 
 def command(spec: Path, processes: int, scratch: str) -> list[str]:
-    """What starts a run: one process, or torchrun with several, whose restarts are left to the supervisor."""
+    """The command that starts a run: one process, or torchrun without restarts, which the supervisor does itself."""
     if processes == 1:
         return [sys.executable, "-u", "-m", "tasks.runtime", str(spec)]
     torchrun = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", "--tee", "3", "--log-dir", scratch]
@@ -50,37 +53,42 @@ def command(spec: Path, processes: int, scratch: str) -> list[str]:
 
 @dataclass
 class Attempt:
-    """One start of the run's processes: what is kept of their words until it is known how they end."""
+    """One start of the run's processes, and what is known of how they ended."""
 
     number: int
-    words: dict[int, list[str]] = field(default_factory=dict)
+    last_lines: dict[int, list[str]] = field(default_factory=dict)
     """The last lines on standard error, by rank."""
-    codes: list[int] = field(default_factory=list)
-    """Exit codes of workers, as far as torchrun has told any."""
+    exit_codes: list[int] = field(default_factory=list)
+    """Exit codes of workers, as far as torchrun reported any."""
 
-    def hear(self, rank: int | None, text: str) -> None:
-        """Note a line of standard error."""
+    def add_stderr(self, rank: int | None, text: str) -> None:
+        """Note a line of standard error; `rank` is None for torchrun's own."""
         if rank is None:
             if found := _CODE_OF_WORKER.match(text):
-                self.codes.append(int(found[1]))
+                self.exit_codes.append(int(found[1]))
         elif text.strip():
-            before = [] if text.startswith("error: ") else self.words.get(rank, [])
-            self.words[rank] = [*before, text][-20:]
+            before = [] if text.startswith("error: ") else self.last_lines.get(rank, [])
+            self.last_lines[rank] = [*before, text][-20:]
 
-    def verdict(self, code: int) -> tuple[bool, str]:
-        """Whether another start may go better, and why this one ended, by the exit code of what was started."""
-        codes = self.codes or [code]
-        words = self.words[min(self.words)] if self.words else [f"exit code {codes[0]}"]
-        if _EXIT_BAD_INPUT in codes:
-            return False, "\n".join(words).removeprefix("error: ")
-        killed = next((-code for code in codes if code < 0 and code != -signal.SIGTERM), None)
-        if killed is not None:
-            return True, f"a process was killed by {_named(killed)}"
-        if _EXIT_HUNG in codes:
-            return True, "training hung; the stacks of its processes are in the run's folder, in hangs"
-        if set(codes) <= {_EXIT_PREEMPTED, -signal.SIGTERM}:
-            return True, "a process was told to stop, by SIGTERM"
-        return False, words[-1].strip()
+    def outcome(self, code: int) -> Outcome:
+        """How the attempt ended, by the exit code of the process that the supervisor started."""
+        return outcome_of_job(self.exit_codes or [code])
+
+    def reason(self, outcome: Outcome) -> str:
+        """Why the attempt ended so, by the outcome and the last lines of the lowest rank that wrote any."""
+        lines = self.last_lines[min(self.last_lines)] if self.last_lines else []
+        error = "\n".join(lines).removeprefix("error: ")
+        match outcome.kind:
+            case "bad_input":
+                return error or outcome.sentence
+            case "unreachable" | "unhealthy":
+                return f"{outcome.message}: {error}" if error else outcome.message
+            case "hung":
+                return outcome.sentence
+            case "failed":
+                return lines[-1].strip() if lines else outcome.message
+            case _:
+                return outcome.message
 
 
 class Supervisor:
@@ -94,7 +102,7 @@ class Supervisor:
         self._stopped_by: int | None = None
 
     def run(self) -> None:
-        """Start the run until it is done, or given up, or somebody ends it."""
+        """Start the processes until the run succeeds, fails for good, or somebody stops it."""
         for sent in (CANCEL, signal.SIGTERM, signal.SIGINT):
             signal.signal(sent, self._stop)
         signal.signal(signal.SIGALRM, self._kill)
@@ -102,34 +110,34 @@ class Supervisor:
         for number in range(self._retries + 1):
             attempt = Attempt(number)
             self._event("Started", f"start {number + 1} of at most {self._retries + 1}")
-            code = self._attempt(attempt)
-            again, why = attempt.verdict(code) if code else (False, "")
-            if self._stopped_by or not again:
+            outcome = attempt.outcome(self._attempt(attempt))
+            reason = attempt.reason(outcome)
+            if self._stopped_by or not outcome.retryable:
                 break
-            self._event("Died", why, "warning")
+            self._event("Died", reason, "warning")
             if number < self._retries:
-                self._set(restarts=number + 1, stage=Stage.STARTING, message=f"started again: {why}")
-        self._end(code, why, lost=again)
+                self._set(restarts=number + 1, stage=Stage.STARTING, message=f"started again: {reason}")
+        self._end(outcome, reason)
 
-    def _end(self, code: int, why: str, *, lost: bool) -> None:
-        """`lost`: the last start ended by what is no fault of the run."""
-        if code == 0:
-            self._finish(Phase.SUCCEEDED, "Succeeded", "all steps are done, measured and exported")
+    def _end(self, outcome: Outcome, reason: str) -> None:
+        if outcome.kind == "complete":
+            self._finish(Phase.SUCCEEDED, "Succeeded", outcome.message)
         elif self._stopped_by == CANCEL:
             self._finish(Phase.ABORTED, "Canceled", f"canceled; {RESUBMIT}")
         elif self._stopped_by:
-            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {_named(self._stopped_by)}; {RESUBMIT}")
-        elif lost:
-            self._finish(Phase.FAILED, "GivenUp", f"given up after {self._retries + 1} starts: {why}")
+            name = signal.Signals(self._stopped_by).name
+            self._finish(Phase.INTERRUPTED, "Interrupted", f"ended by {name}; {RESUBMIT}")
+        elif outcome.retryable:
+            self._finish(Phase.FAILED, "GivenUp", f"given up after {self._retries + 1} starts: {reason}")
         else:
-            self._finish(Phase.FAILED, "Failed", why)
+            self._finish(Phase.FAILED, "Failed", reason)
 
     def _finish(self, phase: Phase, reason: str, message: str) -> None:
         self._event(reason, message, "normal" if phase is Phase.SUCCEEDED else "warning")
         self._set(phase=phase, stage=None, message="" if phase is Phase.SUCCEEDED else message, ended=time.time())
 
     def _attempt(self, attempt: Attempt) -> int:
-        """Start the processes, listen to them, and return how what was started ended."""
+        """Start the processes, read their output, and return the exit code of the started process."""
         processes = self._spec.topology.world_size
         with tempfile.TemporaryDirectory(prefix="strata-") as scratch:
             self._child = subprocess.Popen(
@@ -142,7 +150,7 @@ class Supervisor:
                 preexec_fn=_end_with_parent,
             )
             if self._stopped_by:
-                # It came while there was no child to tell.
+                # The signal came before there was a child to stop.
                 self._stop_child()
             self._read_output(attempt, self._child)
             code = self._child.wait()
@@ -150,7 +158,7 @@ class Supervisor:
         return code
 
     def _read_output(self, attempt: Attempt, child: subprocess.Popen[bytes]) -> None:
-        """Until both streams are closed, or are silent although the child is gone: some other process has them."""
+        """Read until both streams are closed, or silent after the child ended: another process may hold them open."""
         assert child.stdout is not None
         assert child.stderr is not None
         rests = {child.stdout.fileno(): b"", child.stderr.fileno(): b""}
@@ -167,14 +175,14 @@ class Supervisor:
                     new = os.read(stream, 1 << 16)
                     if not new:
                         selector.unregister(stream)
-                        # A line without an end.
+                        # The last line may have no line break.
                         new = b"\n" if rests[stream] else b""
                     *lines, rests[stream] = (rests[stream] + new).split(b"\n")
                     for line in lines:
                         self._handle_line(attempt, line.decode(errors="replace"), is_error=stream == errors)
 
     def _handle_line(self, attempt: Attempt, text: str, *, is_error: bool) -> None:
-        # Of a bar, what was drawn last.
+        # A progress bar is rewritten after carriage returns: keep its last state.
         text = text.rstrip("\r").rpartition("\r")[2]
         rank = 0 if self._spec.topology.world_size == 1 else None
         if found := _OF_WORKER.match(text):
@@ -183,7 +191,7 @@ class Supervisor:
             self._handle_progress(values)
             return
         if is_error:
-            attempt.hear(rank, text)
+            attempt.add_stderr(rank, text)
         self._files.add_line(LogLine(time.time(), rank, text, attempt=attempt.number))
 
     def _handle_progress(self, values: dict[str, Any]) -> None:
@@ -214,18 +222,13 @@ class Supervisor:
         self._files.add_event(Event(time.time(), reason, message, kind))
 
 
-def _named(number: int) -> str:
-    """A signal by its name; those for real-time use have none."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
 def _end_with_parent() -> None:
-    """Have the kernel kill the calling process when its parent is gone."""
+    """Have the kernel kill the calling process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """Detach, then run. The lock's descriptor, the second argument, is held by being open."""
+    """Detach, then run. The second argument is the descriptor of the lock, which is held as long as it is open."""
     run, _, retries, grace = sys.argv[1:]
     supervisor = Supervisor(RunFiles(Path(run)), int(retries), int(grace))
     if os.fork() == 0:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from strata_platform.outcomes import UNHEALTHY, RunError
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
@@ -32,8 +33,10 @@ Link = tuple[int, int]
 """Two processes."""
 
 
-class Unhealthy(RuntimeError):
+class Unhealthy(RunError):
     """A GPU or a connection is not fit to train on; another machine may be."""
+
+    outcome = UNHEALTHY
 
 
 @dataclass

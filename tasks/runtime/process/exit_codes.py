@@ -1,83 +1,39 @@
-"""What a process ended with, in words: signals, exit codes, and errors of the GPU and its libraries."""
+"""What errors of the GPU, its libraries and the network mean, and how often the kernel killed a process for memory."""
 
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.runtime.process.watchdog import EXIT_HUNG
-
-_SIGNALS = {
-    signal.SIGKILL: "SIGKILL; the machine is gone, somebody ended it, or it was out of memory",
-    signal.SIGTERM: "SIGTERM; the cluster wants the machine back",
-    signal.SIGINT: "SIGINT; interrupted from the keyboard",
-    signal.SIGSEGV: "SIGSEGV; a crash in native code",
-    signal.SIGBUS: "SIGBUS; usually /dev/shm is full, raise resources.shared_memory",
-    signal.SIGABRT: "SIGABRT; native code gave up, for example NCCL after a collective timed out; its reason is above",
-    signal.SIGILL: "SIGILL; an instruction that this processor does not have: the image is built for another one",
-    signal.SIGFPE: "SIGFPE; a division by zero in native code",
-    signal.SIGALRM: "SIGALRM; it hung in native code, and its stacks are above",
-}
-# What a process ends with that was told to stop, as a shell counts SIGTERM; and one that found a GPU or a connection
-# unfit: EX_UNAVAILABLE.
-EXIT_PREEMPTED = 128 + signal.SIGTERM
-EXIT_UNHEALTHY = 69
-# And one that did not reach the Hub or the store of checkpoints: EX_NOHOST.
-EXIT_UNREACHABLE = 68
-_CODES = {
-    EXIT_HUNG: "hung, and left the stacks of its processes",
-    EXIT_UNHEALTHY: "a GPU or a connection is not fit to train on, as is said above",
-    EXIT_UNREACHABLE: "the Hugging Face Hub or checkpoint.url could not be reached, as is said above",
-}
-
-
-def describe_exit(code: int) -> str:
-    """A sentence for a process's exit code; a signal is negative, as in `subprocess`, or above 128, as in a shell.
-
-    >>> describe_exit(-15)
-    'SIGTERM; the cluster wants the machine back'
-    """
-    if code in _CODES:
-        return _CODES[code]
-    number = -code if code < 0 else code - 128
-    if number not in signal.valid_signals() or number == 0:
-        return f"exit code {code}"
-    return _SIGNALS.get(signal.Signals(number), signal.Signals(number).name)
+from strata_platform.outcomes import RunError
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an error of the GPU or its libraries means."""
+    """What an error means."""
 
     sentence: str
     retry: bool
-    """Whether another attempt may go better."""
+    """Whether another attempt may succeed."""
 
 
-# The first that is found in an error's text explains it.
-_ERRORS: list[tuple[str, Explanation]] = [
+# Errors of other people's libraries, by their text: they have no types and no codes of their own. The first pattern
+# that is found explains the error. A pattern is a phrase that one library writes, never a word that others may write as
+# well.
+_FOREIGN_ERRORS: list[tuple[str, Explanation]] = [
     (
-        r"not fit to train on",
-        Explanation("the health check found a GPU or a connection unfit; another machine may be fit", True),
-    ),
-    (
-        r"(the Hugging Face Hub at|checkpoint\.url:) \S+ cannot be reached",
-        Explanation("the Hub, the store, or the network on the way there, is down for a while", True),
-    ),
-    (
-        r"device-side assert",
+        r"device-side assert triggered",
         Explanation(
-            "an index is out of range on the GPU, most often a token id that the model has no embedding for: give "
-            "model.tokenizer the model's own. CUDA_LAUNCH_BLOCKING=1 shows where",
+            "an index is out of range on the GPU, most often a token id without an embedding: set model.tokenizer to "
+            "the model's own. CUDA_LAUNCH_BLOCKING=1 shows the operation",
             retry=False,
         ),
     ),
     (
         r"does not have a deterministic implementation",
         Explanation(
-            "an operation of this model has no algorithm that repeats; set training.deterministic to false", False
+            "an operation of this model has no deterministic algorithm; set training.deterministic to false", False
         ),
     ),
     (
@@ -86,61 +42,68 @@ _ERRORS: list[tuple[str, Explanation]] = [
     ),
     (
         r"driver version is insufficient|system not yet initialized",
-        Explanation("the node's NVIDIA driver does not fit the image, or its fabric manager is not running", True),
+        Explanation("the node's NVIDIA driver is too old for the image, or its fabric manager does not run", True),
     ),
     (
-        r"uncorrectable ECC|uncorrectable NVLink|GPU is lost|fallen off the bus|unknown error|hardware stack error",
+        r"uncorrectable ECC|uncorrectable NVLink|GPU is lost|fallen off the bus|CUDA error: unknown error"
+        r"|hardware stack error",
         Explanation("this GPU is broken: take the node out of the cluster until it is reset or replaced", True),
     ),
     (
-        r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction",
+        r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
         Explanation(
-            "an operator reads or writes where it must not, or the GPU is broken. CUDA_LAUNCH_BLOCKING=1 shows where; "
-            "kernels.enabled false tells whether it is one of ours",
+            "an operator accesses memory that it must not, or the GPU is broken. CUDA_LAUNCH_BLOCKING=1 shows the "
+            "operator; set kernels.enabled to false to rule out the fused ones",
             retry=True,
         ),
     ),
     (
-        r"collective operation timeout|[Tt]imed out|timeout",
+        # NCCL's watchdog, gloo, monitored barriers, and the rendezvous store and its clients.
+        r"Watchdog caught collective operation timeout|milliseconds before timing out|Timed out waiting \d+ ?ms"
+        r"|monitoredBarrier|wait timeout after \d+ ?ms|client socket has timed out"
+        r"|Timed out after \d+ seconds waiting for clients|Connection timed out",
         Explanation("a process waited for the others in vain: one of them ended, hangs, or has lost the network", True),
     ),
     (
-        r"Connection (closed|reset|refused)|[Bb]roken pipe|remote process exited|unhandled system error|socket",
+        r"Connection (closed|reset|refused)|Broken pipe|remote process exited|unhandled system error"
+        r"|ncclRemoteError|ncclSystemError|client socket has failed to connect|failed on SocketImpl",
         Explanation("a process lost its connection to another one, which ended or whose machine is gone", True),
     ),
     (
         r"No space left on device",
-        Explanation("the disk is full; make room, or lower checkpoint.keep_last", True),
+        Explanation("the disk is full; free space, or lower checkpoint.keep_last", True),
     ),
 ]
 
 
 def explain(error: BaseException) -> Explanation | None:
-    """What is known of an error, by its text."""
+    """The meaning of an error: ours by its type, one of a library by its text; None where it is not known."""
+    if isinstance(error, RunError):
+        return Explanation(error.outcome.sentence, error.outcome.retryable)
     text = str(error)
-    return next((found for pattern, found in _ERRORS if re.search(pattern, text)), None)
+    return next((found for pattern, found in _FOREIGN_ERRORS if re.search(pattern, text)), None)
 
 
-# Libraries take memory of their own, past PyTorch's allocator.
+# Libraries allocate GPU memory of their own, outside PyTorch's allocator, and raise errors of their own.
 _OUT_OF_MEMORY = re.compile(
     r"CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of any type is for want of the GPU's memory, by its text."""
+    """Whether an error of any type says that the GPU is out of memory, by its text."""
     return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 class MemoryKills:
-    """How often the kernel has ended a process of this container for want of memory, since this object was made."""
+    """Counts the processes of this container that the kernel killed for memory since this object was made."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
         self._folder = _memory_folder(root, membership)
         self._before = self._count()
 
     def sentence(self, asked: str) -> str | None:
-        """What to do about it, `asked` being `resources.memory`; None when it never has, or nobody counts."""
+        """What happened and what to do, given `resources.memory`; None if it did not happen, or cannot be known."""
         before, now = self._before, self._count()
         if before is None or now is None or now == before:
             return None
@@ -163,7 +126,7 @@ class MemoryKills:
 
 
 def _memory_folder(root: Path, membership: Path) -> Path:
-    """The control group of this process: in version 2 one for everything, in version 1 one for memory."""
+    """The folder of this process's control group: the one of cgroup v2, or the memory controller's of v1."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -171,7 +134,7 @@ def _memory_folder(root: Path, membership: Path) -> Path:
     for _, controllers, path in lines:
         base = root / "memory" if "memory" in controllers.split(",") else root
         if "memory" in controllers.split(",") or controllers == "":
-            # In a container with a namespace of its own, the group is at the root.
+            # In a container with its own cgroup namespace, the group is at the root.
             inside = base / path.lstrip("/")
             return inside if inside.exists() else base
     return root

@@ -20,10 +20,10 @@ from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 
+from strata_platform.outcomes import HUNG
+
 log = logging.getLogger(__name__)
 
-# Exit code of a process that hung: EX_TEMPFAIL, try again.
-EXIT_HUNG = 75
 # Activities that compile, or that wait for a file system, get this multiple of the timeout of a step.
 SLOW_FACTOR = 3.0
 # Longest wait, in seconds, for the other ranks' stacks and for the disk to take this rank's own.
@@ -88,7 +88,7 @@ class Watchdog:
         writer = threading.Thread(target=self._write_stacks, args=(activity, seconds, location), daemon=True)
         writer.start()
         writer.join(GATHER_TIMEOUT)
-        os._exit(EXIT_HUNG)
+        os._exit(HUNG.exit_code)
 
     def _write_stacks(self, activity: str, seconds: float, location: str) -> None:
         """Write this process's stacks and wait for the other ranks'; the lowest rank that hangs logs a summary."""

@@ -1,0 +1,56 @@
+"""Exit codes become outcomes: what happened, what to do, and whether another attempt may succeed."""
+
+import pytest
+
+from strata_platform.outcomes import outcome_of_exit, outcome_of_job
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (0, "complete", "all steps are done"),
+        (2, "bad_input", "the spec or the data must change"),
+        (68, "unreachable", "could not be reached"),
+        (69, "unhealthy", "not fit to train on"),
+        (75, "hung", "stacks"),
+        (-15, "preempted", "wants the machine back"),
+        (143, "preempted", "wants the machine back"),
+        (-9, "killed", "SIGKILL; the machine is gone"),
+        (137, "killed", "ran out of memory"),
+        (-7, "killed", "resources.shared_memory"),
+        (-6, "killed", "NCCL after a collective timed out"),
+        (-4, "killed", "processor with other instructions"),
+        (-14, "killed", "hung in native code"),
+        (-11, "killed", "native code crashed"),
+        (-10, "killed", "SIGUSR1"),
+        (-35, "killed", "signal 35"),
+        (3, "failed", "exit code 3"),
+        (1, "failed", "exit code 1"),
+        (128, "failed", "exit code 128"),
+        (200, "failed", "exit code 200"),
+    ],
+)
+def test_exit_codes_become_outcomes(code, kind, words):
+    outcome = outcome_of_exit(code)
+    assert outcome.kind == kind
+    assert words in outcome.sentence
+    assert outcome.retryable is (kind not in ("complete", "bad_input", "failed"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "kind"),
+    [
+        ([0, 0], "complete"),
+        ([0, 1], "failed"),
+        ([1, -15], "failed"),
+        ([-15, 143], "preempted"),
+        # The others lost their peer.
+        ([1, -9], "killed"),
+        ([1, 68], "unreachable"),
+        ([75, 1], "hung"),
+        ([69, 1, -15], "unhealthy"),
+        ([68, 2], "bad_input"),
+    ],
+)
+def test_the_cause_decides_about_a_job(codes, kind):
+    assert outcome_of_job(codes).kind == kind
