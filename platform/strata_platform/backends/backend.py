@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from strata_platform.errors import BackendError, Unreachable
 from strata_platform.estimate import GPUS, Gpu
 from strata_platform.estimate.gpus import gpu_by_name
+from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
 
@@ -85,14 +86,9 @@ def find_gpu(name: str) -> Gpu | None:
     return found
 
 
-def output_paths(folder: Path) -> dict[str, Path]:
-    """Where in a run's folder, or in one that they are copied to, outputs are."""
-    return {"model": folder / "model", "report": folder / "report.html", "record": folder / "record.json"}
-
-
 def destinations(to: Path) -> dict[str, Path]:
     """The places of outputs in the folder `to`, which is made. Raises BackendError when it is none, or has them."""
-    found = output_paths(to)
+    found = RunLayout(to).outputs
     there = [str(place) for place in found.values() if place.exists()]
     if there:
         raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")

@@ -35,6 +35,7 @@ from strata_platform.backends.kubernetes_objects import Namespace, shape_of
 from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read_log
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
+from strata_platform.run_layout import METRICS, RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
 
@@ -174,10 +175,10 @@ class FlyteBackend:
                 for inner in node.subworkflow_node_executions.values():
                     outputs = inner.outputs.literals if inner.is_done and not inner.error and inner.outputs else {}
                     if "weights" in outputs:
-                        place = Path(folder) / "metrics.jsonl"
+                        copy = RunLayout(Path(folder)).metrics
                         uri = outputs["weights"].scalar.blob.uri
-                        self._remote.file_access.get_data(f"{uri.rstrip('/')}/metrics.jsonl", str(place))
-                        return place.read_text(encoding="utf-8")
+                        self._remote.file_access.get_data(f"{uri.rstrip('/')}/{METRICS}", str(copy))
+                        return copy.read_text(encoding="utf-8")
         return ""
 
     def events(self, name: str) -> list[Event]:
@@ -210,12 +211,12 @@ class FlyteBackend:
         if phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {phase}: outputs are there when a run has succeeded")
         with translated_errors(f"to read the outputs of {name}"):
-            places = self._output_uris(execution)
+            found = self._output_uris(execution)
             if to is not None:
-                for kind, into in destinations(to).items():
-                    self._remote.file_access.get_data(places[kind], str(into), is_multipart=kind == "model")
-                    places[kind] = str(into)
-        return Outputs(**places)
+                for kind, copy in destinations(to).items():
+                    self._remote.file_access.get_data(found[kind], str(copy), is_multipart=kind == "model")
+                    found[kind] = str(copy)
+        return Outputs(**found)
 
     def _executions(self, name: str) -> list[Execution]:
         """All of a run, the oldest first."""
@@ -320,9 +321,9 @@ class FlyteBackend:
     def _with_record(self, run: Run, execution: Execution) -> Run:
         try:
             with translated_errors(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
-                place = str(Path(folder) / "record.json")
-                self._remote.file_access.get_data(self._output_uris(execution)["record"], place)
-                record = json.loads(Path(place).read_text(encoding="utf-8"))
+                copy = RunLayout(Path(folder)).record
+                self._remote.file_access.get_data(self._output_uris(execution)["record"], str(copy))
+                record = json.loads(copy.read_text(encoding="utf-8"))
         except BackendError as error:
             # It has succeeded, whether or not the object store can be reached from here.
             return replace(run, message=str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
@@ -16,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strata_platform.backends.backend import Pause, destinations, find_gpu, output_paths, parse_points, with_progress
+from strata_platform.backends.backend import Pause, destinations, find_gpu, parse_points, with_progress
 from strata_platform.backends.run_state import RunFiles, State, read_last, tail
 from strata_platform.backends.supervisor import CANCEL, RESUBMIT
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
+from strata_platform.file_io import acquire_lock
+from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 from strata_platform.spec import RunSpec, dump_spec
 
@@ -90,7 +91,7 @@ class LocalBackend:
         """Let one submission at a time find its name free and take it."""
         self._registry.mkdir(parents=True, exist_ok=True)
         with (self._registry / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            acquire_lock(file)
             yield
 
     def _require_free_name(self, name: str, files: RunFiles) -> None:
@@ -157,7 +158,7 @@ class LocalBackend:
         folder = Path(run.where)
         if run.phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {run.phase}: outputs are there when a run has succeeded; it writes to {folder}")
-        found = output_paths(folder)
+        found = RunLayout(folder).outputs
         missing = [str(place) for place in found.values() if not place.exists()]
         if missing:
             raise NotReady(

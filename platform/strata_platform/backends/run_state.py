@@ -1,14 +1,6 @@
-"""What a local run leaves for those who follow it, in `<output>/<name>/supervisor`.
+"""The state of a local run, as its supervisor keeps it in `<output>/<name>/supervisor` for those who follow the run.
 
-| file | holds |
-| --- | --- |
-| `spec.yaml` | the spec as it was submitted |
-| `state.json` | where the run is; replaced whole |
-| `events.jsonl`, `log.jsonl` | what happened, what its processes printed; appended, over all submissions |
-| `supervisor.log` | what the supervisor itself printed: nothing, unless it failed |
-| `lock` | locked for as long as the supervisor lives, however it ends |
-
-Only who has the lock writes.
+`SupervisorLayout` lists the files. Only the process that holds the lock writes them.
 """
 
 from __future__ import annotations
@@ -22,15 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from strata_platform.file_io import write_atomic
+from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, Phase, Stage
 
-# struct flock of Linux; the native layout pads it as the C compiler does.
+# struct flock of Linux; native alignment pads it as the C compiler does.
 _FLOCK = "hhqqi4x"
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a local run is."""
+    """State of a local run."""
 
     phase: Phase = Phase.QUEUED
     stage: Stage | None = Stage.STARTING
@@ -41,33 +35,35 @@ class State:
     restarts: int = 0
     steps: int | None = None
     pid: int | None = None
+    """Of the supervisor."""
 
 
 class RunFiles:
-    """The files of a local run, whose own folder is `run`."""
+    """Reads and writes the supervisor's files of the run whose folder is `run`."""
 
     def __init__(self, run: Path) -> None:
+        layout = RunLayout(run)
         self.run = run
-        self.folder = run / "supervisor"
-        self.spec = self.folder / "spec.yaml"
-        self.output = self.folder / "supervisor.log"
-        self._state = self.folder / "state.json"
-        self.events = self.folder / "events.jsonl"
-        self.log = self.folder / "log.jsonl"
-        self.metrics = run / "metrics.jsonl"
-        self._lock = self.folder / "lock"
+        self.metrics = layout.metrics
+        self._layout = layout.supervisor
+        self.folder = self._layout.root
+        self.spec, self.output = self._layout.spec, self._layout.output
+        self.events, self.log = self._layout.events, self._layout.log
 
     @property
     def exists(self) -> bool:
         """Whether a run was ever submitted here."""
-        return self._state.exists()
+        return self._layout.state.exists()
 
     def lock(self) -> int | None:
-        """A file descriptor that has the lock, and can be handed to another process; None when somebody has it."""
+        """Take the lock: a file descriptor that another process may inherit; None while somebody else holds it.
+
+        The lock belongs to the open file (F_OFD_SETLK), as that of `flock` does: the supervisor inherits it, and it
+        ends with the last process that has the file open. Unlike `flock`, F_OFD_GETLK can ask for it without taking it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._layout.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # Of the open file, not of the process: it goes along to the supervisor, and is gone with the last of both.
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file())
         except BlockingIOError:
             os.close(descriptor)
@@ -78,9 +74,9 @@ class RunFiles:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a supervisor lives. Asks without locking, and so disturbs nobody who does."""
+        """Whether a supervisor lives. Does not take the lock, and so never keeps a supervisor from taking it."""
         try:
-            descriptor = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._layout.lock_file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
@@ -91,20 +87,19 @@ class RunFiles:
 
     @property
     def is_active(self) -> bool:
-        """Whether a run is here that is not at its end."""
+        """Whether a run is here that has not ended."""
         return self.is_supervised and self.exists and not self.state().phase.is_end
 
     def state(self) -> State:
-        """Where the run is, by what was last written."""
-        values = json.loads(self._state.read_text(encoding="utf-8"))
+        """The state that was last written."""
+        values = json.loads(self._layout.state.read_text(encoding="utf-8"))
         stage = values["stage"]
         return State(**{**values, "phase": Phase(values["phase"]), "stage": stage and Stage(stage)})
 
     def set_state(self, state: State) -> None:
-        """Replace what `state` returns."""
-        temporary = self._state.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self._state)
+        """Replace the state."""
+        text = json.dumps(asdict(state), indent=2) + "\n"
+        write_atomic(self._layout.state, text.encode(), durable=False)
 
     def add_event(self, event: Event) -> None:
         """Append to the events."""
@@ -116,10 +111,10 @@ class RunFiles:
 
 
 def tail(path: Path, is_over: Callable[[], bool], pause: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file as they are appended, until nothing more will be.
+    """The objects of a JSON-lines file as they are appended, until `is_over`.
 
-    Calls `pause` whenever there is nothing new. What was written before `is_over` first answered true is never missed;
-    a line that was torn by a kill is left out.
+    Calls `pause` when there is nothing new. Reads everything that was written before `is_over` first returned true, and
+    skips a line that a kill cut off.
     """
     position, rest = 0, b""
     while True:
@@ -137,7 +132,7 @@ def tail(path: Path, is_over: Callable[[], bool], pause: Callable[[], None]) -> 
 
 
 def read_last(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
-    """The last objects of a JSON-lines file, as many as are in its last `size` bytes; [] when there is no file."""
+    """The objects in the last `size` bytes of a JSON-lines file; [] if there is no file."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -161,7 +156,7 @@ def _append(path: Path, values: dict[str, Any]) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """End the line that a kill has torn, which would swallow the next one."""
+    """End a line that a kill cut off, so that it does not swallow the next one."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
