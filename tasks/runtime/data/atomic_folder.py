@@ -7,7 +7,6 @@ wait for the first and use its result. On a file system without locks both prepa
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from strata_platform.file_io import acquire_lock
 from tasks.runtime.data.prepared_manifest import is_prepared
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -30,7 +30,7 @@ def folder_lock(target: Path) -> Iterator[None]:
     """
     with open(target.parent / f".{target.name}.lock", "a", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            acquire_lock(file)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from strata_platform.file_io import LockTimeout, acquire_lock, write_atomic
+from strata_platform.run_layout import RunLayout
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
 from tasks.runtime.metrics.metrics_file import read_points
 
@@ -49,70 +49,13 @@ _CHANGEABLE = {
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Paths of a run below `<output>/<name>`."""
-
-    root: Path
+class RunFolder(RunLayout):
+    """The folder of a run, `<output>/<name>`, and what a start may do with it."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
         """The folder of this spec's run. Does not create it."""
         return cls(Path(spec.output).absolute() / spec.name)
-
-    @property
-    def spec(self) -> Path:
-        """The full spec, with all defaults."""
-        return self.root / "spec.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints by step."""
-        return self.root / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def data_commit(self) -> Path:
-        """Commit of the Hub dataset that the run reads; only for runs that read one."""
-        return self.root / "data_commit.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def attempts(self) -> Path:
-        """One line per start of the training processes."""
-        return self.root / "attempts.txt"
-
-    @property
-    def hangs(self) -> Path:
-        """Stacks of hung processes, by attempt."""
-        return self.root / "hangs"
-
-    @property
-    def weights(self) -> Path:
-        """The trained weights, for evaluation and export."""
-        return self.root / "weights"
-
-    @property
-    def model(self) -> Path:
-        """The exported model."""
-        return self.root / "model"
-
-    @property
-    def report(self) -> Path:
-        """The HTML report."""
-        return self.root / "report.html"
-
-    @property
-    def record(self) -> Path:
-        """The completion record, written at the end of training."""
-        return self.root / "record.json"
 
     @property
     def _outputs(self) -> tuple[Path, ...]:
@@ -158,7 +101,7 @@ class RunFolder:
             # `*.id`: the trackers' identifiers of the run.
             for path in (self.metrics, self.attempts, self.data_commit, *self.root.glob("*.id")):
                 path.unlink(missing_ok=True)
-        _write(self.spec, dump_spec(spec))
+        write_atomic(self.spec, dump_spec(spec).encode(), durable=False)
 
     @contextmanager
     def lock(self, timeout: float = LOCK_TIMEOUT) -> Iterator[bool]:
@@ -168,8 +111,8 @@ class RunFolder:
         that a machine is gone. Raises ValueError when another process still holds the lock after `timeout` seconds.
         """
         self.create()
-        with (self.root / ".lock").open("a+") as file:
-            exclusive = _lock(file, time.monotonic() + timeout)
+        with self.lock_file.open("a+") as file:
+            exclusive = _lock(file, timeout)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
@@ -181,7 +124,7 @@ class RunFolder:
 
     def write_data_commit(self, commit: str) -> None:
         """Store the commit of the Hub dataset that the run reads, so that every later start reads the same."""
-        _write(self.data_commit, f"{commit}\n")
+        write_atomic(self.data_commit, f"{commit}\n".encode(), durable=False)
 
     @property
     def _stored_data_commit(self) -> str | None:
@@ -235,33 +178,28 @@ def data_folder(output: str, recipe: DataRecipe) -> Path:
     return Path(output).absolute() / "data" / recipe.hash()
 
 
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def _lock(file: TextIO, timeout: float) -> bool:
+    """Lock the run's lock file; False on a file system without locks."""
+    folder = Path(file.name).parent
 
+    def holder() -> str:
+        file.seek(0)
+        return file.read() or "another process"
 
-def _lock(file: TextIO, deadline: float) -> bool:
-    warned = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "another process"
-            if time.monotonic() >= deadline:
-                raise ValueError(
-                    f"{Path(file.name).parent} is being trained by {holder}; wait for it or end it, or choose another "
-                    "name"
-                ) from None
-            if not warned:
-                log.warning("%s is being trained by %s; waiting for its end", Path(file.name).parent, holder)
-            warned = True
-            time.sleep(0.2)
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): do not start this run twice at the same time", file.name, error)
-            return False
+    try:
+        acquire_lock(
+            file,
+            timeout=timeout,
+            on_wait=lambda: log.warning("%s is being trained by %s; waiting for its end", folder, holder()),
+        )
+        return True
+    except LockTimeout:
+        raise ValueError(
+            f"{folder} is being trained by {holder()}; wait for it or end it, or choose another name"
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): do not start this run twice at the same time", file.name, error)
+        return False
 
 
 def _fixed_fields(spec: RunSpec) -> dict[str, Any]:

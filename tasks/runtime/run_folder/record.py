@@ -7,11 +7,12 @@ therefore read the record and nothing else.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from strata_platform.file_io import write_atomic
 
 NATS = "nats per token"
 """The unit of losses whose exponential is a perplexity."""
@@ -128,11 +129,5 @@ class CompletionRecord(BaseModel):
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` as JSON, atomically and durably."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Replace `path` by `value` as JSON, atomically and durably."""
+    write_atomic(path, (json.dumps(value, indent=2) + "\n").encode(), durable=True)

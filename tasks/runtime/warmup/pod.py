@@ -8,7 +8,6 @@ a GPU there are no kernels, and graphs alone are fetched without a process.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ import torch
 
 from strata_kernels.warmup.budget import Patience
 from strata_kernels.warmup.describe import Description, difference, hearing_misses
+from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
@@ -234,7 +234,7 @@ def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
         return
     name = hashlib.sha256(str(report).encode()).hexdigest()[:16]
     with (own[0] / f"warmup-{name}.lock").open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        acquire_lock(file)
         file.seek(0)
         text = file.read()
         turn = _Turn(json.loads(text) if text else {})
