@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import strata_platform
 from tests.conftest import SLOW
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,13 @@ def test_the_standard_librarys_platform_is_found_in_the_root():
 def test_the_platform_layer_loads_no_torch():
     loaded = modules_after("import strata_platform.cli, strata_platform.spec")
     assert not loaded & {"torch", "triton", "transformers", "tasks"}
+
+
+def test_the_platforms_public_names_are_there_and_imported_when_used():
+    assert not modules_after("import strata_platform") & {"pydantic", "yaml", "typer", "flytekit"}
+    loaded = modules_after("from strata_platform import *; assert Client and RunSpec and SpecError and Phase")
+    assert not loaded & {"torch", "flytekit", "kubernetes"}
+    assert all(hasattr(strata_platform, name) for name in strata_platform.__all__)
 
 
 def test_the_kernel_layer_loads_no_transformers_and_starts_no_cuda():

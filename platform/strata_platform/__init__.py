@@ -1,1 +1,82 @@
-"""The description of a training run, and the tools around it. Never imports torch."""
+"""Describe, check, submit and follow training runs. Never imports torch.
+
+    from strata_platform import connect, load_spec
+
+    client = connect()                            # this machine; connect("flyte") is a cluster
+    run = client.submit(load_spec("my.yaml"))
+    for line in client.logs(run.name, follow=True):
+        print(line.prefix, line.text)
+    print(client.outputs(run.name).model)
+
+Every exception is a `StrataError`; `strata_platform.errors` draws the tree. `strata_platform.testing` has a backend for
+tests of your own code. Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strata_platform.client import Client, connect
+    from strata_platform.errors import (
+        BackendError,
+        DoesNotFit,
+        NotReady,
+        Problem,
+        Refused,
+        RunExists,
+        RunNotFound,
+        SpecError,
+        StrataError,
+        Unreachable,
+        WaitTimeout,
+    )
+    from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+    from strata_platform.spec import RunSpec, dump_spec, load_spec
+
+__all__ = [
+    "BackendError",
+    "Client",
+    "DoesNotFit",
+    "Event",
+    "LogLine",
+    "MetricPoint",
+    "NotReady",
+    "Outputs",
+    "Phase",
+    "Problem",
+    "Refused",
+    "Run",
+    "RunExists",
+    "RunNotFound",
+    "RunSpec",
+    "SpecError",
+    "Stage",
+    "StrataError",
+    "Unreachable",
+    "WaitTimeout",
+    "connect",
+    "dump_spec",
+    "load_spec",
+]
+
+_MODULES = {
+    "client": ("Client", "connect"),
+    "runs": ("Event", "LogLine", "MetricPoint", "Outputs", "Phase", "Run", "Stage"),
+    "spec": ("RunSpec", "dump_spec", "load_spec"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
-"""A program in the place of `python -m tasks.runtime`, which needs no torch and ends as its environment says.
+"""A program in place of `python -m tasks.runtime` that needs no torch and ends as the variable STAND_IN says.
 
-What it leaves and tells is what the runtime does; `tests/test_notebook.py` runs the real one through the client.
+It writes the files and the progress lines of the runtime; `tests/test_notebook.py` runs the real one.
 """
 
 import json
@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 from strata_platform import progress_line
+from strata_platform.run_layout import RunLayout
 from strata_platform.spec import load_spec
+from strata_platform.testing import metric_point
 
 RANK = int(os.environ.get("RANK", "0"))
 spec = load_spec(Path(sys.argv[1]))
-folder = Path(spec.output) / spec.name
-starts = folder / f"starts-{RANK}"
+layout = RunLayout(Path(spec.output) / spec.name)
+starts = layout.root / f"starts-{RANK}"
 
 
 def report_progress(**values):
@@ -25,23 +27,19 @@ def report_progress(**values):
 
 
 def train(first, last, attempt):
-    with (folder / "metrics.jsonl").open("a") as file:
+    with layout.metrics.open("a") as file:
         for step in range(first, last + 1):
-            point = {
-                "step": step, "attempt": attempt, "time": time.time(), "loss": 10.0 / step, "learning_rate": 1e-3,
-                "grad_norm": None, "tokens": 8 * step, "target_tokens": 4 * step, "tokens_per_second": 100.0,
-                "step_seconds": 2.0, "memory_bytes": 1, "metrics": {"reward": 0.5}, "invented_later": 1,
-            }  # fmt: skip
-            file.write(json.dumps(point) + "\n")
+            own = {"attempt": attempt, "time": time.time(), "grad_norm": None, "metrics": {"reward": 0.5}}
+            file.write(json.dumps({**metric_point(step, 10.0 / step, **own).to_dict(), "invented_later": 1}) + "\n")
 
 
 def finish():
-    (folder / "model").mkdir(exist_ok=True)
-    for name in ("model/config.json", "report.html", "record.json"):
-        (folder / name).write_text("{}")
+    layout.model.mkdir(exist_ok=True)
+    for path in (layout.model / "config.json", layout.report, layout.record):
+        path.write_text("{}")
 
 
-folder.mkdir(parents=True, exist_ok=True)
+layout.root.mkdir(parents=True, exist_ok=True)
 attempt = starts.stat().st_size if starts.exists() else 0
 with starts.open("a") as file:
     file.write(".")
@@ -59,7 +57,7 @@ match os.environ["STAND_IN"]:
         if RANK == 0:
             train(2 * attempt + 1, 2 * attempt + 2, attempt)
         if attempt == 0 and spec.topology.world_size == RANK + 1:
-            while not (folder / "metrics.jsonl").exists():
+            while not layout.metrics.exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if attempt == 0:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,19 +32,6 @@ TWO = {"topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}}
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder where `python -m tasks.runtime` is the stand-in, and names of runs are kept."""
-    package = tmp_path / "tasks" / "runtime"
-    package.mkdir(parents=True)
-    for file in (package.parent / "__init__.py", package / "__init__.py"):
-        file.touch()
-    shutil.copy(Path(__file__).with_name("stand_in.py"), package / "__main__.py")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path
-
-
-@pytest.fixture
 def behave(monkeypatch):
     return lambda how: monkeypatch.setenv("STAND_IN", how)
 
@@ -55,7 +41,7 @@ def give_up(number, frame):
 
 
 @pytest.fixture
-def client(place):
+def client(workspace):
     client = Client(LocalBackend(retries=2, grace=1), poll=0.01)
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(120)
@@ -75,10 +61,10 @@ def until_it_trains(client):
     assert "it trains" in (line.text for line in client.logs("run", follow=True))
 
 
-def test_a_run_from_its_submission_to_its_outputs(client, behave, place):
+def test_a_run_from_its_submission_to_its_outputs(client, behave, workspace):
     behave("finishes")
     run = client.submit(spec())
-    assert (run.name, run.backend, run.where) == ("run", "local", str(place / "out" / "run"))
+    assert (run.name, run.backend, run.where) == ("run", "local", str(workspace / "out" / "run"))
     assert not run.is_done
 
     seen = []
@@ -98,15 +84,15 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, place):
     assert [event.reason for event in client.events("run")] == ["Submitted", "Started", "Stage", "Stage", "Succeeded"]
     assert client.list() == [ended]
 
-    assert client.outputs("run").model == str(place / "out" / "run" / "model")
-    copied = client.outputs("run", to=place / "mine")
+    assert client.outputs("run").model == str(workspace / "out" / "run" / "model")
+    copied = client.outputs("run", to=workspace / "mine")
     assert (Path(copied.model) / "config.json").read_text() == "{}"
-    assert {path.name for path in (place / "mine").iterdir()} == {"model", "report.html", "record.json"}
+    assert {path.name for path in (workspace / "mine").iterdir()} == {"model", "report.html", "record.json"}
     with pytest.raises(BackendError, match=r"mine/model, .* is there already; give another folder"):
-        client.outputs("run", to=place / "mine")
-    (place / "my.yaml").touch()
+        client.outputs("run", to=workspace / "mine")
+    (workspace / "my.yaml").touch()
     with pytest.raises(BackendError, match=r"my\.yaml cannot be made a folder: .*; give another"):
-        client.outputs("run", to=place / "my.yaml")
+        client.outputs("run", to=workspace / "my.yaml")
 
 
 def test_a_text_that_looks_like_a_stage_is_a_line(client, behave):
@@ -233,7 +219,7 @@ def test_a_supervisor_that_is_told_to_stop_interrupts_the_run(client, behave):
     assert (ended.phase, ended.message.partition(";")[0]) == (Phase.INTERRUPTED, "ended by SIGTERM")
 
 
-def test_a_name_is_one_run(client, behave, place):
+def test_a_name_is_one_run(client, behave, workspace):
     behave("goes on")
     client.submit(spec())
     for again in (spec(), spec(output="elsewhere")):
@@ -243,9 +229,9 @@ def test_a_name_is_one_run(client, behave, place):
     client.cancel("run")
     behave("finishes")
     client.submit(spec(output="elsewhere"))
-    assert client.wait("run", timeout=60).where == str(place / "elsewhere" / "run")
+    assert client.wait("run", timeout=60).where == str(workspace / "elsewhere" / "run")
     # The first one has lost the name, and is found by its folder.
-    assert client.get(str(place / "out" / "run")).phase is Phase.ABORTED
+    assert client.get(str(workspace / "out" / "run")).phase is Phase.ABORTED
 
 
 def test_what_is_not_there_is_reported(client, behave):
@@ -275,7 +261,7 @@ class OnA100(LocalBackend):
 LARGE = {"model": {"name": "meta-llama/Llama-3.1-8B"}, "objective": {"type": "pretrain"}}
 
 
-def test_what_cannot_fit_is_refused_unless_told_otherwise(place, behave):
+def test_what_cannot_fit_is_refused_unless_told_otherwise(workspace, behave):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
     with pytest.raises(DoesNotFit, match=r"needs [\d.]+ GiB on each GPU, and .* 38.8; this does: .* GPUs"):
@@ -286,7 +272,7 @@ def test_what_cannot_fit_is_refused_unless_told_otherwise(place, behave):
     assert client.estimate(spec(**LARGE), GPUS["b200"]).fits
 
 
-def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(place, behave, caplog):
+def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(workspace, behave, caplog):
     behave("finishes")
     offloaded = {"parallel": {"type": "fsdp", "cpu_offload": True}, "topology": {"nproc_per_node": 2}}
     client = Client(OnA100(), poll=0.01)
@@ -306,7 +292,7 @@ def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(place, behave
     ],
 )
 def test_of_an_adapter_that_is_not_counted_whole_it_is_not_known_whether_it_fits(
-    place, behave, caplog, adapter, model, doubted
+    workspace, behave, caplog, adapter, model, doubted
 ):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
@@ -316,7 +302,7 @@ def test_of_an_adapter_that_is_not_counted_whole_it_is_not_known_whether_it_fits
     client.wait("run", timeout=60)
 
 
-def test_what_takes_more_than_is_counted_does_not_fit_where_that_does_not(place, behave):
+def test_what_takes_more_than_is_counted_does_not_fit_where_that_does_not(workspace, behave):
     dora = {"model": {"name": "meta-llama/Llama-3.1-70B"}, "adapter": {"type": "lora", "use_dora": True}}
     with pytest.raises(DoesNotFit):
         Client(OnA100(), poll=0.01).submit(spec(**dora))
@@ -362,7 +348,7 @@ def test_points_of_another_version_are_told_once(caplog):
     assert caplog.text.count("left out") == 1
 
 
-def test_a_model_of_unknown_shape_is_submitted_with_a_warning(place, behave, caplog):
+def test_a_model_of_unknown_shape_is_submitted_with_a_warning(workspace, behave, caplog):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
     client.submit(spec(model={"name": "owner/unheard-of"}))
@@ -415,19 +401,19 @@ def strata(*arguments, **options):
 
 
 @pytest.mark.parametrize("option", [("--timeout", "nan"), ("--timeout", "inf"), ("--poll", "inf")], ids=" ".join)
-def test_times_that_never_pass_are_refused(place, option):
+def test_times_that_never_pass_are_refused(workspace, option):
     ended = strata("wait", "mine", *option)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert option[0] in ended.stderr and "is not a finite number of at least 0" in ended.stderr
 
 
-def test_the_commands(place, behave):
+def test_the_commands(workspace, behave):
     behave("finishes")
     Path("my.yaml").write_text(yaml.safe_dump({"name": "mine", "output": "out"}))
     submitted = strata("submit", "my.yaml", "--follow", "--poll", "0.05")
     assert submitted.returncode == 0, submitted.stderr
     told = submitted.stdout.splitlines()
-    assert told[0] == f"mine is submitted: {place}/out/mine"
+    assert told[0] == f"mine is submitted: {workspace}/out/mine"
     assert told[1:3] == ["[rank 0] rank 0, start 1", "[rank 0] 100 %"]
     assert told[-1] == "mine succeeded, outputs: strata outputs mine"
 
@@ -438,7 +424,7 @@ def test_the_commands(place, behave):
         "step 3  loss 3.3333  reward 0.500  lr 1.00e-03  100 tok/s"
     )
     assert "Started      start 1 of at most 6" in strata("events", "mine").stdout
-    assert strata("outputs", "mine").stdout.split()[:2] == ["model", f"{place}/out/mine/model"]
+    assert strata("outputs", "mine").stdout.split()[:2] == ["model", f"{workspace}/out/mine/model"]
     missing = strata("logs", "other")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr == "error: no run was submitted here as 'other'; runs: mine\n"

@@ -28,7 +28,7 @@ ERRORS = [
     ("recvVector failed on SocketImpl(fd=3, addr=[a]:1, remote=[b]:2): failed to recv, got 0 bytes", "lost its", True),
     ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", "lost its conn", True),
     ("NCCL error: remote process exited or there was a network error, NCCL version 2.27.5", "lost its conn", True),
-    ("[Errno 28] No space left on device: '/out/checkpoints'", "make room", True),
+    ("[Errno 28] No space left on device: '/out/checkpoints'", "free space", True),
 ]
 
 
