@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.run_folder.metrics_file import read_points
 
 VARIANTS = {
     "kernels": {},

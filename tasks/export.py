@@ -14,9 +14,9 @@ from strata_platform.spec import RunSpec, dump_spec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file
 from tasks.resources import RETRIES
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report import render_body
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 
 

@@ -39,10 +39,10 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.manifest import MANIFEST
 from tasks.runtime.checkpoint.storage import INDEX
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import PRESETS, adopt_tokenizer
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.forked import import_everything
 from tests.runtime.kill_points import (

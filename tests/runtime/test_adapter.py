@@ -15,11 +15,11 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import build_empty_model, build_model, prepare_for_training
 from tasks.runtime.models.lora import add_adapter, base_fingerprint
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.warmup.plan import plan_of
 from tests.runtime.pretrained import save_pretrained

@@ -8,9 +8,9 @@ import pytest
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.metrics.metrics_file import MetricsFile
 from tasks.runtime.metrics.trackers.tracker import identity
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import MetricsFile
 
 
 def spec(tmp_path, **changes):

@@ -13,11 +13,11 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.optim.gradients import withhold
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.step_guard import Guard, RollBack, spike_limit
 from tests.runtime import test_matrix

@@ -6,8 +6,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.training.frameworks.hf import arguments
 from tests.runtime.train_only import train_spec
 

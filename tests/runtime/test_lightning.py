@@ -10,10 +10,10 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.train_only import train_spec
 
 STEPS, SAVED = 6, 2

@@ -14,8 +14,8 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Adapter, Parallel, Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.forked import launch
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec

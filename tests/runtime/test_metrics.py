@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf, nan
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.metrics.metrics_file import MetricsFile, read_points
+from tasks.runtime.run_folder.metrics_file import MetricsFile, read_points
 
 POINT = MetricPoint(
     step=1,

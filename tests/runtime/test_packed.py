@@ -12,10 +12,10 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import collate, fingerprint, prepare
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import build_model, has_fused_loss, patch
 from tasks.runtime.objectives import objective_of
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.train_only import train_spec
 
 DOCUMENTS = 8

@@ -17,7 +17,6 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import build_model
 from tasks.runtime.optim import managed_memory, state_tensors
 from tasks.runtime.optim.lr_schedule import set_learning_rate
@@ -25,6 +24,7 @@ from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import require_installed
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.train_only import train_spec
 
 TYPES = [

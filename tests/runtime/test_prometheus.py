@@ -8,11 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.training.job import Job
 from tests.runtime.free_port import free_port
 from tests.runtime.ruinous import BAD, ruin

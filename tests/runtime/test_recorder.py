@@ -8,11 +8,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Share
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 
 
 @pytest.fixture

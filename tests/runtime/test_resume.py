@@ -16,8 +16,8 @@ import pytest
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from strata_platform.outcomes import HUNG
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.process.watchdog import Watchdog, summary
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 
 ROOT = Path(__file__).parents[2]

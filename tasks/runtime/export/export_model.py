@@ -18,11 +18,11 @@ from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_targets
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import PRESETS, adopt_tokenizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import build_trained_model
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
-from tasks.runtime.metrics.metrics_file import MetricsFile, read_points
 from tasks.runtime.metrics.mfu import Mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import Trackers
 from tasks.runtime.objectives import Share
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import MetricsFile, read_points
 
 if TYPE_CHECKING:
     from tasks.runtime.metrics.trackers.prometheus import Prometheus

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from strata_platform.file_io import LockTimeout, acquire_lock, write_atomic
 from strata_platform.run_layout import RunLayout
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
-from tasks.runtime.metrics.metrics_file import read_points
+from tasks.runtime.run_folder.metrics_file import read_points
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import torch
 from strata_kernels import PatchReport
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.objectives import Objective
 from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 
 if TYPE_CHECKING:
