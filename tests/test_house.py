@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_files_that_are_run_first_are_there():
 def test_folders_that_must_not_be_packages(folder):
     # As a package, `platform` would shadow the standard library's module, and `kernels` Hugging Face's.
     assert not (ROOT / folder / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("distribution", ["kernels", "platform", "tasks"])
+def test_no_two_files_of_a_distribution_have_one_name(distribution):
+    """Whoever looks for a module by its name finds one."""
+    names = Counter(
+        path.name for path in (ROOT / distribution).rglob("*.py") if path.name not in ("__init__.py", "__main__.py")
+    )
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def modules_after(statement: str) -> set[str]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from strata_kernels import join_weight, split_weight
 from tasks.runtime.checkpoint.flat_shard import FlatShard, local_values, shard_of
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.models.lora import has_adapter
 from tasks.runtime.optim.state_tensors import new_slot
 from tasks.runtime.process.rng import random_states, restore_random_states
 
@@ -30,6 +29,11 @@ MASTER = "master"
 
 REMAINDER = "remainder"
 """Name of the optimizer state that holds the low 16 bits of the master weights only."""
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether PEFT has added an adapter to the model."""
+    return hasattr(model, "peft_config")
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
+from tasks.runtime.checkpoint.state import has_adapter
 
 # Imported where there is an adapter: PEFT loads every quantization library that is installed, which takes seconds.
 if TYPE_CHECKING:
@@ -50,11 +51,6 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext():
         return LoraModel(model, config, "default")
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Whether `add_adapter` has put one there."""
-    return hasattr(model, "peft_config")
 
 
 @contextmanager
