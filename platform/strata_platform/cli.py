@@ -1,7 +1,7 @@
 """The command line: `strata`.
 
-Results go to stdout, problems to stderr. Exit codes: 0 done, 1 what was asked about is not so, 2 the input is
-wrong.
+Results go to stdout, problems to stderr. Exit codes: 0 success, 1 a negative answer (does not fit, did not succeed, has
+a problem), 2 wrong input.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def _strata(
 @app.command()
 def spec(
     file: Annotated[
-        Path | None, typer.Argument(help="YAML or JSON file, - for standard input; by default the spec with no fields.")
+        Path | None,
+        typer.Argument(help="YAML or JSON file, - for standard input; without one, the spec with all its defaults."),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a spec instead.")] = False,
-    format: Annotated[Literal["yaml", "json"], typer.Option(help="How the spec is printed.")] = "yaml",
+    format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
 ) -> None:
-    """Check a spec and print it whole, with its defaults filled in."""
+    """Check a spec and print it with its defaults filled in."""
     if schema:
         if file is not None:
             raise typer.BadParameter("--schema describes every spec and reads no FILE; leave one of them out")
@@ -73,28 +74,28 @@ def estimate_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
     gpu: Annotated[
         str | None,
-        typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}; by default that of resources.gpu_type, or h200."),
+        typer.Option(help=f"GPU model: {', '.join(GPUS)}; by default resources.gpu_type, or h200."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, where model.name is not known here.")
+        Path | None, typer.Option(help="The model's config.json, if model.name is not a known model.")
     ] = None,
     tokens: Annotated[
         float | None,
         typer.Option(callback=commands.finite, help="Tokens of the whole run; by default those of training.steps."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(callback=commands.finite, help="Of a GPU for an hour, in any currency.")
+        float | None, typer.Option(callback=commands.finite, help="Price of one GPU for an hour, in any currency.")
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; docs/estimate.md.")
+        Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="The most GPUs that a proposed layout may take.")] = 64,
-    format: Annotated[Literal["text", "json"], typer.Option(help="How the estimate is printed.")] = "text",
+    gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs of the proposed layout.")] = 64,
+    format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: with the prices of the cluster.")
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: use the prices of the cluster.")
     ] = "local",
 ) -> None:
-    """Say whether a run fits, how long it takes and what it costs, and propose the cheapest layout.
+    """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
 
     Exit code 1 if the run does not fit.
     """
@@ -124,11 +125,11 @@ def doctor(
     target: Annotated[
         str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()))
     ] = "laptop",
-    format: Annotated[Literal["text", "json"], typer.Option(help="How the findings are printed.")] = "text",
+    format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
 ) -> None:
-    """Look for what keeps runs from working, and say the way out. Changes nothing.
+    """Check whether runs can work here, and print advice for every problem. Changes nothing.
 
-    Exit code 1 if there is a problem; warnings are none.
+    Exit code 1 if there is a problem; warnings do not count.
     """
     if target not in TARGETS:
         raise typer.BadParameter(f"{target!r} is not one of {', '.join(TARGETS)}", param_hint="TARGET")
@@ -162,16 +163,16 @@ def verify(
 
 
 def _kind(spec: RunSpec) -> str:
-    """The kind of GPU that a spec asks for."""
+    """The GPU model that a spec asks for."""
     asked = spec.resources.gpu_type
     found = asked and gpu_kind(asked)
     if asked and not found:
-        _warn(f"nothing is known of resources.gpu_type {asked!r}: this is for an h200; --gpu names another")
+        _warn(f"resources.gpu_type {asked!r} is not a known GPU: the estimate is for an h200; --gpu names another")
     return found or "h200"
 
 
 def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
-    """Of the table in `file`, or the cluster's; None where there is none. What keeps it from being known is told."""
+    """The price in the table of `file` or of the cluster; None without one. Warns if the price cannot be read."""
     source, table = str(file), None
     if file is not None:
         table = read_prices(file)

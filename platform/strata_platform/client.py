@@ -1,4 +1,4 @@
-"""The client: ten verbs for runs, the same over local processes and over Flyte.
+"""The client: ten verbs for runs, the same for local processes and for Flyte.
 
     client = connect()                         # this machine; connect("flyte") is a cluster
     run = client.submit(load_spec("my.yaml"))
@@ -6,7 +6,7 @@
         print(line.prefix, line.text)
     client.outputs(run.name).model
 
-What it returns is in `strata_platform.runs`, what it raises in `strata_platform.errors`.
+The verbs return the types of `strata_platform.runs` and raise the errors of `strata_platform.errors`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _PROJECT_AND_DOMAIN = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "develo
 
 
 def connect(backend: BackendName = "local", *, image: str | None = None, poll: float = 1.0) -> Client:
-    """A client of this machine, or of a cluster, as the environment names it.
+    """A client of this machine, or of the cluster that the environment names.
 
-    For Flyte these are FLYTECTL_CONFIG and KUBECONFIG, as for Flyte's and Kubernetes' own tools, and STRATA_PROJECT and
-    STRATA_DOMAIN (flytesnacks and development, unless they are set). `image`: see FlyteBackend.
+    For Flyte, FLYTECTL_CONFIG and KUBECONFIG name the cluster, as for Flyte's and Kubernetes' own tools; STRATA_PROJECT
+    and STRATA_DOMAIN default to flytesnacks and development. `image`: see FlyteBackend.
 
-    Raises BackendError when the packages that a cluster needs are not installed.
+    Raises BackendError if the packages for a cluster are not installed.
     """
     if backend == "local":
         return Client(LocalBackend(), poll=poll)
@@ -57,15 +57,15 @@ def _not_installed(error: ModuleNotFoundError) -> BackendError:
 
 
 def project_and_domain() -> tuple[str, str]:
-    """Project and domain, as the environment names them."""
+    """Flyte project and domain, as the environment names them."""
     project, domain = (os.environ.get(name) or default for name, default in _PROJECT_AND_DOMAIN.items())
     return project, domain
 
 
 def prices_of_cluster() -> Prices | None:
-    """The table that the chart put into the namespace of project and domain; None where it put none.
+    """The table of prices that the chart put into the namespace of project and domain; None if there is none.
 
-    Raises SpecError for what is no such table, BackendError when it cannot be asked for.
+    Raises SpecError if the table is not valid, BackendError if the cluster does not answer.
     """
     try:
         from strata_platform.backends.kubernetes_objects import Namespace
@@ -76,33 +76,33 @@ def prices_of_cluster() -> Prices | None:
 
 
 class Client:
-    """Submits runs and follows them. `poll` is how many seconds pass between two looks at a run that goes on."""
+    """Submits runs and follows them. `poll` is the number of seconds between two looks at a run."""
 
     def __init__(self, backend: Backend | None = None, *, poll: float = 1.0) -> None:
         self.backend = backend or LocalBackend()
         self._poll = poll
 
     def submit(self, spec: RunSpec, *, force: bool = False) -> Run:
-        """Start a run, or continue the one whose folder it is; returns at once.
+        """Start a run, or continue the one in the spec's folder; returns at once.
 
         Raises:
-            DoesNotFit: by the estimate, its GPUs have too little memory; `force` submits all the same.
-            RunExists: a run of this name goes on.
+            DoesNotFit: the estimate exceeds the memory of the GPUs; `force` submits the run anyway.
+            RunExists: the run of this name has not ended.
         """
         if not force:
             self._require_fit(spec)
         return self.backend.submit(spec)
 
     def get(self, name: str) -> Run:
-        """The run as it is now. Raises RunNotFound."""
+        """The current state of a run. Raises RunNotFound."""
         return self.backend.get(name)
 
     def wait(self, name: str, *, timeout: float | None = None, show: Callable[[Run], None] | None = None) -> Run:
-        """The run when it has ended, well or not; `show` is called with it at every look before.
+        """The run after it has ended in any way; `show` is called with it at every look before.
 
         Raises:
             RunNotFound: no run has this name.
-            WaitTimeout: it goes on after `timeout` seconds.
+            WaitTimeout: the run has not ended after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         retry = Retry()
@@ -117,43 +117,43 @@ class Client:
             except Unreachable as error:
                 retry.failed(error)
             if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout(f"{name} has not ended after {timeout:g} s; it goes on")
+                raise WaitTimeout(f"{name} has not ended after {timeout:g} s and goes on")
             time.sleep(self._poll)
 
     def logs(self, name: str, *, follow: bool = False) -> Iterator[LogLine]:
-        """What the run's processes printed, all ranks in the order of time.
+        """The lines that the run's processes printed, all ranks in the order of time.
 
-        With `follow` also what they will print: over restarts and preemptions, until the run ends.
+        With `follow` also later lines, over restarts and preemptions, until the run ends.
         """
         return self.backend.logs(name, self._pause(follow))
 
     def metrics(self, name: str, *, follow: bool = False) -> Iterator[MetricPoint]:
-        """The run's steps. One that was done again after a restart comes again, with a higher `attempt`.
+        """The run's steps. A step that was repeated after a restart comes again, with a higher `attempt`.
 
-        With `follow` also the steps to come, until the run ends.
+        With `follow` also later steps, until the run ends.
         """
         return self.backend.metrics(name, self._pause(follow))
 
     def events(self, name: str) -> list[Event]:
-        """What happened to the run so far, the oldest first."""
+        """The run's events so far, the oldest first."""
         return self.backend.events(name)
 
     def cancel(self, name: str) -> Run:
-        """End the run, and return it when it has ended. It keeps its checkpoints: submitted again, it continues."""
+        """End the run, and return it once it has ended. It keeps its checkpoints: submit it again to continue."""
         self.backend.cancel(name)
         return self.wait(name)
 
     def outputs(self, name: str, *, to: Path | None = None) -> Outputs:
-        """Where the model, the report and the record are; with `to`, copied into that folder.
+        """Paths of the model, the report and the record; with `to`, of copies in that folder.
 
-        Raises NotReady when the run has not succeeded.
+        Raises NotReady if the run has not succeeded.
         """
         return self.backend.outputs(name, to)
 
     def estimate(self, spec: RunSpec, gpu: Gpu | None = None) -> Estimate | None:
-        """What the run takes on `gpu`, by default the kind that it would get; None when nothing is known of that.
+        """Memory and time of the run on `gpu`, by default the GPU model that it would get; None if that is unknown.
 
-        Raises SpecError when nothing is known of the model's shape.
+        Raises SpecError if the model's shape is unknown.
         """
         gpu = gpu or self.backend.gpu(spec)
         return None if gpu is None else estimate(spec, shape_of(spec.model.name), gpu)
@@ -175,10 +175,10 @@ class Client:
         if reason or found.fits:
             return
         best = cheapest(spec, found.shape, found.gpu, 64)
-        way_out = f"this does: {describe_layout(best.spec)}" if best else "no layout of it does"
+        advice = f"this layout fits: {describe_layout(best.spec)}" if best else "no layout fits"
         raise DoesNotFit(
             f"the run needs {found.memory.peak / _GIB:.1f} GiB on each GPU, and a {found.gpu.name} has "
-            f"{found.gpu.memory / _GIB:.1f}; {way_out}. 'strata estimate' says more, --force submits it all the same"
+            f"{found.gpu.memory / _GIB:.1f}; {advice}. 'strata estimate' shows details, --force submits it anyway"
         )
 
     def _pause(self, follow: bool) -> Pause | None:

@@ -1,4 +1,4 @@
-"""The commands of `strata` that submit and follow runs: the client's verbs, for a console."""
+"""The commands of `strata` that submit and follow runs: the client's verbs for a terminal."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ app = typer.Typer()
 
 
 def finite(value: float | None) -> float | None:
-    """An option's value as it is; nan and inf, which a number may be to a command line, are refused."""
+    """Check an option's value: a command line accepts nan and inf as numbers, these options do not."""
     if value is not None and not 0 <= value < math.inf:
         raise typer.BadParameter(f"{value} is not a finite number of at least 0")
     return value
 
 
-_Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local one's folder.")]
+_Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local run's folder.")]
 _Backend = Annotated[BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")]
-_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")]
+_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until the run ends.")]
 _Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two looks at a run.")]
-_Format = Annotated[Literal["text", "json"], typer.Option(help="How it is printed.")]
+_Format = Annotated[Literal["text", "json"], typer.Option(help="Output format.")]
 
 _INTERRUPTED = 130
 
@@ -43,16 +43,16 @@ _INTERRUPTED = 130
 def submit(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show its log until it ends, as logs -f does.")
+        bool, typer.Option("--follow", "-f", help="Show the log until the run ends, as logs -f does.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also what by the estimate does not fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit.")] = False,
     image: Annotated[
-        str | None, typer.Option(help="On a cluster: register this folder's workflow first, to run in this image.")
+        str | None, typer.Option(help="On a cluster: first register this folder's workflow to run in this image.")
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
-    """Start a run, or continue one that was stopped. It goes on when this command ends."""
+    """Start a run, or continue one that was stopped. The run outlives this command."""
     with _errors():
         client = _connect(backend, image=image, poll=poll)
         run = client.submit(load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file), force=force)
@@ -65,7 +65,7 @@ def submit(
 
 @app.command()
 def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
-    """Show a run as it is now."""
+    """Show the current state of a run."""
     with _errors():
         run = _connect(backend).get(name)
     if format == "json":
@@ -107,12 +107,12 @@ def list_(format: _Format = "text", backend: _Backend = "local") -> None:
 def wait(
     name: _Name,
     timeout: Annotated[
-        float | None, typer.Option(callback=finite, help="Seconds after which to give up; the run goes on.")
+        float | None, typer.Option(callback=finite, help="Give up after so many seconds; the run goes on.")
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
-    """Show what a run is doing until it ends. Exit code 1 when it did not succeed."""
+    """Show what a run is doing until it ends. Exit code 1 if it does not succeed."""
     with _errors(), _interruptible(name):
         _end(_connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
 
@@ -121,12 +121,12 @@ def wait(
 def logs(
     name: _Name,
     follow: _Follow = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this process alone.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this process.")] = None,
     times: Annotated[bool, typer.Option("--times", help="Begin each line with its time.")] = False,
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print what the processes of a run printed. Exit code 1 when a run that was followed did not succeed."""
+    """Print the log of a run. Exit code 1 if a run that is followed does not succeed."""
     with _errors():
         client = _connect(backend, poll=poll)
         if follow:
@@ -143,7 +143,7 @@ def metrics(
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print the steps of a run; as JSON, one object a line."""
+    """Print the steps of a run; as JSON, one object per line."""
     with _errors(), _interruptible(name):
         for point in _connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
@@ -154,7 +154,7 @@ def metrics(
 
 @app.command()
 def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
-    """Print what happened to a run."""
+    """Print the events of a run."""
     with _errors():
         for event in _connect(backend).events(name):
             if format == "json":
@@ -166,7 +166,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
 
 @app.command()
 def cancel(name: _Name, backend: _Backend = "local") -> None:
-    """End a run and wait for its end. Its checkpoints stay: submitted again, it continues."""
+    """End a run and wait for its end. Its checkpoints stay: submit it again to continue."""
     with _errors():
         client = _connect(backend, poll=0.2)
         before = client.get(name)
@@ -181,32 +181,32 @@ def outputs(
     format: _Format = "text",
     backend: _Backend = "local",
 ) -> None:
-    """Say where the model, the report and the record of a run are."""
+    """Print the paths of the model, the report and the record of a run."""
     with _errors():
         found = _connect(backend).outputs(name, to=to)
     if format == "json":
         _echo_json(found, indent=2)
     else:
-        for kind, place in found.items():
-            typer.echo(f"{kind:<8}{place}")
+        for kind, path in found.items():
+            typer.echo(f"{kind:<8}{path}")
 
 
 def _connect(backend: BackendName, *, image: str | None = None, poll: float = 1.0) -> Client:
-    """A client for a console."""
+    """A client for a terminal."""
     client = clients.connect(backend, image=image, poll=poll)
-    # What goes wrong comes as exceptions; its log has open connections at every exit, with a trace each.
+    # Errors arrive as exceptions; flytekit's log would add a traceback for each open connection at exit.
     logging.getLogger("flytekit").setLevel(logging.CRITICAL)
     return client
 
 
 def _echo_json(value: Any, indent: int | None = None) -> None:
-    """JSON knows no numbers that are none: a loss that is not finite is null."""
+    """Print JSON, which has no NaN or infinity: such a loss becomes null."""
     typer.echo(to_json(value, indent=indent, inf_nan_mode="null").decode())
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Warnings and errors in words, on standard error."""
+    """Print warnings and errors on standard error, without tracebacks."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         yield
@@ -220,7 +220,7 @@ def _errors() -> Iterator[None]:
 
 @contextmanager
 def _interruptible(name: str) -> Iterator[None]:
-    """Ctrl-C ends the looking, not the run."""
+    """Let Ctrl-C end this command and not the run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -241,7 +241,7 @@ def _print_log(client: Client, name: str, *, follow: bool, times: bool, rank: in
 
 
 def _end(run: Run) -> None:
-    """Say how it ended, and end likewise."""
+    """Print how the run ended, and exit with 0 or 1."""
     good = run.phase is Phase.SUCCEEDED
     message = f": {run.message}" if run.message else f", outputs: strata outputs {run.name}" * good
     typer.echo(f"{run.name} {run.phase}{message}", err=not good)
@@ -249,25 +249,25 @@ def _end(run: Run) -> None:
 
 
 class _Line:
-    """A run that is waited for: one line that is rewritten on a terminal, elsewhere a line for each change."""
+    """Shows a run that is waited for: one line that a terminal rewrites, elsewhere a line for each change."""
 
     def __init__(self) -> None:
         self._before = ""
         self._live = sys.stdout.isatty()
 
     def show(self, run: Run) -> None:
-        """Print what is new."""
+        """Print the state of the run if it changed."""
         doing = f"{run.name} {run.phase}" + (f", {run.stage}" if run.stage else "")
         waiting = f", {run.position} before it" if run.position is not None else ""
-        said = f"{doing}{waiting}" + (f" ({run.message})" if run.message else "")
+        text = f"{doing}{waiting}" + (f" ({run.message})" if run.message else "")
         if self._live:
             progress = _progress(run)
             typer.echo(f"\r\x1b[K{doing}{waiting}{progress and '  ' + progress}", nl=False)
-            if run.message and self._before != said:
-                typer.echo(f"\r\x1b[K{said}")
-        elif said != self._before:
-            typer.echo(said)
-        self._before = said
+            if run.message and self._before != text:
+                typer.echo(f"\r\x1b[K{text}")
+        elif text != self._before:
+            typer.echo(text)
+        self._before = text
 
 
 def _progress(run: Run) -> str:

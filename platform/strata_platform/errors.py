@@ -1,16 +1,16 @@
-"""What this package raises on purpose: one tree.
+"""The exceptions of this package.
 
     StrataError             has `status`, `reason`
     ├── SpecError           a spec, or a part of one, has problems; holds all of them
     │                       (also a ValueError and a click.ClickException: see there)
-    ├── DoesNotFit          by the estimate, the run needs more memory than its GPUs have
+    ├── DoesNotFit          the estimate exceeds the memory of the run's GPUs
     ├── RunNotFound         404: no run has this name
-    ├── RunExists           409: a run of this name goes on
-    ├── NotReady            what was asked for is not there yet, or never will be
-    ├── WaitTimeout         the run goes on after the time to wait was over
-    └── BackendError        what a backend answered, and could not do
+    ├── RunExists           409: the run of this name has not ended
+    ├── NotReady            the run has no outputs yet, or never will have
+    ├── WaitTimeout         the run has not ended within the time to wait
+    └── BackendError        a backend failed, or could not do what it was asked
         ├── Refused         401, 403: not logged in, or without the right
-        └── Unreachable     503: nobody answers; asking again may help
+        └── Unreachable     503: no answer; another try may succeed
 
 Problems of the machine (a full disk) keep their own exceptions.
 """
@@ -25,10 +25,10 @@ from click import ClickException
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a spec, and the way out.
+    """One thing that is wrong with a spec, and what to do.
 
     `path` is the field as a person writes it, `optimizer.betas[1]`; empty for the spec as a whole. `given`, `allowed`
-    and `suggestion` (the closest valid name) are ready to print, None where they make no sense. `line` counts from 1.
+    and `suggestion` (the closest valid name) are texts to print, None where they do not apply. `line` counts from 1.
     """
 
     path: str
@@ -52,10 +52,10 @@ class Problem:
 
 
 class StrataError(Exception):
-    """What this package raises on purpose.
+    """Base of the exceptions of this package.
 
-    `status` is an HTTP status where the meaning is that of one, `reason` the short word that programs tell errors apart
-    by: Kubernetes' own where Kubernetes refused, the name of the gRPC code where Flyte did.
+    `status` is an HTTP status where one fits. `reason` is a short word for programs: that of Kubernetes where
+    Kubernetes refused, the name of the gRPC code where Flyte did.
     """
 
     status: int | None = None
@@ -68,7 +68,7 @@ class StrataError(Exception):
 
 
 class DoesNotFit(StrataError):
-    """By the estimate, the run needs more memory than its GPUs have."""
+    """The estimate exceeds the memory of the run's GPUs."""
 
     status, reason = 422, "DoesNotFit"
 
@@ -80,46 +80,46 @@ class RunNotFound(StrataError):
 
 
 class RunExists(StrataError):
-    """A run of this name goes on."""
+    """The run of this name has not ended."""
 
     status, reason = 409, "AlreadyExists"
 
 
 class NotReady(StrataError):
-    """What was asked for is not there yet, or never will be."""
+    """The run has no outputs yet, or never will have."""
 
     status, reason = 425, "NotReady"
 
 
 class WaitTimeout(StrataError):
-    """The run goes on after the time to wait was over."""
+    """The run has not ended within the time to wait."""
 
     status, reason = 408, "Timeout"
 
 
 class BackendError(StrataError):
-    """What a backend answered, and could not do."""
+    """A backend failed, or could not do what it was asked."""
 
     status, reason = 500, "BackendError"
 
 
 class Refused(BackendError):
-    """Not logged in, or without the right."""
+    """The user is not logged in, or lacks a right."""
 
     status, reason = 403, "Forbidden"
 
 
 class Unreachable(BackendError):
-    """Nobody answers; asking again may help."""
+    """The backend does not answer; another try may succeed."""
 
     status, reason = 503, "Unavailable"
 
 
 class SpecError(StrataError, ClickException, ValueError):
-    """A spec has problems; `problems` has every one of them, `str()` a line for each.
+    """A spec has problems; `problems` lists them all, and `str()` has a line for each.
 
-    It is a `ClickException` because `pyflyte run --spec my.yaml` builds the spec inside click: click then prints the
-    list and ends with exit code 2, where any other exception would end in a traceback and exit code 1.
+    It is a `ClickException` because `pyflyte run --spec my.yaml` builds the spec inside click: click prints the list
+    and exits with 2, where any other exception would end in a traceback and exit code 1.
     """
 
     exit_code = 2
@@ -137,6 +137,6 @@ class SpecError(StrataError, ClickException, ValueError):
         return type(self), (self.problems, self.source)
 
     def with_lines(self, source: str, lines: Mapping[str, int]) -> SpecError:
-        """The same problems, said of the file `source`, with the line of each field and in the file's order."""
+        """The same problems in the file `source`, each with the line of its field, sorted by line."""
         found = [replace(problem, line=problem.line or lines.get(problem.path)) for problem in self.problems]
         return SpecError(sorted(found, key=lambda problem: (problem.line is None, problem.line or 0)), source)

@@ -1,4 +1,4 @@
-"""What a cluster's answers say, for those who check one: the doctor, and the tests of the chart."""
+"""Interprets answers of the Kubernetes API, for the doctor and for the tests of the chart."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PYTORCHJOB = "kubeflow.org/pytorchjob"
-"""Kueue's integration that has jobs of several pods wait in queues. It is off as Kueue is shipped."""
+"""Kueue's integration that queues jobs of several pods. Kueue's default configuration does not enable it."""
 
 TASK_LIMITS: Mapping[str, str] = {"cpu": "8", "memory": "32Gi"}
-"""What a container of Strata's own tasks may use, whatever the spec asks for: the most that tasks/resources.py says."""
+"""Limits of Strata's own tasks, whatever the spec requests; the largest ones in tasks/resources.py."""
 
 
 def frameworks(configurations: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The integrations that are on in Kueue's configuration files."""
+    """The integrations that Kueue's configuration files enable."""
     return [name for found in configurations for name in (found.get("integrations") or {}).get("frameworks") or []]
 
 
 def why_inactive(queue: Mapping[str, Any]) -> str | None:
-    """Of a LocalQueue or ClusterQueue why it admits nothing; None when it is active."""
+    """Why a LocalQueue or ClusterQueue admits nothing; None if it is active."""
     conditions: Sequence[Mapping[str, Any]] = (queue.get("status") or {}).get("conditions") or []
     active = next((condition for condition in conditions if condition["type"] == "Active"), None)
     if active is None:
-        return "Kueue says nothing of it; is Kueue running?"
+        return "Kueue has not reported its status; is Kueue running?"
     return None if active["status"] == "True" else f"{active.get('reason')}: {active.get('message')}"
 
 
 def access_review(
     account: tuple[str, str], verb: str, group: str, resource: str, namespace: str | None = None
 ) -> dict[str, Any]:
-    """A SubjectAccessReview: may a service account, by its namespace and name, do that in a namespace, or in all?"""
+    """A SubjectAccessReview of a service account (namespace, name), in one namespace or in all."""
     asked = {"verb": verb, "group": group, "resource": resource}
     return {
         "apiVersion": "authorization.k8s.io/v1",

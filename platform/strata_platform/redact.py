@@ -1,18 +1,19 @@
-"""What of a URL may be shown."""
+"""Removes credentials from URLs before they are shown."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import unquote
 
-# Azure's URLs have a container where others have a user: abfs://container@account.dfs.core.windows.net/path.
+# Azure's URLs have the container where others have a user: abfs://container@account.dfs.core.windows.net/path.
 _CONTAINER = r"(?:abfss?|wasbs?)://[^/?#@:\s'\"]*@[^/?#@\s'\"]*(?![^/?#\s'\"])"
-# A password may have an @ of its own.
+# A password may contain an @.
 _CREDENTIALS = re.compile(rf"(?<![\w+.-])(?!{_CONTAINER})([\w+.-]*://)[^/?#\s'\"]*@", re.IGNORECASE)
-# A question mark alone may be a pattern's.
+# A question mark without a parameter may be part of a glob pattern.
 _QUERY = re.compile(r"(://[^\s?'\"]+)\?[^\s'\"=]*=[^\s'\"]*")
 _PARAMETER = re.compile(r"[?&;]([^=?&;]+)=")
-# Of URLs that let in whoever has them: of S3, Google, Azure, Alibaba, CloudFront, Hugging Face and others.
+# Parameters that grant access to whoever has the URL: of S3, Google, Azure, Alibaba, CloudFront, Hugging Face and
+# others.
 _SECRET_PARAMETERS = frozenset(
     {
         "access_token",
@@ -36,7 +37,7 @@ _SECRET_PARAMETERS = frozenset(
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a user or a password is in it. Azure's container is none.
+    """Whether the URL contains a user or a password. Azure's container is neither.
 
     >>> has_credentials("s3://key:secret@bucket/path"), has_credentials("s3://bucket/user@example.com")
     (True, False)
@@ -47,7 +48,7 @@ def has_credentials(url: str) -> bool:
 
 
 def secret_parameter(url: str) -> str | None:
-    """The name of the first parameter in the URL's query that lets in whoever has it; None where there is none.
+    """The first parameter of the URL that grants access to whoever has it; None if there is none.
 
     >>> secret_parameter("https://account.blob.core.windows.net/rows.jsonl?sv=2026-01-01&sig=1")
     'sig'
@@ -57,7 +58,7 @@ def secret_parameter(url: str) -> str | None:
 
 
 def redacted(text: str) -> str:
-    """`text` with URLs that have neither credentials nor a query, which may be a signature.
+    """`text` without the credentials and the queries of its URLs; a query may be a signature.
 
     >>> redacted("source: 'https://user:word@host/rows.jsonl?X-Signature=1'")
     "source: 'https://...@host/rows.jsonl?...'"

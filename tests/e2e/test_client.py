@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(clust
     spec = named("canceled")
     for execution in (spec.name, f"{spec.name}-x2"):
         assert strata.submit(spec).where.endswith(f"/{execution}")
-        with pytest.raises(RunExists, match=f"goes on already, as execution {execution};"):
+        with pytest.raises(RunExists, match=f"has not ended, as execution {execution};"):
             strata.submit(spec)
         cluster.until_settled(execution)
         assert strata.get(spec.name).phase is Phase.RUNNING

@@ -88,10 +88,10 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, workspace):
     copied = client.outputs("run", to=workspace / "mine")
     assert (Path(copied.model) / "config.json").read_text() == "{}"
     assert {path.name for path in (workspace / "mine").iterdir()} == {"model", "report.html", "record.json"}
-    with pytest.raises(BackendError, match=r"mine/model, .* is there already; give another folder"):
+    with pytest.raises(BackendError, match=r"mine/model, .* exists already; give another folder"):
         client.outputs("run", to=workspace / "mine")
     (workspace / "my.yaml").touch()
-    with pytest.raises(BackendError, match=r"my\.yaml cannot be made a folder: .*; give another"):
+    with pytest.raises(BackendError, match=r"the folder .*my\.yaml cannot be created: .*; give another"):
         client.outputs("run", to=workspace / "my.yaml")
 
 
@@ -223,7 +223,7 @@ def test_a_name_is_one_run(client, behave, workspace):
     behave("goes on")
     client.submit(spec())
     for again in (spec(), spec(output="elsewhere")):
-        with pytest.raises(RunExists, match=r"'run' goes on already, in .*/out/run; follow it") as caught:
+        with pytest.raises(RunExists, match=r"'run' has not ended, in .*/out/run; follow it") as caught:
             client.submit(again)
         assert (caught.value.status, caught.value.reason) == (409, "AlreadyExists")
     client.cancel("run")
@@ -244,7 +244,7 @@ def test_what_is_not_there_is_reported(client, behave):
         client.submit(spec(topology={"nnodes": 2}, parallel={"type": "ddp"}))
     behave("goes on")
     client.submit(spec())
-    with pytest.raises(WaitTimeout, match=r"run has not ended after 0 s; it goes on"):
+    with pytest.raises(WaitTimeout, match=r"run has not ended after 0 s and goes on"):
         client.wait("run", timeout=0)
     with pytest.raises(NotReady, match="run is running"):
         client.outputs("run")
@@ -264,7 +264,7 @@ LARGE = {"model": {"name": "meta-llama/Llama-3.1-8B"}, "objective": {"type": "pr
 def test_what_cannot_fit_is_refused_unless_told_otherwise(workspace, behave):
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
-    with pytest.raises(DoesNotFit, match=r"needs [\d.]+ GiB on each GPU, and .* 38.8; this does: .* GPUs"):
+    with pytest.raises(DoesNotFit, match=r"needs [\d.]+ GiB on each GPU, and .* 38.8; this layout fits: .* GPUs"):
         client.submit(spec(**LARGE))
     assert client.list() == []
     client.submit(spec(**LARGE), force=True)

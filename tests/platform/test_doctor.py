@@ -299,14 +299,19 @@ ILL = {
         FLYTE_MAPS,
         {"items": []},
         "Flyte's limits",
-        "cpu 2, memory 1Gi, gpu 1: workflows are refused, whose tasks may use cpu 8, memory 32Gi",
+        "cpu 2, memory 1Gi, gpu 1: Flyte refuses the workflows, whose tasks have limits of cpu 8, memory 32Gi",
     ),
-    "limits with room for the tasks alone": (FLYTE_MAPS, limits("8", "32Gi"), "Flyte's limits", "asks for more gets"),
-    "limits with too little memory": (FLYTE_MAPS, limits("64", "31Gi"), "Flyte's limits", "workflows are refused"),
-    "limited GPUs": (FLYTE_MAPS, limits(0, 0, 8), "Flyte's limits", "more GPUs gets 8 in each pod"),
-    "no authentication": (FLYTE_MAPS, {"items": []}, "Flyte's authentication", "off: whoever reaches flyteadmin may"),
+    "limits with room for the tasks alone": (FLYTE_MAPS, limits("8", "32Gi"), "Flyte's limits", "requests more"),
+    "limits with too little memory": (FLYTE_MAPS, limits("64", "31Gi"), "Flyte's limits", "refuses the workflows"),
+    "limited GPUs": (FLYTE_MAPS, limits(0, 0, 8), "Flyte's limits", "more GPUs silently gets 8 in each pod"),
+    "no authentication": (
+        FLYTE_MAPS,
+        {"items": []},
+        "Flyte's authentication",
+        "off: anyone who reaches flyteadmin can",
+    ),
     "no right": (REVIEWS, {"status": {"allowed": False}}, "Flyte's rights", "may not create pytorchjobs"),
-    "no operator": (DEPLOYMENTS, {"items": []}, "training operator", "no training operator is there"),
+    "no operator": (DEPLOYMENTS, {"items": []}, "training operator", "no training operator runs"),
     "no jobs": (DEFINITIONS, {"items": []}, "training operator", "there are no PyTorchJobs"),
     "Trainer 2": (
         DEFINITIONS,
@@ -345,7 +350,7 @@ ILL = {
         "/api/v1/namespaces",
         {"items": [tenant("other", "development")]},
         "team: project",
-        "makes the projects flytesnacks, team when it starts; if nobody has made other, it refuses",
+        "creates the projects flytesnacks, team when it starts; unless somebody has created other, it refuses",
     ),
     "a domain that Flyte does not have": (
         "/api/v1/namespaces",
@@ -361,8 +366,8 @@ ILL = {
     ),
     "no queue": (QUEUES, {"items": []}, "team: queues", "there is no queue"),
     "a queue that is off": (QUEUES, {"items": [named("default")]}, "team: queues", "default is not active"),
-    "no default queue": (QUEUES, {"items": [named("q", status=ACTIVE)]}, "team: queues", "has to name one"),
-    "no template": (TEMPLATES, {"items": []}, "team: pod template", "there is none here"),
+    "no default queue": (QUEUES, {"items": [named("q", status=ACTIVE)]}, "team: queues", "must name one"),
+    "no template": (TEMPLATES, {"items": []}, "team: pod template", "which this namespace lacks"),
     "no cache": (
         TEMPLATES,
         {"items": [named("strata", template={"spec": {"containers": [{}]}})]},
@@ -392,9 +397,9 @@ ILL = {
         "/api/v1/nodes",
         {"items": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "0"}}}]},
         "GPU nodes",
-        "1 of 1 GPU nodes have none to give, such as a",
+        "1 of 1 GPU nodes have no allocatable GPU, such as a",
     ),
-    "no policy": (POLICIES, {"items": []}, "team: network policies", "reached by every pod"),
+    "no policy": (POLICIES, {"items": []}, "team: network policies", "every pod of the cluster can reach"),
 }
 
 
@@ -427,7 +432,7 @@ def test_what_a_cluster_lacks_is_said_with_the_way_out(cluster, ill):
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_looked_at(cluster):
     del cluster.answers[QUEUES]
     found = findings()
-    assert found["team: queues"].status == "problem" and "cannot be looked at" in found["team: queues"].message
+    assert found["team: queues"].status == "problem" and "cannot be checked" in found["team: queues"].message
     assert found["team: network policies"].status == "ok"
 
 

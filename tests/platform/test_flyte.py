@@ -23,7 +23,7 @@ from kubernetes.client import ApiException
 
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translate
-from strata_platform.backends.flyte import PHASES, FlyteBackend, words
+from strata_platform.backends.flyte import PHASES, FlyteBackend, error_text
 from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, status_of
 from strata_platform.backends.pod_logs import TimeOrderedLines, line_of
 from strata_platform.client import Client, prices_of_cluster
@@ -328,7 +328,7 @@ def test_why_a_run_failed_is_told_without_its_trace(client, admin):
     ids=["of a pod", "in a frame, before a log"],
 )  # fmt: skip
 def test_the_words_of_a_failure(message, said):
-    assert words(message) == said
+    assert error_text(message) == said
 
 
 def test_a_run_is_canceled_once(client, admin):
@@ -384,14 +384,14 @@ def log_of(*lines, minute=0):
     return "".join(stamped)
 
 
-def test_an_execution_of_another_workflow_is_told_without_outputs(client, admin, monkeypatch):
+def test_an_execution_of_another_workflow_has_no_outputs(client, admin, monkeypatch):
     """A sweep leaves a table and the best spec."""
     admin.add("sweep", core_pb2.WorkflowExecution.SUCCEEDED)
     outputs = SimpleNamespace(outputs=SimpleNamespace(literals={"table": None, "best": None}))
     monkeypatch.setattr("flytekit.remote.FlyteRemote.sync_execution", lambda *arguments: outputs)
     run = client.wait("sweep")
     assert run.phase is Phase.SUCCEEDED
-    assert "of a workflow without the outputs model, report, record; it has best, table" in run.message
+    assert "has no outputs model, report, record; it has best, table" in run.message
     with pytest.raises(BackendError, match="without the outputs model"):
         client.outputs("sweep")
     with pytest.raises(RunNotFound):

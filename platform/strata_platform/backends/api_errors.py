@@ -1,4 +1,4 @@
-"""What Flyte and Kubernetes answer when they do not do what they are asked: the one place where that becomes ours."""
+"""Maps errors of Flyte, gRPC and Kubernetes to the exceptions of `strata_platform.errors`; nothing else does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib3.exceptions import HTTPError
 
 from strata_platform.errors import BackendError, Refused, RunNotFound, StrataError, Unreachable
 
-# gRPC's codes as HTTP statuses; of the others, 500.
+# gRPC codes as HTTP statuses; any other code is 500.
 _STATUS = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 400,
@@ -38,7 +38,7 @@ _KINDS: dict[int, type[StrataError]] = {
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Raise what goes wrong inside as our errors; `what` is what was tried, as in 'to submit x'."""
+    """Translate the errors of the block; `what` completes the sentence "Flyte refused", as in "to submit x"."""
     try:
         yield
     except (ApiException, ConfigException, HTTPError, FlyteException, grpc.RpcError) as error:
@@ -46,14 +46,14 @@ def translated_errors(what: str) -> Iterator[None]:
 
 
 def translate(error: Exception, what: str) -> StrataError:
-    """The error of our tree for one of Kubernetes', gRPC's or flytekit's, with its status, its reason and its words."""
+    """The StrataError for an error of Kubernetes, gRPC or flytekit, with its status, reason and message."""
     if isinstance(error, ApiException):
         return _error(f"Kubernetes refused {what}", int(error.status or 503), error.reason or "Unknown", _body(error))
     if isinstance(error, ConfigException):
         text = f"{error}; set KUBECONFIG to the cluster's file"
-        return BackendError(f"no way to Kubernetes is known, {what}: {text}", reason="NoConfiguration")
+        return BackendError(f"there is no configuration of Kubernetes {what}: {text}", reason="NoConfiguration")
     if isinstance(error, HTTPError):
-        return Unreachable(f"Kubernetes does not answer, {what}: {error}")
+        return Unreachable(f"Kubernetes does not answer the request {what}: {error}")
     call = _call(error)
     if call is not None:
         code = call.code().name
@@ -61,12 +61,12 @@ def translate(error: Exception, what: str) -> StrataError:
     return BackendError(f"Flyte failed {what}: {error}", reason=type(error).__name__)
 
 
-def _error(what: str, status: int, reason: str, words: str) -> StrataError:
-    return _KINDS.get(status, BackendError)(f"{what}: {words}", status=status, reason=reason)
+def _error(what: str, status: int, reason: str, message: str) -> StrataError:
+    return _KINDS.get(status, BackendError)(f"{what}: {message}", status=status, reason=reason)
 
 
 def _call(error: BaseException | None) -> grpc.Call | None:
-    """The answer that flytekit's exception is made from."""
+    """The gRPC call that caused flytekit's exception, if one did."""
     while error is not None:
         if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
             return error

@@ -1,4 +1,4 @@
-"""What the client asks of a place that runs can go to, and what all such places share."""
+"""The interface between the client and a backend, and helpers that the backends share."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stag
 from strata_platform.spec import RunSpec
 
 Pause = Callable[[], None]
-"""Called when there is nothing new, until there may be."""
+"""Waits a moment. A backend calls it when it has nothing new to yield."""
 
 RETRY_SECONDS = 300.0
-"""How long those who follow a run bear that its backend does not answer."""
+"""Seconds for which `wait` and `--follow` keep asking a backend that does not answer."""
 
 log = logging.getLogger(__name__)
 
 
 class Retry:
-    """Bears that a backend does not answer, as it does while parts of a cluster start anew."""
+    """Tolerates a backend that does not answer for a while, as when parts of a cluster restart."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def failed(self, error: Unreachable) -> None:
-        """Say it once. Raises `error` when it has been so for RETRY_SECONDS."""
+        """Log the first failure. Raises `error` after RETRY_SECONDS without an answer."""
         if self._since is None:
             log.warning("%s; trying again", error)
             self._since = time.monotonic()
@@ -41,45 +41,45 @@ class Retry:
             raise error
 
     def succeeded(self) -> None:
-        """It has answered."""
+        """Note that the backend answered."""
         self._since = None
 
 
 class Backend(Protocol):
-    """Local processes, or Flyte. Every method but `submit` raises RunNotFound for a name that no run has."""
+    """Where runs go: local processes, or Flyte. Every method but `submit` raises RunNotFound for an unknown name."""
 
     name: str
 
     def gpu(self, spec: RunSpec) -> Gpu | None:
-        """The kind of GPU that the run would get; None when it gets none, or one that nothing is known of."""
+        """The GPU model that the run would get; None without a GPU, or for a model that is not in `GPUS`."""
 
     def submit(self, spec: RunSpec) -> Run:
-        """Start the run, or continue the one whose folder it is. Raises RunExists when it goes on already."""
+        """Start the run, or continue the one in the spec's folder. Raises RunExists if that one has not ended."""
 
     def get(self, name: str) -> Run:
-        """The run as it is now."""
+        """The current state of the run."""
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """All lines so far; with `pause` also those to come, until the run ends."""
+        """All lines so far; with `pause` also later ones, until the run ends."""
 
     def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
-        """The points so far in the order that they were written; with `pause` also those to come."""
+        """The points so far in the order of writing; with `pause` also later ones, until the run ends."""
 
     def events(self, name: str) -> list[Event]:
-        """What happened so far, the oldest first."""
+        """All events so far, the oldest first."""
 
     def cancel(self, name: str) -> None:
-        """Ask the run to end; does not wait for it. Nothing happens to a run that has ended."""
+        """Ask the run to end, without waiting. Does nothing if it has ended."""
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
-        """Where the outputs of a run that succeeded are; with `to`, in that folder, copied there."""
+        """Paths of the outputs of a run that succeeded; with `to`, of copies in that folder."""
 
     def list(self) -> list[Run]:
         """All runs, the newest first."""
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The kind of GPU that is called so; says that nothing is known of one that is not in the table."""
+    """The GPU model with this name; warns and returns None if `GPUS` does not have it."""
     found = gpu_by_name(name)
     if found is None:
         log.warning("whether the run fits is not known: %s is not among %s", name, ", ".join(GPUS))
@@ -87,34 +87,37 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def destinations(to: Path) -> dict[str, Path]:
-    """The places of outputs in the folder `to`, which is made. Raises BackendError when it is none, or has them."""
+    """Paths for copies of the outputs in the folder `to`, which is created.
+
+    Raises BackendError if `to` cannot be created, or has such files already.
+    """
     found = RunLayout(to).outputs
-    there = [str(place) for place in found.values() if place.exists()]
-    if there:
-        raise BackendError(f"{', '.join(there)} is there already; give another folder", status=409, reason="Exists")
+    existing = [str(path) for path in found.values() if path.exists()]
+    if existing:
+        raise BackendError(f"{', '.join(existing)} exists already; give another folder", status=409, reason="Exists")
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BackendError(f"{to} cannot be made a folder: {error.strerror}; give another", status=409) from error
+        raise BackendError(f"the folder {to} cannot be created: {error.strerror}; give another", status=409) from error
     return found
 
 
 def parse_points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
-    """As points. What is not one is left out, and the first is told of."""
+    """Parse points. Skips values that are not a point, and warns of the first one."""
     left_out = False
     for item in values:
         try:
             point = MetricPoint.of(item)
         except TypeError as error:
             if not left_out:
-                log.warning("metrics that are of another version, or torn, are left out: %s", error)
+                log.warning("metrics of another version, or cut off by a kill, are left out: %s", error)
             left_out = True
         else:
             yield point
 
 
 def with_progress(run: Run, last: Sequence[MetricPoint]) -> Run:
-    """`run` with what its last points tell of where it is, and when its steps will be done."""
+    """`run` with the step, loss and rate of its newest point, and the time that its remaining steps will take."""
     if not last:
         return run
     eta = None

@@ -1,4 +1,4 @@
-"""Runs as executions of a Flyte workflow: FlyteRemote starts and ends them, Kubernetes tells what they are doing."""
+"""Runs as executions of a Flyte workflow. FlyteRemote starts and ends them; Kubernetes shows what they are doing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 WORKFLOW = "workflows.finetune.finetune"
 NAME = "strata/run"
-"""Label of an execution: the name of its run."""
+"""Label of an execution that holds the name of its run."""
 
 PHASES = {
     FlytePhase.UNDEFINED: Phase.QUEUED,
@@ -60,11 +60,12 @@ PHASES = {
 
 
 class FlyteBackend:
-    """Runs on the cluster whose Flyte `config` names, by default the file that pyflyte and flytectl read.
+    """Runs on the cluster of the Flyte configuration file `config`, by default the one that pyflyte and flytectl read.
 
-    A run is the newest of its executions: `NAME`, `NAME-x2` for its second submission, and so on. Started is the
-    newest registered version of the workflow; with `image`, the workflow of the folder `source` is registered first, to
-    run in that image. Kubernetes is that of KUBECONFIG and `context`; without it there are phases, and nothing finer.
+    A run is the newest of its executions: `NAME`, `NAME-x2` for its second submission, and so on. `submit` starts the
+    newest registered version of the workflow; with `image` it first registers the workflow of the folder `source` to
+    run in that image. Stages, logs and events come from the Kubernetes of KUBECONFIG and `context`; without it a run
+    only has phases.
     """
 
     name = "flyte"
@@ -86,7 +87,7 @@ class FlyteBackend:
         self._progress: dict[str, dict[str, Any]] = {}
 
     def gpu(self, spec: RunSpec) -> Gpu | None:
-        """The kind that `resources.gpu_type` names."""
+        """The GPU model that `resources.gpu_type` names."""
         asked = spec.resources
         return find_gpu(asked.gpu_type or "a GPU without resources.gpu_type") if asked.gpu else None
 
@@ -95,7 +96,7 @@ class FlyteBackend:
         earlier = self._executions(spec.name)
         if earlier and not _phase(earlier[-1]).is_end:
             raise RunExists(
-                f"run {spec.name!r} goes on already, as execution {earlier[-1].id.name}; follow it with 'strata logs "
+                f"run {spec.name!r} has not ended, as execution {earlier[-1].id.name}; follow it with 'strata logs "
                 f"-f {spec.name}', end it with 'strata cancel {spec.name}', or choose another name"
             )
         version = self.register() if self._image else None
@@ -104,8 +105,8 @@ class FlyteBackend:
                 workflow = self._remote.fetch_workflow(name=WORKFLOW, version=version)
             except FlyteEntityNotExistException as error:
                 raise BackendError(
-                    f"{WORKFLOW} is not registered in {self._project}-{self._domain}; give the image that it is to run "
-                    "in (--image), or register it: pyflyte register --copy all --destination-dir . --image IMAGE "
+                    f"{WORKFLOW} is not registered in {self._project}-{self._domain}; name the image that it runs in "
+                    "(--image), or register it: pyflyte register --copy all --destination-dir . --image IMAGE "
                     "workflows",
                     status=404,
                     reason="NotRegistered",
@@ -120,7 +121,7 @@ class FlyteBackend:
         return self._run(execution)
 
     def register(self) -> str:
-        """Register the workflow as the source folder has it, under a version of its own."""
+        """Register the workflow of the source folder under a new version, and return that."""
         version = time.strftime("%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06d}"
         pyflyte = [
             str(Path(sys.executable).with_name("pyflyte")),
@@ -128,7 +129,7 @@ class FlyteBackend:
         ]
         place = ["--project", self._project, "--domain", self._domain, "--version", version]
         assert self._image is not None
-        # The folder that the image starts in, as pyflyte run has it; register's own default is root's.
+        # The working directory of the image, as `pyflyte run` uses; the default of `pyflyte register` is /root.
         code = ["--copy", "all", "--destination-dir", ".", "--image", self._image, "workflows/finetune.py"]
         command = [*pyflyte, "register", *place, *code]
         if not (self._source / "workflows" / "finetune.py").is_file():
@@ -142,14 +143,14 @@ class FlyteBackend:
         return version
 
     def get(self, name: str) -> Run:
-        """The newest execution of this name, with what its pods tell."""
+        """The newest execution of this name, with what its pods report."""
         return self._detailed(self._newest(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """What the pods that are still there have printed, and those to come will."""
+        """The logs of the pods that still exist; with `pause` also those of later pods."""
         execution = self._newest(name)
         if _phase(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
-            log.warning("the pods that %s trained in are removed, with their logs; the cluster may keep them", name)
+            log.warning("the training pods of %s are removed, with their logs; the cluster may archive them", name)
         return (line for line in self._lines(execution, pause) if progress_line.decode(line.text) is None)
 
     def _lines(self, execution: Execution, pause: Pause | None) -> Iterator[LogLine]:
@@ -160,7 +161,7 @@ class FlyteBackend:
         return _phase(self._fetch(execution.id.name)).is_end
 
     def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
-        """The points that the training pods tell; of a run that has succeeded, those of its metrics file."""
+        """The points that the training pods report; for a run that succeeded, those of its metrics file."""
         execution = self._newest(name)
         if _phase(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
             return parse_points(map(json.loads, file.splitlines()))
@@ -168,7 +169,7 @@ class FlyteBackend:
         return parse_points(value["point"] for value in values if "point" in value)
 
     def _metrics_file(self, execution: Execution) -> str:
-        """What the training task handed on; empty when there is no such task."""
+        """The text of the metrics file among the training task's outputs; empty if there is no such task."""
         with translated_errors(f"to read the metrics of {execution.id.name}"), tempfile.TemporaryDirectory() as folder:
             synced = self._remote.sync_execution(_promoted(execution), sync_nodes=True)
             for node in synced.node_executions.values():
@@ -182,7 +183,7 @@ class FlyteBackend:
         return ""
 
     def events(self, name: str) -> list[Event]:
-        """What Flyte did with the execution, and what Kubernetes and Kueue noted of its objects."""
+        """Flyte's phases of the execution, and the events that Kubernetes and Kueue recorded for its objects."""
         execution = self._newest(name)
         closure = execution.closure
         found = [Event(closure.created_at.timestamp(), "Submitted", f"as execution {execution.id.name}")]
@@ -198,18 +199,18 @@ class FlyteBackend:
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:
-        """Terminate the execution; Flyte removes its pods, which have their grace period to end."""
+        """Terminate the execution. Flyte deletes its pods, which have their grace period to end."""
         execution = self._newest(name)
         if not _phase(execution).is_end:
             with translated_errors(f"to cancel {name}"):
                 self._remote.terminate(_promoted(execution), "canceled with strata")
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
-        """The execution's outputs in the object store."""
+        """Addresses of the execution's outputs in the object store."""
         execution = self._newest(name)
         phase = _phase(execution)
         if phase is not Phase.SUCCEEDED:
-            raise NotReady(f"{name} is {phase}: outputs are there when a run has succeeded")
+            raise NotReady(f"{name} is {phase}: outputs exist once a run has succeeded")
         with translated_errors(f"to read the outputs of {name}"):
             found = self._output_uris(execution)
             if to is not None:
@@ -219,13 +220,13 @@ class FlyteBackend:
         return Outputs(**found)
 
     def _executions(self, name: str) -> list[Execution]:
-        """All of a run, the oldest first."""
+        """All executions of a run, the oldest first."""
         found: list[Execution] = []
         for number in count(1):
             execution = self._find(_execution_name(name, number))
             if execution is None:
                 return found
-            # Another run may have taken the name that would be the next one's.
+            # Another run may have taken the name of the next execution.
             if number == 1 or _name(execution) == name:
                 found.append(execution)
         raise AssertionError
@@ -238,7 +239,7 @@ class FlyteBackend:
         found = self._executions(name)
         if not found:
             raise RunNotFound(
-                f"no run was submitted to {self._project}-{self._domain} as {name!r}; 'strata list' has all"
+                f"no run was submitted to {self._project}-{self._domain} as {name!r}; 'strata list' shows all"
             )
         return found[-1]
 
@@ -261,7 +262,7 @@ class FlyteBackend:
         return self._namespace
 
     def _run(self, execution: Execution) -> Run:
-        """As Flyte has it."""
+        """The run as Flyte reports it."""
         closure, phase, started = execution.closure, _phase(execution), _started(execution)
         ended = started + closure.duration.total_seconds() if phase.is_end and started is not None else None
         return Run(
@@ -276,7 +277,7 @@ class FlyteBackend:
         )
 
     def _detailed(self, execution: Execution) -> Run:
-        """With where it is, as its pods, its training processes and its record tell."""
+        """The run with its stage and progress, from its pods, its training processes and its record."""
         run = self._run(execution)
         if run.is_done:
             return self._with_record(run, execution) if run.phase is Phase.SUCCEEDED else run
@@ -295,11 +296,11 @@ class FlyteBackend:
             )
             return self._with_training(run, namespace, pods, execution.id.name)
         except BackendError as error:
-            # No rights there, or the machine of rank 0 does not answer: what becomes of the run, Flyte decides.
+            # Without rights to Kubernetes, or while the node of rank 0 does not answer, Flyte's phase remains.
             return replace(run, message="; ".join(filter(None, (run.message, str(error)))))
 
     def _with_training(self, run: Run, namespace: Namespace, pods: Sequence[client.V1Pod], execution: str) -> Run:
-        """With what the training process of rank 0 has told so far; what it told once is remembered."""
+        """The run with the progress that rank 0 reported; values that it reports only once are remembered."""
         known = self._progress.setdefault(execution, {})
         last: list[MetricPoint] = []
         for pod in main_pods(pods):
@@ -325,7 +326,7 @@ class FlyteBackend:
                 self._remote.file_access.get_data(self._output_uris(execution)["record"], str(copy))
                 record = json.loads(copy.read_text(encoding="utf-8"))
         except BackendError as error:
-            # It has succeeded, whether or not the object store can be reached from here.
+            # The run succeeded, whether or not this machine can reach the object store.
             return replace(run, message=str(error))
         return replace(
             run,
@@ -337,12 +338,12 @@ class FlyteBackend:
         )
 
     def _output_uris(self, execution: Execution) -> dict[str, str]:
-        """Where the outputs of an execution that succeeded are."""
+        """Addresses of the outputs of an execution that succeeded."""
         literals = self._remote.sync_execution(_promoted(execution)).outputs.literals
         kinds = ("model", "report", "record")
         if missing := [kind for kind in kinds if kind not in literals]:
             raise BackendError(
-                f"execution {execution.id.name} is of a workflow without the outputs {', '.join(missing)}; it has "
+                f"the workflow of execution {execution.id.name} has no outputs {', '.join(missing)}; it has "
                 f"{', '.join(sorted(literals)) or 'none'}",
                 status=404,
                 reason="NotFound",
@@ -350,7 +351,7 @@ class FlyteBackend:
         return {kind: literals[kind].scalar.blob.uri for kind in kinds}
 
     def list(self) -> list[Run]:
-        """The newest execution of each of the last hundred's runs, as Flyte has them."""
+        """The runs of the last hundred executions, each as its newest execution."""
         with translated_errors("to list runs"):
             recent = self._remote.recent_executions(limit=100)
         newest: dict[str, Execution] = {}
@@ -360,9 +361,9 @@ class FlyteBackend:
 
 
 def _configuration(file: str | None) -> Config:
-    """Of `file`, or as flytekit finds it.
+    """The configuration in `file`, or the one that flytekit finds.
 
-    Raises BackendError for a file that is named and cannot be read: flytekit would go on without it, to this machine.
+    Raises BackendError if a named file cannot be read: flytekit would silently use this machine instead.
     """
     named = file or os.environ.get("FLYTECTL_CONFIG")
     if not named:
@@ -380,13 +381,13 @@ def _configuration(file: str | None) -> Config:
 
 
 def _execution_name(name: str, number: int) -> str:
-    """Of the so-manieth submission of a run. Flyte's names begin with a letter."""
+    """The name of a run's `number`-th execution. Flyte requires names to begin with a letter."""
     first = name if name[:1].isalpha() else f"run-{name}"
     return first if number == 1 else f"{first}-x{number}"
 
 
 def _name(execution: Execution) -> str:
-    """Of the run: what it was submitted as, or for executions that others started, their own."""
+    """The name of the run; for an execution that another client started, the execution's own."""
     labels = execution.spec.labels.values or {}
     return str(labels.get(NAME, execution.id.name))
 
@@ -396,7 +397,7 @@ def _phase(execution: Execution) -> Phase:
 
 
 def _started(execution: Execution) -> float | None:
-    """None before; flytekit has 1970 then."""
+    """When the execution started; None before, where flytekit has 1970."""
     at = execution.closure.started_at
     return at.timestamp() if at is not None and at.timestamp() > 0 else None
 
@@ -404,16 +405,16 @@ def _started(execution: Execution) -> float | None:
 def _message(execution: Execution) -> str:
     closure = execution.closure
     if closure.error is not None:
-        return words(closure.error.message)
+        return error_text(closure.error.message)
     if closure.abort_metadata is not None:
         return str(closure.abort_metadata.cause)
     return ""
 
 
-def words(message: str) -> str:
-    """Of what Flyte says of a failure, the error itself: without the trace, the frames and the log around it."""
+def error_text(message: str) -> str:
+    """The error in Flyte's message of a failure, without the traceback, the frame and the log lines around it."""
     for start in ("\nMessage:\n", "\u256f\n"):
-        # What flytekit writes before an error, and the last corner of the frame that it draws around a trace.
+        # flytekit writes the first before an error; the second is the last corner of the frame around a traceback.
         message = message.rpartition(start)[2]
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith('{"asctime"')]
     return "\n".join(lines[:20])

@@ -1,4 +1,4 @@
-"""A run's objects on Kubernetes: pods, training jobs, what Kueue keeps of both, events."""
+"""The Kubernetes objects of a run: pods, training jobs, Kueue's workloads for both, and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOBS = ("kubeflow.org", "v1", "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
 EXECUTION, TASK, REPLICA = "execution-id", "task-name", "training.kubeflow.org/replica-index"
 
-# What a pod works at, by how the name of its task begins. A training pod tells more itself.
+# The stage of a pod, by the beginning of its task's name. Training pods report theirs in progress lines.
 _STAGES = {
     "tasks-prepare": Stage.PREPARING,
     "tasks-evaluate": Stage.EVALUATING,
@@ -30,7 +30,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run is, as far as its objects tell."""
+    """Stage and position in the queue of a run, as far as its objects show them."""
 
     stage: Stage
     message: str = ""
@@ -39,7 +39,7 @@ class RunStatus:
 
 
 class Namespace:
-    """Reads the objects of a tenant's namespace. Raises errors of our tree, as everything here does."""
+    """Reads the objects of a tenant's namespace. Every method raises errors of `strata_platform.errors`."""
 
     def __init__(self, namespace: str, context: str | None = None) -> None:
         self.namespace = namespace
@@ -54,14 +54,14 @@ class Namespace:
         return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
 
     def status(self, execution: str, pods: Sequence[client.V1Pod]) -> RunStatus:
-        """Where the run is, whose pods these are."""
+        """Stage of an execution that has these pods."""
         return status_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
 
     def events(self, execution: str) -> list[Event]:
-        """What Kubernetes and Kueue noted of an execution's objects, the oldest first. They forget after an hour.
+        """Events that Kubernetes and Kueue recorded for an execution's objects, the oldest first, for about an hour.
 
-        Objects are known by their labels. Those that are gone are known by a name that begins with the execution's;
-        Flyte hashes names of more than 50 letters.
+        Objects that exist are found by their labels. Deleted ones are found by a name that begins with the execution's;
+        Flyte hashes names of more than 50 characters, which are then missed.
         """
         mine = self._uids(execution, self.pods(execution))
         mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
@@ -73,12 +73,12 @@ class Namespace:
         return sorted(events, key=lambda event: event.time)
 
     def _uids(self, execution: str, pods: Sequence[client.V1Pod]) -> set[str]:
-        """Of an execution's pods and jobs."""
+        """The uids of an execution's pods and jobs."""
         jobs = self._list(JOBS, f"{EXECUTION}={execution}")
         return {pod.metadata.uid for pod in pods} | {job["metadata"]["uid"] for job in jobs}
 
     def text(self, config_map: str, key: str) -> str | None:
-        """What a ConfigMap has under a key; None when there is no such thing."""
+        """The value of a ConfigMap's key; None if there is no such map or key."""
         with translated_errors(f"to read the config map {config_map}"):
             try:
                 data = self.core.read_namespaced_config_map(config_map, self.namespace).data
@@ -96,7 +96,7 @@ class Namespace:
                     group, version, self.namespace, plural, label_selector=labels
                 )
             except client.ApiException as error:
-                # Not installed: nothing waits in queues, or there are no jobs of several pods.
+                # The kind is not installed: without Kueue nothing queues, without the operator there are no such jobs.
                 if error.status != 404:
                     raise
                 return []
@@ -105,13 +105,13 @@ class Namespace:
 
 
 def shape_of(pod: client.V1Pod) -> tuple[int, int] | None:
-    """Pods and processes per pod of the training job that this is a pod of; None of any other pod."""
+    """Pods and processes per pod of the training job that the pod belongs to; None for any other pod."""
     found = _TRAINING.match((pod.metadata.labels or {}).get(TASK, ""))
     return (int(found[1]), int(found[2])) if found else None
 
 
 def status_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
-    """Where a run is: its `pods`, all workloads of its namespace, and the uids of its own pods and jobs."""
+    """Stage of a run, by its `pods`, all workloads of its namespace, and the uids of its own pods and jobs (`mine`)."""
     waiting = [workload for workload in workloads if _is_of(workload, mine) and _is_waiting(workload)]
     if waiting:
         return _in_queue(waiting[-1], workloads)
@@ -128,9 +128,9 @@ def status_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: s
 
 
 def _pending(pod: client.V1Pod) -> RunStatus:
-    """A pod that is not running yet: held back, unscheduled, or about to be started."""
+    """Stage of a run with a pending pod: gated, unscheduled, or about to start."""
     if pod.spec.scheduling_gates:
-        # Kueue's, which has not made its workload yet.
+        # Kueue gates a pod until it has made its workload.
         return RunStatus(Stage.WAITING)
     for condition in pod.status.conditions or []:
         if condition.type == "PodScheduled" and condition.status != "True":
@@ -143,7 +143,7 @@ def _pending(pod: client.V1Pod) -> RunStatus:
 
 
 def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
-    """Its queue, how many are before it there, and why it waits, in Kueue's words."""
+    """Status of a queued run: its queue, the number of workloads before it, and Kueue's reason for the wait."""
     queue = workload["spec"].get("queueName")
     others = [other for other in workloads if other["spec"].get("queueName") == queue and _is_waiting(other)]
     reserved = _condition(workload, "QuotaReserved") or {}
@@ -155,7 +155,7 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
 
 
 def _turn(workload: Object) -> tuple[int, str, str]:
-    """What Kueue sorts a queue by: priority, then age."""
+    """Kueue's order of a queue: priority, then age."""
     metadata = workload["metadata"]
     return -int(workload["spec"].get("priority") or 0), metadata["creationTimestamp"], metadata["name"]
 

@@ -1,4 +1,4 @@
-"""Runs as processes of this machine, detached from whoever submits them."""
+"""Runs as processes of this machine, detached from the process that submits them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GONE = "its processes are gone: killed, or the machine was restarted"
 
 
 def default_registry() -> Path:
-    """Where names of runs are kept, as links to their folders."""
+    """The folder that links the names of runs to their folders."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "strata" / "runs"
 
@@ -39,8 +39,8 @@ def default_registry() -> Path:
 class LocalBackend:
     """Runs as processes of this machine.
 
-    A run is found by its name in `registry`, or by the path of its folder. It is started again up to `retries` times
-    when it was killed or hung, and has `grace` seconds to end when it is canceled.
+    A run is found by its name in `registry`, or by the path of its folder. Its supervisor starts it again up to
+    `retries` times after a retryable outcome, and gives it `grace` seconds to end when it is canceled.
     """
 
     name = "local"
@@ -50,7 +50,7 @@ class LocalBackend:
         self._retries, self._grace = retries, grace
 
     def gpu(self, spec: RunSpec) -> Gpu | None:
-        """The kind of this machine's first GPU, as its driver names it."""
+        """The model of this machine's first GPU, as its driver names it."""
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
             answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
@@ -63,7 +63,7 @@ class LocalBackend:
         return find_gpu(answer.stdout.partition("\n")[0])
 
     def submit(self, spec: RunSpec) -> Run:
-        """Start the run; it goes on when this process ends."""
+        """Start the run, which outlives this process."""
         if spec.topology.nnodes > 1:
             raise BackendError(
                 f"topology.nnodes is {spec.topology.nnodes}, and this is one machine; set it to 1",
@@ -71,13 +71,13 @@ class LocalBackend:
                 reason="Invalid",
             )
         if importlib.util.find_spec("tasks") is None:
-            raise BackendError("the training runtime is not installed beside this command; install strata, whole")
+            raise BackendError("the training runtime is not installed with this command; install the package strata")
         files = RunFiles(Path(spec.output).resolve() / spec.name)
         with contextlib.ExitStack() as stack:
             with self._registry_lock():
                 self._require_free_name(spec.name, files)
                 lock = _take_lock(spec.name, files)
-                # In the end the supervisor has it.
+                # The supervisor inherits the lock and keeps it.
                 stack.callback(os.close, lock)
                 files.spec.write_text(dump_spec(spec), encoding="utf-8")
                 files.set_state(State(submitted=time.time()))
@@ -88,14 +88,14 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _registry_lock(self) -> Iterator[None]:
-        """Let one submission at a time find its name free and take it."""
+        """Let one submission at a time check that its name is free and take it."""
         self._registry.mkdir(parents=True, exist_ok=True)
         with (self._registry / ".lock").open("a") as file:
             acquire_lock(file)
             yield
 
     def _require_free_name(self, name: str, files: RunFiles) -> None:
-        """Raises RunExists when a run of another folder has this name and goes on."""
+        """Raises RunExists if an active run of another folder has this name."""
         known = RunFiles((self._registry / name).resolve())
         if known.run != files.run and known.is_active:
             raise _exists(name, known)
@@ -110,7 +110,7 @@ class LocalBackend:
         module = "strata_platform.backends.supervisor"
         arguments = [str(files.run), str(lock), str(self._retries), str(self._grace)]
         with files.output.open("wb") as output:
-            # What is started here detaches itself and ends at once.
+            # The started process detaches its supervisor and ends at once.
             ended = subprocess.run(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -123,11 +123,11 @@ class LocalBackend:
             raise BackendError(f"the run could not be started: {_last_line(files.output)}; see {files.output}")
 
     def get(self, name: str) -> Run:
-        """The run as it is now."""
+        """The current state of the run."""
         return self._run(self._files(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """What the run's processes printed, over all submissions, as the supervisor read it."""
+        """Lines that the run's processes printed, over all submissions."""
         files = self._files(name)
         return (LogLine(**values) for values in _follow(files, files.log, pause))
 
@@ -137,14 +137,14 @@ class LocalBackend:
         return parse_points(_follow(files, files.metrics, pause))
 
     def events(self, name: str) -> list[Event]:
-        """What the supervisor did, and what the run told of its stages."""
+        """Events that the supervisor recorded, and stages that the run reported."""
         files = self._files(name)
         return [Event(**values) for values in _follow(files, files.events, None)]
 
     def cancel(self, name: str) -> None:
-        """Tell the supervisor to end the run."""
+        """Ask the supervisor to end the run."""
         files = self._files(name)
-        # A supervisor that is just starting has not written yet who it is.
+        # A supervisor that has just started has not written its process id yet.
         while files.is_supervised:
             pid = files.state().pid
             if pid is not None:
@@ -153,22 +153,22 @@ class LocalBackend:
             time.sleep(0.05)
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
-        """The files in the run's folder."""
+        """Paths in the run's folder."""
         run = self.get(name)
         folder = Path(run.where)
         if run.phase is not Phase.SUCCEEDED:
-            raise NotReady(f"{name} is {run.phase}: outputs are there when a run has succeeded; it writes to {folder}")
+            raise NotReady(f"{name} is {run.phase}: outputs exist once a run has succeeded; it writes to {folder}")
         found = RunLayout(folder).outputs
-        missing = [str(place) for place in found.values() if not place.exists()]
+        missing = [str(path) for path in found.values() if not path.exists()]
         if missing:
             raise NotReady(
-                f"{name} has succeeded, and is without {', '.join(missing)}: somebody removed it", status=410
+                f"{name} has succeeded, but {', '.join(missing)} is missing: somebody removed it", status=410
             )
         if to is not None:
-            for kind, into in destinations(to).items():
+            for kind, target in destinations(to).items():
                 copy = shutil.copytree if found[kind].is_dir() else shutil.copy2
-                found[kind] = Path(copy(found[kind], into))
-        return Outputs(**{kind: str(place) for kind, place in found.items()})
+                found[kind] = Path(copy(found[kind], target))
+        return Outputs(**{kind: str(path) for kind, path in found.items()})
 
     def list(self) -> list[Run]:
         """The runs of the registry whose folders are still there, the newest first."""
@@ -184,9 +184,9 @@ class LocalBackend:
         return files
 
     def _run(self, files: RunFiles) -> Run:
-        # In this order: what a supervisor has to say at its end is written before it is gone.
-        held, state = files.is_supervised, files.state()
-        if not held and not state.phase.is_end:
+        # In this order: a supervisor writes its last state before it releases the lock.
+        supervised, state = files.is_supervised, files.state()
+        if not supervised and not state.phase.is_end:
             failed = _last_line(files.output)
             why = f"its supervisor failed: {failed}, see {files.output}" if failed else _GONE
             state = replace(state, phase=Phase.INTERRUPTED, stage=None, message=f"{why}; {RESUBMIT}")
@@ -207,16 +207,19 @@ class LocalBackend:
 
 
 def _take_lock(name: str, files: RunFiles) -> int:
-    """The lock of the run's files. Raises RunExists when another has it, BackendError when none can be written."""
+    """Take the lock of the run's files.
+
+    Raises RunExists while another run has it, BackendError if it cannot be written.
+    """
     try:
         lock = files.lock()
         while lock is None and files.exists and not files.is_active:
-            # Its supervisor has had its last word, and is about to end.
+            # The supervisor has written its last state and is about to end.
             time.sleep(0.02)
             lock = files.lock()
     except OSError as error:
         raise BackendError(
-            f"output: {files.folder} cannot be written: {error.strerror}; set output to a folder that may be"
+            f"output: {files.folder} cannot be written: {error.strerror}; set output to a folder that can be"
         ) from error
     if lock is None:
         raise _exists(name, files)
@@ -229,13 +232,13 @@ def _follow(files: RunFiles, file: Path, pause: Pause | None) -> Iterator[dict[s
 
 def _exists(name: str, files: RunFiles) -> RunExists:
     return RunExists(
-        f"run {name!r} goes on already, in {files.run}; follow it with 'strata logs -f {name}', end it with 'strata "
+        f"run {name!r} has not ended, in {files.run}; follow it with 'strata logs -f {name}', end it with 'strata "
         f"cancel {name}', or choose another name"
     )
 
 
 def _signal_supervisor(pid: int, files: RunFiles) -> None:
-    """Tell the supervisor, and no other process that has its number now, to end the run."""
+    """Ask the supervisor to end the run, unless another process has its process id by now."""
     try:
         if b"strata_platform.backends.supervisor" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             raise ProcessLookupError

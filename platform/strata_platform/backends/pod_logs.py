@@ -1,4 +1,4 @@
-"""The logs of a run's pods as one: all ranks in the order of time, over restarts and preemptions."""
+"""Merges the logs of a run's pods: all ranks in the order of time, over restarts and preemptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from strata_platform.runs import LogLine
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 20.0
-"""Seconds that the end of a pod's log is waited for when its run has ended."""
+"""Seconds to wait for the end of a pod's log after its run has ended."""
 
 _OF_RANK = re.compile(r"\[rank (\d+)\] ?")
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
@@ -34,7 +34,7 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\
 
 @dataclass(frozen=True, order=True)
 class _Stamped:
-    """A line with the time that the node gave it: fixed-width text, in nanoseconds of UTC."""
+    """A line with the node's timestamp: fixed-width text, UTC, nanoseconds."""
 
     stamp: str
     number: int
@@ -42,10 +42,10 @@ class _Stamped:
 
 
 def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine] | None:
-    """The time stamp and the line that Kubernetes has for `raw`, of one of a run's pods; None for a line without a
-    stamp, with which a node's kubelet tells of its own troubles in between.
+    """Timestamp and line of `raw`, as Kubernetes returns it from a pod's log; None without a timestamp.
 
-    Processes of a rank other than their pod's first begin their lines with it; a line without is the first one's.
+    The kubelet mixes messages of its own into a log, and those have none. Processes of other ranks than the pod's first
+    begin their lines with the rank; a line without one is the first process's.
     """
     given, _, text = raw.partition(" ")
     stamp = _utc(given)
@@ -66,7 +66,7 @@ def _attempt(pod: client.V1Pod) -> int:
 
 
 def _utc(stamp: str) -> str | None:
-    """As long and in the same zone as all others, so that stamps are ordered as text: nodes write their own zone's."""
+    """The timestamp in UTC and of fixed width, so that timestamps sort as text: nodes write their own time zone."""
     if (found := _STAMP.fullmatch(stamp)) is None:
         return None
     whole, fraction, zone = found.groups()
@@ -81,9 +81,9 @@ def _seconds(stamp: str) -> float:
 
 
 class TimeOrderedLines:
-    """Lines of several pods, given in any order, handed out by their time.
+    """Sorts lines of several pods, which arrive in any order, by their time.
 
-    A line is held back for one round: by the next one, whatever another pod had said before it has arrived.
+    A line is held back for one round: lines that another pod printed earlier have arrived by the next one.
     """
 
     def __init__(self) -> None:
@@ -92,18 +92,18 @@ class TimeOrderedLines:
         self._number = count()
 
     def add(self, stamp: str, line: LogLine) -> None:
-        """Take a line."""
+        """Add a line."""
         heapq.heappush(self._held, _Stamped(stamp, next(self._number), line))
 
     def release(self, last: bool = False) -> Iterator[LogLine]:
-        """The lines up to the newest one of the round before; with `last`, all."""
+        """The lines up to the newest one of the previous round; with `last`, all lines."""
         until, self._newest = self._newest, max((held.stamp for held in self._held), default=self._newest)
         while self._held and (last or self._held[0].stamp <= until):
             yield heapq.heappop(self._held).line
 
 
 class PodLogs:
-    """Reads the logs of an execution's pods, each by a thread of its own while they are followed."""
+    """Reads the logs of an execution's pods; while they are followed, with one thread for each pod."""
 
     def __init__(self, namespace: Namespace, execution: str) -> None:
         self._namespace, self._execution = namespace, execution
@@ -113,7 +113,7 @@ class PodLogs:
         self._warned: set[tuple[str, str]] = set()
 
     def so_far(self) -> Iterator[LogLine]:
-        """What the pods that are still there have printed."""
+        """The lines of the pods that still exist."""
         merged = TimeOrderedLines()
         for pod in filter(has_begun, self._namespace.pods(self._execution)):
             with translated_errors(f"to read the log of {pod.metadata.name}"):
@@ -122,7 +122,7 @@ class PodLogs:
         return merged.release(last=True)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
-        """What they print, and those that come, until the run `is_over` and all of it is read."""
+        """Lines of present and later pods, until the run `is_over` and everything is read."""
         merged, retry = TimeOrderedLines(), Retry()
         try:
             while True:
@@ -145,7 +145,7 @@ class PodLogs:
             self._closed.set()
 
     def _start_readers(self, pods: list[client.V1Pod]) -> None:
-        """A reader for every pod that has begun to print and has none."""
+        """Start a reader for every pod that has a log and no reader."""
         for pod in pods:
             if has_begun(pod) and pod.metadata.uid not in self._readers:
                 reader = threading.Thread(target=self._read_to_end, args=(pod,), daemon=True, name=pod.metadata.name)
@@ -153,13 +153,13 @@ class PodLogs:
                 reader.start()
 
     def _join_readers(self) -> None:
-        """Wait for the readers, though not for one whose machine is gone."""
+        """Wait for the readers, but not without end for a pod whose node is gone."""
         end = time.monotonic() + DRAIN_SECONDS
         for reader in self._readers.values():
             reader.join(max(0.0, end - time.monotonic()))
 
     def _read_to_end(self, pod: client.V1Pod) -> None:
-        """Read to the end of the pod, over connections that are lost: what comes again is skipped."""
+        """Read until the pod ends. After a lost connection, lines that were read before are skipped."""
         last = ""
         while not self._closed.is_set():
             with contextlib.suppress(HTTPError, client.ApiException):
@@ -172,7 +172,7 @@ class PodLogs:
             self._closed.wait(1.0)
 
     def _lines(self, pod: client.V1Pod, *, follow: bool) -> Iterator[tuple[str, LogLine]]:
-        """The pod's lines with their stamps. What the kubelet says in between is a warning, once for each pod."""
+        """The pod's lines with their timestamps. A message of the kubelet is logged as a warning, once for each pod."""
         for raw in read_log(self._namespace, pod, follow=follow):
             if (found := line_of(pod, raw)) is not None:
                 yield found
@@ -182,7 +182,7 @@ class PodLogs:
 
 
 def read_log(namespace: Namespace, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
-    """A pod's log, each line with its time stamp; with `last`, so many lines of its end."""
+    """A pod's log, each line with its timestamp; with `last`, only that many lines of its end."""
     more = {} if last is None else {"tail_lines": last}
     try:
         answer = namespace.core.read_namespaced_pod_log(
@@ -195,7 +195,7 @@ def read_log(namespace: Namespace, pod: client.V1Pod, *, follow: bool, last: int
             **more,
         )
     except client.ApiException as error:
-        # It was removed since it was listed, or its container was.
+        # The pod or its container was deleted after it was listed.
         if error.status not in (400, 404):
             raise
         return
@@ -207,7 +207,7 @@ def read_log(namespace: Namespace, pod: client.V1Pod, *, follow: bool, last: int
 
 
 def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
-    """Of the pods of a run, the one that rank 0 trains in now."""
+    """The pod that rank 0 trains in now, as a list of at most one."""
     return [
         pod
         for pod in pods
@@ -220,13 +220,13 @@ def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
 
 
 def has_begun(pod: client.V1Pod) -> bool:
-    """Whether there is a log to read."""
+    """Whether the pod has a log to read."""
     states = [status.state for status in pod.status.container_statuses or []]
     return any(state.running or state.terminated for state in states)
 
 
 def has_ended(namespace: Namespace, pod: client.V1Pod) -> bool:
-    """Whether the pod will print no more; not known while Kubernetes does not answer."""
+    """Whether the pod has printed its last line; False while Kubernetes does not answer."""
     try:
         now = namespace.core.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
     except client.ApiException as error:

@@ -1,4 +1,4 @@
-"""What is wrong with a laptop, an image, a node or a cluster, in words and with the way out."""
+"""`strata doctor`: finds what is wrong with a laptop, an image, a node or a cluster, and gives advice."""
 
 from strata_platform.doctor.finding import Finding, Status, examine
 from strata_platform.doctor.targets import TARGETS, checks_of

@@ -1,4 +1,4 @@
-"""What is looked at in a cluster, by whoever has a kubeconfig for it, or from a pod. It only reads and asks."""
+"""The doctor's checks of a cluster, from a kubeconfig or from inside a pod. They only read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from strata_platform.kubernetes_answers import PYTORCHJOB, TASK_LIMITS, access_r
 
 _TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
 _DOCS = "docs/cluster.md has the values"
-# Of what is signed with the time, object stores refuse requests that are minutes off.
+# Object stores refuse requests whose signed time is minutes off.
 _SKEW_SECONDS = 30.0
 _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
-# task_resources.limits of flyteadmin 1.16, where its configuration does not say; "0" is none.
+# task_resources.limits of flyteadmin 1.16, where its configuration does not set them; "0" is no limit.
 _SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
 _SHIPPED_DOMAINS = ["development", "staging", "production"]
 
 
 def checks() -> Iterator[Check]:
-    """All that is looked at, from what everything needs to what one tenant does."""
+    """All checks, from the API server down to the objects of each tenant."""
     cluster = ClusterReader()
     yield "API server", partial(_api_server, cluster)
     yield "clocks", partial(_clocks, cluster)
@@ -48,13 +48,13 @@ def checks() -> Iterator[Check]:
 
 
 class ClusterReader:
-    """What is read of a cluster, each thing once."""
+    """Reads a cluster through its API server, each object once."""
 
     @cached_property
     def api(self) -> Any:
-        """A client of the current context, or of the pod's own cluster.
+        """A client of the kubeconfig's current context, or of the pod's own cluster.
 
-        Raises ImportError where this package was installed without its extra `cluster`.
+        Raises ImportError if this package was installed without its extra `cluster`.
         """
         from kubernetes import client, config
 
@@ -65,33 +65,33 @@ class ClusterReader:
         return client.ApiClient()
 
     def request(self, path: str, **more: Any) -> Any:
-        """The API server's answer, as the HTTP response that it is."""
+        """Send a request, and return the HTTP response."""
         method = "POST" if "body" in more else "GET"
         return self.api.call_api(
             path, method, auth_settings=["BearerToken"], _preload_content=False, _request_timeout=20, **more
         )
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
-        """What the API server has at `path`."""
+        """The object at `path`."""
         found: dict[str, Any] = json.loads(self.request(path, query_params=list(query.items())).data)
         return found
 
     def items(self, path: str, **query: str) -> list[dict[str, Any]]:
-        """Of a list."""
+        """The items of the list at `path`."""
         found: list[dict[str, Any]] = self.get(path, **query)["items"]
         return found
 
     @cached_property
     def deployments(self) -> list[dict[str, Any]]:
-        """All."""
+        """All deployments."""
         return self.items("/apis/apps/v1/deployments")
 
     def deployments_running(self, name: str) -> list[dict[str, Any]]:
-        """Deployments one of whose images has `name` in its own."""
+        """Deployments with `name` in the name of one of their images."""
         return [d for d in self.deployments if any(name in image for image in _images(d))]
 
     def configurations(self, name: str) -> Iterator[dict[str, Any]]:
-        """What the config maps beside the deployments of `name` hold, where that is YAML."""
+        """The YAML mappings in the config maps of the namespaces that have deployments of `name`."""
         for namespace in {d["metadata"]["namespace"]: None for d in self.deployments_running(name)}:
             for config_map in self.items(f"/api/v1/namespaces/{namespace}/configmaps"):
                 for text in (config_map.get("data") or {}).values():
@@ -100,7 +100,7 @@ class ClusterReader:
 
     @cached_property
     def flyte(self) -> Mapping[str, Any]:
-        """Flyte's configuration, all of its files in one."""
+        """Flyte's configuration, merged from all of its files."""
         merged: dict[str, Any] = {}
         for part in self.configurations("flyte"):
             merged = _merged(merged, part)
@@ -108,13 +108,13 @@ class ClusterReader:
 
     @cached_property
     def kubernetes_plugin(self) -> Mapping[str, Any]:
-        """Of Flyte's configuration, how it makes pods."""
+        """The part of Flyte's configuration that says how it makes pods."""
         found: Mapping[str, Any] = (self.flyte.get("plugins") or {}).get("k8s") or {}
         return found
 
     @cached_property
     def tenants(self) -> dict[str, dict[str, str]]:
-        """Namespaces that the chart calls a tenant's, with their labels."""
+        """The namespaces that the chart labels as a tenant's, with their labels."""
         found = self.items("/api/v1/namespaces", labelSelector=_TENANT)
         return {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in found}
 
@@ -123,7 +123,7 @@ def _names(cluster: ClusterReader) -> list[str]:
     try:
         return list(cluster.tenants)
     except Exception:
-        # The check of the tenants has said it.
+        # The check of the tenants reports it.
         return []
 
 
@@ -145,7 +145,7 @@ def _api_server(cluster: ClusterReader) -> Finding:
     except Exception as error:
         raise StopChecking(
             f"no cluster answers: {type(error).__name__}: {str(error).splitlines()[0]}",
-            "set KUBECONFIG, choose a context by kubectl config use-context, and check that kubectl get nodes works",
+            "set KUBECONFIG, choose a context with kubectl config use-context, and check that kubectl get nodes works",
         ) from None
     found = tuple(int(re.sub(r"\D", "", version[part])) for part in ("major", "minor"))
     if found < _OLDEST_KUBERNETES:
@@ -156,15 +156,15 @@ def _api_server(cluster: ClusterReader) -> Finding:
 def _clocks(cluster: ClusterReader) -> Finding:
     date = cluster.request("/version").headers.get("Date")
     if date is None:
-        return skipped("the API server does not tell the time")
+        return skipped("the API server sends no date")
     off = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
     if off > _SKEW_SECONDS:
         return problem(
-            f"this clock and the API server's are {off:.0f} s apart: object stores refuse what is signed with a wrong "
-            "time, and tokens are not valid yet or any more",
+            f"this clock and the API server's differ by {off:.0f} s: object stores refuse requests signed with a wrong "
+            "time, and tokens are not yet or no longer valid",
             "run an NTP client (chrony) here and on the nodes",
         )
-    return ok("this one agrees with the API server's")
+    return ok("this clock agrees with the API server's")
 
 
 def _images(deployment: Mapping[str, Any]) -> list[str]:
@@ -184,14 +184,14 @@ def _flyte_version(cluster: ClusterReader) -> Finding:
     for image in images:
         match = re.search(r":v?(\d+)\.(\d+)\.(\d+)", image)
         if match is None:
-            return warning(f"{image} names no version; Flyte 2 is another interface", advice)
+            return warning(f"{image} names no version; Flyte 2 has another interface", advice)
         found = (int(match[1]), int(match[2]), int(match[3]))
         if found[0] != 1:
             return problem(
-                f"{image} is Flyte {found[0]}, another interface; the workflows are written for 1.16", advice
+                f"{image} is Flyte {found[0]}, with another interface; the workflows are written for 1.16", advice
             )
         if found < _OLDEST_FLYTE:
-            return problem(f"{image} takes a run that Kueue suspends for a failed one; 1.16.6 and newer do not", advice)
+            return problem(f"{image} fails a run that Kueue suspends; 1.16.6 and newer do not", advice)
     return ok(", ".join(dict.fromkeys(images)))
 
 
@@ -202,17 +202,17 @@ def _flyte_plugins(cluster: ClusterReader) -> Finding:
         return problem("no configuration of Flyte names enabled-plugins, so pytorch is off", _DOCS)
     missing = [name for name in ("container", "sidecar", "k8s-array", "pytorch") if name not in enabled]
     if missing:
-        return problem(f"enabled-plugins lacks {', '.join(missing)}: runs of several pods are refused", _DOCS)
+        return problem(f"enabled-plugins lacks {', '.join(missing)}: Flyte refuses runs of several pods", _DOCS)
     if (plugins.get("default-for-task-types") or {}).get("pytorch") != "pytorch":
-        return problem("default-for-task-types does not send pytorch to the plugin pytorch", _DOCS)
+        return problem("default-for-task-types does not map pytorch to the plugin pytorch", _DOCS)
     return ok(", ".join(enabled))
 
 
 def _flyte_limits(cluster: ClusterReader) -> Finding:
-    """Whether Flyte lets tasks have what they ask for.
+    """Whether Flyte's limits leave tasks what they request.
 
-    It refuses a task that is registered with more than its limits, and gives one of a dynamic workflow, as training is,
-    no more than these.
+    Flyte refuses to register a task that exceeds its limits. In a dynamic workflow, as training is, it silently lowers
+    the task's resources to them.
     """
     from kubernetes.utils.quantity import parse_quantity
 
@@ -221,19 +221,17 @@ def _flyte_limits(cluster: ClusterReader) -> Finding:
     given = (cluster.flyte.get("task_resources") or {}).get("limits") or {}
     limits = {name: limit for name, limit in (_SHIPPED_LIMITS | given).items() if parse_quantity(limit)}
     if not limits:
-        return ok("none of Flyte's own")
-    said = ", ".join(f"{name} {limit}" for name, limit in limits.items())
-    advice = f'set task_resources.limits of Flyte to "0", which is none; {_DOCS}'
+        return ok("Flyte sets no limits")
+    shown = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+    advice = f'set task_resources.limits of Flyte to "0", which means no limit; {_DOCS}'
     if any(
         name in limits and parse_quantity(limits[name]) < parse_quantity(most) for name, most in TASK_LIMITS.items()
     ):
         needed = ", ".join(f"{name} {most}" for name, most in TASK_LIMITS.items())
-        return problem(f"{said}: workflows are refused, whose tasks may use {needed}", advice)
+        return problem(f"{shown}: Flyte refuses the workflows, whose tasks have limits of {needed}", advice)
     if "gpu" in limits:
-        return problem(
-            f"{said}: a run that asks for more GPUs gets {limits['gpu']} in each pod, without a word", advice
-        )
-    return warning(f"{said}: a run that asks for more gets that, without a word", advice)
+        return problem(f"{shown}: a run that requests more GPUs silently gets {limits['gpu']} in each pod", advice)
+    return warning(f"{shown}: a run that requests more silently gets that", advice)
 
 
 def _flyte_rights(cluster: ClusterReader) -> Finding:
@@ -247,20 +245,20 @@ def _flyte_rights(cluster: ClusterReader) -> Finding:
             answer = cluster.request("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
             if not json.loads(answer.data)["status"]["allowed"]:
                 return problem(
-                    f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: runs of several pods are "
-                    "never started",
+                    f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: Flyte cannot start runs of "
+                    "several pods",
                     f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
                 )
-    return ok("Flyte may make PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
+    return ok("Flyte may create PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
 
 
 def _flyte_authentication(cluster: ClusterReader) -> Finding:
     if not cluster.deployments_running("flyte"):
         return skipped("no deployment of Flyte was found")
     if ((cluster.flyte.get("server") or {}).get("security") or {}).get("useAuth"):
-        return ok("Flyte asks who it is")
+        return ok("on")
     return warning(
-        "off: whoever reaches flyteadmin may see, start and stop the runs of all tenants",
+        "off: anyone who reaches flyteadmin can see, start and stop the runs of all tenants",
         f"set configuration.auth of Flyte's chart; {_DOCS}",
     )
 
@@ -274,32 +272,34 @@ def _training_operator(cluster: ClusterReader) -> Finding:
     jobs = kinds.get("pytorchjobs.kubeflow.org")
     if jobs is None:
         if "trainjobs.trainer.kubeflow.org" in kinds:
-            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not make", advice)
-        return problem("there are no PyTorchJobs", advice)
+            return problem("this is Kubeflow Trainer 2, whose jobs Flyte does not create", advice)
+        return problem("there are no PyTorchJobs: their custom resource definition is missing", advice)
     operators = cluster.deployments_running("training-operator")
     if not operators:
-        return problem("PyTorchJobs can be made, and no training operator is there to run them", advice)
+        return problem(
+            "the custom resource definition of PyTorchJobs exists, but no training operator runs them", advice
+        )
     image = _images(operators[0])[0]
     if not (operators[0].get("status") or {}).get("availableReplicas"):
-        return problem(f"{image} is not available", "kubectl describe its pod; it says why")
-    # Images are named by commits. This field came with 1.9.
+        return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
+    # The operator's images are named by commits. The field managedBy came with version 1.9.
     if "managedBy" not in str(jobs["spec"]["versions"]):
-        return warning(f"{image} is older than 1.9, with which runs were tested", advice)
+        return warning(f"{image} is older than 1.9, the version that was tested", advice)
     return ok(image)
 
 
 def _kueue(cluster: ClusterReader) -> Finding:
     configurations = [found for found in cluster.configurations("kueue") if found.get("kind") == "Configuration"]
     if not configurations:
-        return problem("no configuration of Kueue beside a deployment of it", "install Kueue 0.19; docs/cluster.md")
+        return problem("no configuration of Kueue was found", "install Kueue 0.19; docs/cluster.md")
     found = frameworks(configurations)
     if PYTORCHJOB not in found:
         return problem(
-            f"integrations.frameworks lacks {PYTORCHJOB}, as Kueue is shipped: jobs start without waiting in a queue",
+            f"integrations.frameworks lacks {PYTORCHJOB}, as in Kueue's defaults: jobs start without queueing",
             f"add it and restart Kueue; {_DOCS}",
         )
     if "pod" not in found:
-        return warning("integrations.frameworks lacks pod: runs of one pod do not wait in their queue", _DOCS)
+        return warning("integrations.frameworks lacks pod: runs of one pod do not queue", _DOCS)
     return ok(", ".join(found))
 
 
@@ -316,31 +316,31 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
     dead = [node["metadata"]["name"] for node, gpus in numbers if gpus == 0]
     if dead:
         return problem(
-            f"{len(dead)} of {len(dead) + len(nodes)} GPU nodes have none to give, such as {dead[0]}: their device "
+            f"{len(dead)} of {len(dead) + len(nodes)} GPU nodes have no allocatable GPU, such as {dead[0]}: the device "
             "plugin does not run, or the driver has lost them",
             "look at the device plugin's pod there, and at nvidia-smi or rocm-smi",
         )
     if not nodes:
-        return warning("no node has GPUs to give: runs train on CPUs", "install the GPU operator, or add nodes")
+        return warning("no node has allocatable GPUs: runs train on CPUs", "install the GPU operator, or add nodes")
     label = cluster.kubernetes_plugin.get("gpu-device-node-label")
     if not label:
         return warning(
-            f"{len(nodes)} nodes have GPUs, and Flyte is not told which label names their model: resources.gpu_type "
-            "chooses nothing",
+            f"{len(nodes)} nodes have GPUs, but Flyte's configuration names no label for their model: "
+            "resources.gpu_type selects nothing",
             "set plugins.k8s.gpu-device-node-label of Flyte, for example to nvidia.com/gpu.product",
         )
     bare = [node["metadata"]["name"] for node in nodes if label not in (node["metadata"].get("labels") or {})]
     if bare:
         return warning(
-            f"{len(bare)} of {len(nodes)} GPU nodes have no label {label}, such as {bare[0]}: resources.gpu_type does "
-            "not find them",
-            "install the GPU feature discovery, or label them",
+            f"{len(bare)} of {len(nodes)} GPU nodes have no label {label}, such as {bare[0]}: gpu_type cannot "
+            "select them",
+            "install NVIDIA's GPU feature discovery, or label them",
         )
     return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
 
 
 def _gpus_of(node: Mapping[str, Any]) -> int | None:
-    """How many its pods may have; None where it never had any."""
+    """The number of allocatable GPUs; None for a node that never had any."""
     allocatable = node["status"].get("allocatable") or {}
     numbers = [int(number) for name, number in allocatable.items() if name.endswith("/gpu")]
     return sum(numbers) if numbers else None
@@ -356,11 +356,11 @@ def _tenants(cluster: ClusterReader) -> Finding:
 
 
 def _project(cluster: ClusterReader, namespace: str) -> Finding:
-    """Whether Flyte has the tenant's project and domain, as far as its configuration says it."""
+    """Whether Flyte has the tenant's project and domain, as far as its configuration shows it."""
     labels = cluster.tenants[namespace]
     project, domain = labels.get(_PROJECT), labels.get(_DOMAIN)
     if project is None or domain is None:
-        return skipped(f"the labels {_PROJECT} and {_DOMAIN} do not say whose it is")
+        return skipped(f"the namespace has no labels {_PROJECT} and {_DOMAIN}")
     domains = [each["id"] for each in cluster.flyte["domains"]] if "domains" in cluster.flyte else _SHIPPED_DOMAINS
     if domain not in domains:
         return problem(
@@ -371,9 +371,9 @@ def _project(cluster: ClusterReader, namespace: str) -> Finding:
     made = {*(admin.get("seedProjects") or []), *(each["name"] for each in admin.get("seedProjectsWithDetails") or [])}
     if made and project not in made:
         return warning(
-            f"Flyte makes the projects {', '.join(sorted(made))} when it starts; if nobody has made {project}, it "
-            "refuses the tenant's runs",
-            "add it to flyte-core-components.admin.seedProjects of Flyte's chart, also where it has been made",
+            f"Flyte creates the projects {', '.join(sorted(made))} when it starts; unless somebody has created "
+            f"{project}, it refuses the tenant's runs",
+            "add it to flyte-core-components.admin.seedProjects of Flyte's chart, even if it exists already",
         )
     return ok(f"{project}, {domain}")
 
@@ -381,7 +381,7 @@ def _project(cluster: ClusterReader, namespace: str) -> Finding:
 def _queues(cluster: ClusterReader, namespace: str) -> Finding:
     queues = cluster.items(f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{namespace}/localqueues")
     if not queues:
-        return problem("there is no queue: a run that names one waits for ever", "give the tenant queues in the chart")
+        return problem("there is no queue: a run that names one waits forever", "give the tenant queues in the chart")
     for queue in queues:
         why = why_inactive(queue)
         if why is not None:
@@ -389,8 +389,8 @@ def _queues(cluster: ClusterReader, namespace: str) -> Finding:
     names = [queue["metadata"]["name"] for queue in queues]
     if "default" not in names:
         return warning(
-            f"there is no queue called default, only {', '.join(names)}: a run has to name one in resources.queue",
-            "call one of them default, if that is not what is wanted",
+            f"there is no queue called default, only {', '.join(names)}: a run must name one in resources.queue",
+            "call one of them default, unless that is intended",
         )
     return ok(", ".join(names))
 
@@ -399,7 +399,7 @@ def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
     name = cluster.kubernetes_plugin.get("default-pod-template-name")
     if not name:
         return problem(
-            "Flyte is told of no pod template, so pods have no cache and no limits to what they may do",
+            "Flyte's configuration names no pod template: pods have no kernel cache and no security context",
             f"set plugins.k8s.default-pod-template-name of Flyte; {_DOCS}",
         )
     found = [
@@ -409,17 +409,17 @@ def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
     ]
     if not found:
         return problem(
-            f"Flyte starts pods from the template {name}, and there is none here: it takes none, in silence",
+            f"Flyte's configuration names the pod template {name}, which this namespace lacks: Flyte uses none",
             "make the chart's tenantDefaults.podTemplate.name and Flyte's default-pod-template-name the same",
         )
     spec = found[0]["template"]["spec"]
     environment = {e["name"] for c in spec["containers"] for e in c.get("env") or []}
     if "TRITON_CACHE_DIR" not in environment:
         return warning(
-            f"{name} does not set TRITON_CACHE_DIR: kernels go where the image says, and are gone with the pod",
-            "mount a folder of the node and name it there",
+            f"{name} does not set TRITON_CACHE_DIR: kernels go to the image's default folder and vanish with the pod",
+            "mount a folder of the node and set TRITON_CACHE_DIR to it",
         )
-    return ok(f"{name}, with a cache of kernels")
+    return ok(f"{name}, with a kernel cache")
 
 
 def _network_policies(cluster: ClusterReader, namespace: str) -> Finding:

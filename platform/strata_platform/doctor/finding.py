@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""Checks and their findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Status = Literal["ok", "skipped", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says: how it is, and for what is not well the way out."""
+    """The result of one check; warnings and problems have advice."""
 
     status: Status
     message: str
@@ -19,21 +19,21 @@ class Finding:
 
 
 Check = tuple[str, Callable[[], Finding]]
-"""What is looked at, and what looks. A look that raises is a problem: of what cannot be seen nothing good is known."""
+"""Name and function of a check. One that raises is a problem: nothing good is known of what it was to examine."""
 
 
 def ok(message: str) -> Finding:
-    """It is well."""
+    """The check passed."""
     return Finding("ok", message)
 
 
 def skipped(message: str) -> Finding:
-    """It does not matter here."""
+    """The check does not apply here."""
     return Finding("skipped", message)
 
 
 def warning(message: str, advice: str) -> Finding:
-    """Runs work, and will not do so well as they could, or not always."""
+    """Runs work, but slower than they could, or not always."""
     return Finding("warning", message, advice)
 
 
@@ -43,7 +43,7 @@ def problem(message: str, advice: str) -> Finding:
 
 
 class StopChecking(Exception):
-    """Nothing more can be looked at: `advice` says what to do first."""
+    """No further check is possible; `advice` says what to do first."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -51,20 +51,20 @@ class StopChecking(Exception):
 
 
 def examine(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
-    """Make each of `checks` in turn, up to one that finds that no further one can be made; names, and what is found."""
-    for name, look in checks:
+    """Run the checks in order, until one raises StopChecking; yields each name with its finding."""
+    for name, check in checks:
         try:
-            yield name, look()
+            yield name, check()
         except StopChecking as error:
             yield name, problem(str(error), error.advice)
             return
         except Exception as error:
-            message = f"cannot be looked at: {type(error).__name__}: {_words(error)}"
-            yield name, problem(message, "mend what the message names, and look again")
+            message = f"cannot be checked: {type(error).__name__}: {_first_line(error)}"
+            yield name, problem(message, "fix what the message names and run the doctor again")
 
 
-def _words(error: Exception) -> str:
-    """The message of Kubernetes' own answer, or the first line of another."""
+def _first_line(error: Exception) -> str:
+    """Kubernetes' own reason, or the first line of the error."""
     reason = getattr(error, "reason", None)
     lines = str(reason or error).strip().splitlines()
     return lines[0] if lines else "no message"

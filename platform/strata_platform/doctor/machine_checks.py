@@ -1,4 +1,4 @@
-"""What is looked at on a machine: a laptop, a node, or an image from its inside. Starts no CUDA in this process."""
+"""The doctor's checks of a machine: a laptop, a node, or an image from its inside. They start no CUDA themselves."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from strata_platform.doctor.finding import Finding, ok, problem, skipped, warnin
 
 _MIB = 2**20
 _GIB = 2**30
-# Of a CUDA major version, the oldest driver that runs it. Source: NVIDIA's table of minor version compatibility.
+# The oldest driver for each CUDA major version, by NVIDIA's table of minor version compatibility.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-# Of one GPU, and of each further one: NCCL's buffers and the rows that data loaders hand over.
+# Shared memory for each GPU: NCCL's buffers, and the rows that data loaders pass on.
 _SHARED_MEMORY = _GIB
 _REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "fuse.")
 _SHADOWED = {
     "platform": "Python's own module, without which pip, flytekit and torch do not start",
     "kernels": "Hugging Face's package, which transformers imports from",
 }
-# Run in a process of its own: torch is no dependency of this package, and a broken driver may end the process.
+# Runs in a process of its own: torch is no dependency of this package, and a broken driver may kill the process.
 _PROBE = """\
 import json, warnings
 warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ else:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to look; `here` is this one."""
+    """The machine to check."""
 
     environment: Mapping[str, str]
     folder: Path
@@ -72,16 +72,16 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, this process's environment and its working directory."""
+        """This machine, with this process's environment and working directory."""
         return cls(dict(os.environ), Path.cwd(), os.getuid())
 
     def which(self, program: str) -> str | None:
-        """Where a program is, by the environment's PATH."""
+        """The path of a program, by the environment's PATH."""
         return shutil.which(program, path=self.environment.get("PATH", os.defpath))
 
     @cached_property
     def torch(self) -> dict[str, Any]:
-        """What torch sees: versions, GPUs, and its error."""
+        """What torch reports: versions, GPUs, and its error."""
         result = subprocess.run(
             [sys.executable, "-c", self.probe], env=dict(self.environment), text=True, capture_output=True, timeout=120
         )
@@ -93,7 +93,7 @@ class Machine:
 
     @cached_property
     def driver(self) -> tuple[str, int] | None:
-        """The NVIDIA driver's version, and how many GPUs it has; None without one."""
+        """The NVIDIA driver's version and number of GPUs; None without a driver."""
         program = self.which("nvidia-smi")
         if program is None:
             return None
@@ -107,7 +107,7 @@ def _python(machine: Machine) -> Finding:
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
         return ok(running)
-    return problem(f"{running}; Flyte's library and this one need 3.11 or 3.12", "make an environment of Python 3.12")
+    return problem(f"{running}; flytekit and this package need 3.11 or 3.12", "create an environment with Python 3.12")
 
 
 def _packages(machine: Machine) -> Finding:
@@ -133,7 +133,7 @@ def _shadowing(machine: Machine) -> Finding:
                 f"{machine.folder} has a Python package called {name}, which hides {whose}",
                 f"rename it, or remove {name}/__init__.py",
             )
-    return ok("nothing here hides a module that is needed")
+    return ok("no module here hides one that is needed")
 
 
 def _flyte(machine: Machine) -> Finding:
@@ -157,7 +157,7 @@ def _flyte(machine: Machine) -> Finding:
 
 
 def _gpu(machine: Machine) -> Finding:
-    """Whether driver, torch and GPU go together."""
+    """Whether driver, torch and GPU fit together."""
     found, driver = machine.torch, machine.driver
     if "missing" in found:
         return skipped("torch is not installed")
@@ -184,7 +184,7 @@ def _gpu(machine: Machine) -> Finding:
 
 
 def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Finding:
-    """Why torch sees no GPU where there may be one."""
+    """Why torch sees no GPU although there may be one."""
     if not found.get("cuda") and not found.get("hip") and not found["error"]:
         assert driver is not None
         return problem(
@@ -194,7 +194,7 @@ def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Findi
     why = f": {found['error']}" if found["error"] else ""
     if driver is None:
         if not found["torch"]:
-            return problem(f"torch does not start{why}", "install it anew")
+            return problem(f"torch does not start{why}", "reinstall it")
         return skipped(f"torch {found['torch']}, and no driver: runs train on the CPU")
     major = int(str(found.get("cuda") or "0").partition(".")[0])
     oldest = _DRIVERS.get(major)
@@ -210,14 +210,14 @@ def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Findi
 
 
 def _runs_on(capability: tuple[int, int], archs: list[str]) -> bool:
-    """Code runs on GPUs of its major version that are as new or newer; PTX (compute_) on all newer ones."""
+    """Whether torch has code for a GPU: cubins run on later GPUs of one major version, PTX on all later ones."""
     for arch in archs:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
         if match:
             built = int(match[2]), int(match[3])
             if built <= capability and (match[1] == "compute" or built[0] == capability[0]):
                 return True
-    # ROCm names its architectures otherwise (gfx942), and torch has refused those that it has no code for.
+    # ROCm names its architectures differently (gfx942), and torch has already refused those that it has no code for.
     return all(arch.startswith("gfx") for arch in archs)
 
 
@@ -228,11 +228,11 @@ def _compiler(machine: Machine) -> Finding:
     if found is None:
         if baked:
             return warning(
-                "no C compiler: kernels that were not baked cannot be launched", "install gcc, or bake every model"
+                "no C compiler: kernels that are not baked in cannot be launched", "install gcc, or bake every model"
             )
-        return problem("no C compiler, with which Triton builds what launches its kernels", "install gcc, or set CC")
+        return problem("no C compiler, which Triton needs to build launchers", "install gcc, or set CC")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return problem(f"{found}, but no Python.h, which it needs", "install Python's headers (python3-dev)")
+        return problem(f"{found}, but no Python.h, which launchers need", "install Python's headers (python3-dev)")
     return ok(f"{found}, with Python's headers")
 
 
@@ -245,19 +245,19 @@ def _triton_cache(machine: Machine) -> Finding:
             pass
     except OSError as error:
         return problem(
-            f"{folder} cannot be written: {error.strerror}; what is not compiled yet ends the run",
+            f"{folder} cannot be written: {error.strerror}; the first kernel that has to be compiled ends the run",
             "set TRITON_CACHE_DIR to a folder of the node that can be",
         )
     kind = _file_system(existing, machine.mounts)
     if kind.startswith(_REMOTE_FILE_SYSTEMS):
         return problem(
-            f"{folder} is on {kind}: pods that compile there at once read each other's halves",
-            "set TRITON_CACHE_DIR to a folder of the node, and share kernels by kernels.store",
+            f"{folder} is on {kind}: pods that compile there at the same time read each other's incomplete files",
+            "set TRITON_CACHE_DIR to a folder of the node, and share kernels with kernels.store",
         )
     if "TRITON_CACHE_DIR" not in machine.environment and machine.environment.get("KUBERNETES_SERVICE_HOST"):
         return warning(
-            f"TRITON_CACHE_DIR is not set, so it is {folder}",
-            "set it to one path on all nodes: what was compiled for another path is compiled anew",
+            f"TRITON_CACHE_DIR is not set; the default is {folder}",
+            "set it to one path on all nodes: kernels compiled for another path are compiled again",
         )
     return ok(f"{folder} can be written")
 
@@ -277,26 +277,26 @@ def _shared_memory(machine: Machine) -> Finding:
 
 def _tar(machine: Machine) -> Finding:
     if machine.which("tar"):
-        return ok("tar unpacks the code that a run is registered with")
+        return ok("tar is there to unpack the code that a run is registered with")
     return problem("no tar, which unpacks the code that a run is registered with", "install tar")
 
 
 def _user(machine: Machine) -> Finding:
     if machine.user:
         return ok(f"user {machine.user}")
-    return warning("runs as root, which a namespace of the restricted standard refuses", "set USER in the image")
+    return warning("runs as root, which the restricted pod security standard refuses", "set USER in the image")
 
 
 def _baked(machine: Machine) -> Finding:
     folder = machine.environment.get("STRATA_BAKED_KERNELS")
     if not folder:
         return warning(
-            "no kernels are baked in: every pod compiles them or asks a store",
-            "build the image with --build-arg MODELS, or set STRATA_BAKED_KERNELS to where they are",
+            "no kernels are baked in: every pod compiles them or downloads them from a store",
+            "build the image with --build-arg MODELS, or set STRATA_BAKED_KERNELS to their folder",
         )
     manifests = sorted(Path(folder).glob("**/manifest.json"))
     if not manifests:
-        return problem(f"STRATA_BAKED_KERNELS is {folder}, and no manifest.json is there", "bake anew, or unset it")
+        return problem(f"STRATA_BAKED_KERNELS is {folder}, which has no manifest.json", "bake again, or unset it")
     return ok(f"kernels of {len(manifests)} bakes in {folder}")
 
 
@@ -308,7 +308,7 @@ def _version(name: str) -> str | None:
 
 
 def _file_system(path: Path, mounts: Path) -> str:
-    """The type of the file system that has `path`."""
+    """The type of the file system of `path`."""
     kind, longest = "", -1
     for line in mounts.read_text(encoding="utf-8").splitlines() if mounts.exists() else []:
         _, point, found, *_ = line.split(" ")
@@ -317,14 +317,14 @@ def _file_system(path: Path, mounts: Path) -> str:
     return kind
 
 
-Look = Callable[[Machine], Finding]
-_TRAINS: tuple[tuple[str, Look], ...] = (
+Check = Callable[[Machine], Finding]
+_TRAINS: tuple[tuple[str, Check], ...] = (
     ("GPU, driver and torch", _gpu),
     ("C compiler", _compiler),
     ("Triton's cache", _triton_cache),
     ("shared memory", _shared_memory),
 )
-CHECKS: Mapping[str, tuple[tuple[str, Look], ...]] = {
+CHECKS: Mapping[str, tuple[tuple[str, Check], ...]] = {
     "laptop": (
         ("Python", _python),
         ("packages", _packages),

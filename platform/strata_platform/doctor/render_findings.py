@@ -1,4 +1,4 @@
-"""Findings as people and programs read them."""
+"""Renders findings, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS = {"ok": "ok", "skipped": "-", "warning": "warning", "problem": "PROBLEM"
 
 
 def table(findings: Iterable[tuple[str, Finding]]) -> str:
-    """A line for each, and the way out below what is not well."""
+    """A line for each finding, with its advice below it."""
     found = list(findings)
     width = max((len(name) for name, _ in found), default=0)
     lines = []

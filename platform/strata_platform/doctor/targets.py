@@ -1,4 +1,4 @@
-"""Where the doctor looks, and at what."""
+"""The targets of the doctor and their checks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from strata_platform.doctor import machine_checks
 from strata_platform.doctor.finding import Check
 
 TARGETS = {
-    "laptop": "where runs are submitted from",
-    "image": "inside a container of the image that trains",
-    "node": "on a machine, or in a pod, that is to train",
-    "cluster": "the cluster of the current kubeconfig context, or the one this pod is in",
+    "laptop": "the machine that submits runs",
+    "image": "a container of the training image, from its inside",
+    "node": "a machine or a pod that is to train",
+    "cluster": "the cluster of the current kubeconfig context, or of this pod",
 }
 
 
 def checks_of(target: str) -> Iterator[Check]:
-    """What is looked at in one of `TARGETS`."""
+    """The checks of one of `TARGETS`."""
     if target == "cluster":
-        # Loaded where it is wanted: the kubernetes client is an extra of this package.
+        # Imported here: the kubernetes client is an extra of this package.
         from strata_platform.doctor import cluster_checks
 
         return cluster_checks.checks()
