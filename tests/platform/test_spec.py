@@ -519,7 +519,7 @@ def test_credentials_are_refused_and_not_repeated(fields, path):
 def test_signatures_in_a_url_are_refused_and_not_repeated(fields_with, query):
     with pytest.raises(SpecError) as caught:
         RunSpec.model_validate(fields_with(f"https://host/rows?.jsonl?{query}"))
-    assert "in its query, which lets in whoever reads a copy of the spec" in str(caught.value)
+    assert "in its query, which grants access to every reader of the spec" in str(caught.value)
     assert "hidden" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Will it fit, how long, what will it cost: from a spec and a model's sizes, without torch and without a GPU."""
+"""Estimates memory, time and cost of a run from its spec and its model's shape, without torch and without a GPU."""
 
 from strata_platform.estimate.gpus import GPUS, Gpu
 from strata_platform.estimate.layouts import cheapest, layouts

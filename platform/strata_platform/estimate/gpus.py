@@ -1,10 +1,10 @@
-"""What a GPU does, as far as training a language model asks for it: by data sheet, and as measured."""
+"""GPU models: the rates that training a language model depends on, from data sheets and measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# Dense bfloat16, FLOP/s, by the makers' data sheets. The longest beginning of a device's name that is here counts.
+# Dense bfloat16, FLOP/s, by the vendors' data sheets. The longest key that a device's name begins with applies.
 PEAKS = {
     "NVIDIA A100": 312e12,
     "NVIDIA B200": 2250e12,
@@ -16,25 +16,25 @@ PEAKS = {
     "NVIDIA L40S": 362e12,
     "AMD Instinct MI300X": 1307.4e12,
 }
-# Share of a GPU's memory that an allocator can use.
+# Share of a GPU's memory that an allocator can use; the rest is lost to fragmentation.
 USABLE = 0.97
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates that training reaches, not those of the data sheet.
+    """A GPU model with the rates that training reaches, which are below those of the data sheet.
 
     Attributes:
-        memory: bytes that a process may allocate: what the driver shows less the context's.
-        peak: FLOP/s, dense bf16, of the data sheet: what MFU is a share of.
-        products: FLOP/s of large bf16 matrix products.
-        causal, masked: FLOP/s of attention forward and backward, over the pairs that it computes: with a causal mask by
-            half of the square, with packed documents' mask by all of it.
-        stream: bytes/s that elementwise kernels move.
-        update: bytes/s that the fused AdamW moves.
-        link: bytes/s that a process sends to others of its machine in a collective.
-        layer: seconds that the host needs to launch a layer's forward and backward pass.
-        measured: whether the rates were; else they are scaled from the H200's by data sheets.
+        memory: bytes that a process may allocate: what the driver reports minus the CUDA context.
+        peak: dense bf16 FLOP/s of the data sheet, the denominator of MFU.
+        products: FLOP/s of large bf16 matrix multiplications.
+        causal, masked: FLOP/s of attention, forward and backward, over the computed pairs: half of the square with a
+            causal mask, all of it with the mask of packed documents.
+        stream: bytes/s of elementwise kernels.
+        update: bytes/s of the fused AdamW step.
+        link: bytes/s that a process sends to others of its node in a collective.
+        layer: seconds of host time to launch a layer's forward and backward pass.
+        measured: whether the rates are measured; otherwise they are scaled from the H200's by data sheets.
     """
 
     name: str
@@ -67,7 +67,7 @@ _H200 = Gpu(
 
 
 def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float) -> Gpu:
-    """By data sheet: GiB, FLOP/s, bytes/s of its memory (an H200's: 4.8e12), bytes/s of its links."""
+    """A GPU scaled from the H200 by data sheets: GiB, FLOP/s, bytes/s of memory (H200: 4.8e12), bytes/s of links."""
     compute, memory_rate = peak / _H200.peak, bandwidth / 4.8e12
     return replace(
         _H200,
@@ -95,13 +95,13 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_by_name(name: str) -> Gpu | None:
-    """The kind that a driver or a node's label calls `name`; None of one that is not in GPUS, or a part of one."""
+    """The GPU model that a driver or a node's label names; None for one that is not in GPUS, or for a MIG slice."""
     kind = gpu_kind(name)
     return None if kind is None else GPUS[kind]
 
 
 def gpu_kind(name: str) -> str | None:
-    """Its key in GPUS.
+    """The key in GPUS of a GPU model's name.
 
     >>> gpu_kind("NVIDIA-H100-80GB-HBM3")
     'h100'

@@ -1,4 +1,4 @@
-"""Other ways to lay out the same run: as many rows a step, spread over other GPUs, strategies and micro-batches."""
+"""Alternative layouts of a run: the same rows per step on other GPUs, strategies and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
 
-# GPUs of one machine, and machines.
+# GPUs of one node, and GPU counts to try.
 _NODE = 8
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Iterator[Estimate]:
-    """Layouts of `spec`, its own first, on at most so many GPUs; each step has the same rows, and so the same loss."""
+    """Layouts of `spec` on at most `most` GPUs, its own first; all have the same rows per step, hence the same loss."""
     if spec.topology.world_size <= most:
         yield estimate(spec, shape, gpu)
     rows = spec.rows_per_step
@@ -27,7 +27,7 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
         if count > most:
             continue
         for parallel in _strategies(spec, count):
-            # Processes that share rows count as one.
+            # Processes that share rows count as one data-parallel rank.
             readers, others = divmod(count, parallel.get("tensor_parallel", 1) * parallel.get("context_parallel", 1))
             if others or rows % (readers * micro_batch):
                 continue
@@ -44,7 +44,7 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
 
 
 def _strategies(spec: RunSpec, count: int) -> Iterator[Mapping[str, Any]]:
-    """Ways to split the work over so many processes: with the spec's own settings, and with nothing cut as well."""
+    """Strategies for `count` processes: the spec's own, and the same without tensor and context parallelism."""
     if count == 1:
         yield {"type": "single"}
         return
@@ -58,7 +58,7 @@ def _strategies(spec: RunSpec, count: int) -> Iterator[Mapping[str, Any]]:
 def _changed(
     spec: RunSpec, training: Mapping[str, object], topology: Mapping[str, int], parallel: Mapping[str, object]
 ) -> RunSpec | None:
-    """The spec laid out anew; None where the spec refuses the combination."""
+    """The spec with another layout; None if it rejects the combination."""
     values = spec.model_dump(mode="json")
     values["training"] |= training
     values["topology"] |= topology
@@ -72,14 +72,14 @@ def _changed(
 
 
 def cheapest(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1]) -> Estimate | None:
-    """The layout that fits and needs the least GPU time, of equals that with the fewest GPUs; None if none fits.
+    """The layout that fits and takes the least GPU time; among equals the one with the fewest GPUs. None if none fits.
 
-    Layouts within 2 % of the least are equals: the estimate knows no better.
+    Layouts within 2 % of the best are equals: the estimate is no more precise.
     """
     fitting = [found for found in layouts(spec, shape, gpu, most) if found.fits]
     if not fitting:
         return None
-    # How slow steps are whose moments have no room on the GPU is not known.
+    # The estimate does not know how slow steps are whose optimizer state exceeds the GPU: prefer those that fit it.
     fitting = [found for found in fitting if found.memory.peak + found.paged <= USABLE * gpu.memory] or fitting
     best = max(found.tokens_per_second for found in fitting)
     good = [found for found in fitting if found.tokens_per_second >= 0.98 * best]

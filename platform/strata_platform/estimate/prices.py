@@ -1,9 +1,9 @@
-"""What GPUs cost: a table of the operator's, the same in a file and in the values of charts/strata.
+"""Prices of GPUs: a table that the cluster's operator writes, in a file or in the values of charts/strata.
 
     currency: USD
-    gpus: {h200: 3.5, h100: 2.5}     # of one GPU for an hour
+    gpus: {h200: 3.5, h100: 2.5}     # one GPU for an hour
 
-There is none built in: prices are a matter of contracts and of the day.
+There are no built-in prices: they depend on contracts and change daily.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.gpus import GPUS
 
 CONFIG_MAP, KEY = "strata-prices", "prices.yaml"
-"""Where the chart puts the table, in the namespace of each tenant."""
+"""Config map and key of the table, in the namespace of each tenant."""
 
 GpuKind = Annotated[str, Field(pattern=f"^({'|'.join(GPUS)})$")]
-"""A kind of GPU, as `strata estimate --gpu` takes it."""
+"""A GPU model, as `strata estimate --gpu` takes it."""
 
 
 class Prices(Values):
-    """What `strata estimate` computes costs with."""
+    """The prices that `strata estimate` computes costs with."""
 
-    currency: str = Field("", description="Of all prices, such as USD.")
+    currency: str = Field("", description="Currency of all prices, such as USD.")
     gpus: dict[GpuKind, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
-        {}, description=f"Of one GPU for an hour, by its kind: {', '.join(f'`{kind}`' for kind in GPUS)}."
+        {}, description=f"Price of one GPU for an hour, by GPU model: {', '.join(f'`{kind}`' for kind in GPUS)}."
     )
 
     def of(self, kind: str) -> Price | None:
-        """The price of a kind of GPU; None when the table has none."""
+        """The price of a GPU model; None if the table has none."""
         return Price(self.gpus[kind], self.currency) if kind in self.gpus else None
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one GPU for an hour."""
+    """Price of one GPU for an hour."""
 
     amount: float
     currency: str = ""
@@ -52,7 +52,7 @@ class Price:
 
 
 def read_prices(path: Path) -> Prices:
-    """The table in a file of YAML or JSON. Raises SpecError with what is wrong with it."""
+    """Read the table in a YAML or JSON file. Raises SpecError with its problems."""
     try:
         return parse_prices(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +60,7 @@ def read_prices(path: Path) -> Prices:
 
 
 def parse_prices(text: str, source: str) -> Prices:
-    """The table in `text`. Raises SpecError, which names `source`, with what is wrong with it."""
+    """Read the table in `text`. Raises SpecError with its problems; `source` names the text."""
     try:
         return Prices.model_validate(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -72,5 +72,5 @@ def parse_prices(text: str, source: str) -> Prices:
 def _problem(item: ErrorDetails) -> Problem:
     path = ".".join(str(part) for part in item["loc"] if part != "[key]")
     if item["type"] == "string_pattern_mismatch":
-        return Problem(path, "no such kind of GPU", allowed=", ".join(GPUS))
+        return Problem(path, "not a known GPU", allowed=", ".join(GPUS))
     return Problem(path, item["msg"])

@@ -1,4 +1,4 @@
-"""An estimate as people and programs read it."""
+"""Renders an estimate, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> dict[str, Any]:
-    """Everything, for JSON: bytes, seconds, the currency of the price."""
+    """The estimate as a JSON object: bytes, seconds, the currency of the price."""
     data: dict[str, Any] = {
         "gpu": found.gpu.name,
         "gpus": found.spec.topology.world_size,
@@ -35,7 +35,7 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
 
 
 def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
-    """For the console."""
+    """The estimate as lines of text."""
     gpus = found.spec.topology.world_size
     adapted = "LoRA beside weights of four bits" if found.spec.is_quantized else "LoRA"
     what = adapted if found.spec.adapter.type != "none" else "all weights learn"
@@ -75,7 +75,7 @@ def _length(found: Estimate, tokens: float | None, price: Price | None) -> Itera
 
 def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     if best is None:
-        yield "no layout of this run fits on these GPUs; a shorter data.sequence_length or an adapter may"
+        yield "no layout of this run fits these GPUs; try a shorter data.sequence_length or an adapter"
         return
     if layout(best.spec) == layout(found.spec):
         yield "this is the cheapest layout that fits"
@@ -98,7 +98,7 @@ _KEPT = {
 
 
 def layout(spec: RunSpec) -> dict[str, Any]:
-    """The fields that lay out a run."""
+    """The spec's fields that make up the layout."""
     cut = {
         f"parallel.{name}": getattr(spec.parallel, name)
         for name in ("tensor_parallel", "context_parallel")
@@ -116,13 +116,13 @@ def layout(spec: RunSpec) -> dict[str, Any]:
 
 
 def describe_layout(spec: RunSpec) -> str:
-    """The layout in words."""
+    """The layout as one line of text."""
     training, gpus = spec.training, spec.topology.world_size
     rounds = training.gradient_accumulation_steps
     parts = [f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else "")]
-    for what, ways in (("matrices", spec.tensor_parallel), ("rows", spec.context_parallel)):
+    for name, ways in (("tensor parallel", spec.tensor_parallel), ("context parallel", spec.context_parallel)):
         if ways > 1:
-            parts.append(f"{what} cut over {ways}")
+            parts.append(f"{name} {ways}")
     parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens at a time")
     if rounds > 1:
         parts.append(f"{rounds} times a step")
@@ -131,12 +131,12 @@ def describe_layout(spec: RunSpec) -> str:
 
 
 def hours(found: Estimate, tokens: float) -> float:
-    """From the first step to the last."""
+    """Hours from the first step to the last."""
     return tokens / (found.tokens_per_second * found.spec.topology.world_size) / 3600
 
 
 def cost(found: Estimate, tokens: float, price: Price) -> float:
-    """Of all GPUs, in the currency of `price`."""
+    """Cost of all GPUs, in the currency of `price`."""
     return hours(found, tokens) * found.spec.topology.world_size * price.amount
 
 

@@ -1,4 +1,4 @@
-"""The estimate of one spec: memory, time and what follows from them."""
+"""The estimate of one spec: memory, time, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strata_platform.spec.parallel import Fsdp
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on each of its GPUs."""
+    """Memory and time of a run on each of its GPUs."""
 
     spec: RunSpec
     shape: ModelShape
@@ -25,56 +25,56 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the GPU's memory, with some to spare for what an allocator cannot use."""
+        """Whether the peak leaves the GPU the memory that an allocator cannot use."""
         return self.memory.peak <= USABLE * self.gpu.memory
 
     @property
     def paged(self) -> float:
-        """Bytes of optimizer state in managed memory, which are not in `memory`."""
+        """Bytes of optimizer state in managed memory, which may move to the host and is not in `memory`."""
         return paged_bytes(self.spec, self.shape)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each GPU."""
+        """Tokens per second of each GPU."""
         tokens = self.spec.rows_per_step * self.spec.data.sequence_length
         return tokens / self.spec.topology.world_size / self.time.step
 
     @property
     def mfu(self) -> float:
-        """Share of the GPU's peak that the model's own FLOPs are."""
+        """Model FLOPs utilization: the model's own FLOPs as a share of the GPU's peak."""
         return self.tokens_per_second * model_flops(self.shape, self.spec.data.sequence_length) / self.gpu.peak
 
     @property
     def moves_to_host(self) -> bool:
-        """Whether `memory` has what is the host's instead."""
+        """Whether `memory` includes state that is offloaded to the host."""
         parallel = self.spec.parallel
         return isinstance(parallel, Fsdp) and parallel.cpu_offload
 
     @property
     def overestimated_because(self) -> str | None:
-        """Why `memory` has more than the run takes, so that it may fit where `fits` is false; None where it has not."""
+        """Why `memory` is more than the run takes, so that it may fit although `fits` is false; None if it is not."""
         if self.moves_to_host:
-            return "what parallel.cpu_offload moves to the host is not counted"
+            return "parallel.cpu_offload moves state to the host, which the estimate does not subtract"
         if isinstance(self.spec.adapter, Lora) and self.spec.adapter.target_modules:
-            return "adapters are counted beside all layers, not those of adapter.target_modules"
+            return "the estimate counts adapters for all layers, not only for those of adapter.target_modules"
         return None
 
     @property
     def underestimated_because(self) -> str | None:
-        """Why `memory` has less than the run takes, so that it may not fit where `fits` is true; None where it has not.
+        """Why `memory` is less than the run takes, so that it may not fit although `fits` is true; None if it is not.
 
-        Of the run alone: other models beside it are told as `uncounted`.
+        This covers the trained model alone; `uncounted` lists other models of the run.
         """
         if isinstance(self.spec.adapter, Lora):
             if self.spec.adapter.use_dora:
-                return "what adapter.use_dora makes of weights is not counted"
+                return "the estimate does not count the weights that adapter.use_dora computes"
             if self.spec.adapter.lora_dropout > 0:
-                return "what adapter.lora_dropout leaves of inputs is not counted"
+                return "the estimate does not count the inputs that adapter.lora_dropout copies"
         return None
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """What the spec asks for and neither memory nor time has, in words; empty where all is counted."""
+        """Features of the spec that memory or time do not include, as texts; empty if everything is counted."""
         objective, adapter = self.spec.objective, self.spec.adapter
         lora = adapter if isinstance(adapter, Lora) else Lora()
         return tuple(
@@ -82,36 +82,36 @@ class Estimate:
             for asked, said in (
                 (
                     objective.type == "distill",
-                    "the teacher of objective.type 'distill': its weights, and its forward pass in every step",
+                    "objective.type 'distill': the teacher's weights, and its forward pass in every step",
                 ),
                 (
                     objective.type == "dpo",
-                    "the reference of objective.type 'dpo': a forward pass, in every step or once before the first",
+                    "objective.type 'dpo': the reference's forward pass, in every step or once before the first",
                 ),
                 (
                     compute_bytes(self.spec) == 4,
-                    "model.dtype 'float32': products are timed as those of bfloat16, and take several times as long",
+                    "model.dtype 'float32': products are timed as in bfloat16, but take several times as long",
                 ),
                 (
                     self.moves_to_host,
-                    "parallel.cpu_offload: weights, gradients and optimizer are in host memory, and steps are slower",
+                    "parallel.cpu_offload: weights, gradients and optimizer state are in host memory; steps are slower",
                 ),
                 (
                     self.spec.optimizer.paged,
-                    f"optimizer.paged: state of {self.paged / 2**30:.1f} GiB on each GPU, which move to the host "
-                    "where the GPU's memory lacks, and make steps slower",
+                    f"optimizer.paged: {self.paged / 2**30:.1f} GiB of optimizer state on each GPU, which move to the "
+                    "host when GPU memory runs out, and then slow down every step",
                 ),
                 (
                     lora.use_dora,
-                    "adapter.use_dora: each weight with its adapter added, and its length, in every forward pass",
+                    "adapter.use_dora: each weight with its adapter added, and its norm, in every forward pass",
                 ),
                 (
                     lora.lora_dropout > 0,
-                    "adapter.lora_dropout: what is left of the inputs, which every adapted layer keeps for itself",
+                    "adapter.lora_dropout: the inputs after dropout, which every adapted layer keeps",
                 ),
                 (
                     bool(lora.target_modules),
-                    "adapter.target_modules: adapters are taken to be beside all linear layers but the head",
+                    "adapter.target_modules: the estimate assumes adapters for all linear layers but the head",
                 ),
             )
             if asked
@@ -119,5 +119,5 @@ class Estimate:
 
 
 def estimate(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Estimate:
-    """What `spec` takes of a model of `shape` on GPUs of one kind."""
+    """Estimate `spec` for a model of `shape` on GPUs of one model."""
     return Estimate(spec, shape, gpu, memory_of(spec, shape), time_of(spec, shape, gpu))

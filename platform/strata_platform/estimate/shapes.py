@@ -1,4 +1,4 @@
-"""Sizes of models, from a Hugging Face configuration or from the table of those that people ask for."""
+"""Shapes of models, from a Hugging Face configuration or from a table of well-known models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from strata_platform.errors import Problem, SpecError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP: the sizes that memory and time follow from.
+    """The shape of a decoder with grouped-query attention and a gated MLP; memory and time follow from it.
 
     Attributes:
-        hidden, intermediate, heads, kv_heads, head_dim, vocabulary: widths, by the names of Hugging Face's fields.
-        layers: decoder layers, all alike.
-        tied: whether the head is the embedding.
+        hidden, intermediate, heads, kv_heads, head_dim, vocabulary: sizes, as in Hugging Face configurations.
+        layers: number of decoder layers, all alike.
+        tied: whether the head shares the embedding's weight.
         biased: whether queries, keys and values have biases.
         qk_norm: whether queries and keys are normalized per head.
     """
@@ -37,58 +37,58 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Width of the queries, all heads."""
+        """Width of the queries over all heads."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys over all heads, also that of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of the linear maps of a layer."""
+        """(in, out) features of the linear layers of a decoder layer."""
         attention = ((self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys))
         mlp = ((self.hidden, self.intermediate),) * 2 + ((self.intermediate, self.hidden),)
         return (*attention, (self.queries, self.hidden), *mlp)
 
     @property
     def layer_weights(self) -> int:
-        """Of the linear maps of a layer."""
+        """Weights of the linear layers of a decoder layer."""
         return sum(a * b for a, b in self.linear_layers)
 
     @property
     def layer_parameters(self) -> int:
-        """All of a layer."""
+        """Parameters of a decoder layer."""
         biases = (self.queries + 2 * self.keys) * self.biased
         return self.layer_weights + biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, whether it is the embedding or not."""
+        """Parameters of the head, tied or not."""
         return self.vocabulary * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """What no layer has: embedding, head, last norm."""
+        """Parameters outside the decoder layers: embedding, head, last norm."""
         return self.head_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All."""
+        """Parameters of the whole model."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     def lora_parameters(self, rank: int) -> int:
-        """Of LoRA matrices beside all linear maps but the head."""
+        """Parameters of LoRA matrices of all linear layers but the head."""
         return self.layers * sum(rank * (a + b) for a, b in self.linear_layers)
 
     def part(self, ways: int) -> ModelShape:
-        """What each of so many processes has where matrices are cut: heads, columns and vocabulary, of the same width.
+        """The shape of one tensor-parallel shard: its heads, columns and vocabulary at the same hidden size.
 
-        Raises ValueError when they cannot be cut in equal parts; of the vocabulary it is the largest part.
+        Raises ValueError if heads or columns do not divide evenly. The vocabulary is that of the largest shard.
         """
-        cut = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
-        for name, size in {**cut, "intermediate_size": self.intermediate}.items():
+        sharded = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        for name, size in {**sharded, "intermediate_size": self.intermediate}.items():
             if size % ways:
                 raise ValueError(f"{ways} does not divide {name} {size}")
         return replace(
@@ -104,7 +104,7 @@ _qwen2 = partial(ModelShape, biased=True)
 _qwen3 = partial(ModelShape, vocabulary=151936, qk_norm=True)
 _llama = partial(ModelShape, vocabulary=128256)
 
-# By what a Hub id is without its owner and without -Instruct and the like.
+# Keys are Hub ids without their owner and without endings such as -Instruct.
 KNOWN: dict[str, ModelShape] = {
     "tiny-llama": ModelShape(256, 704, 4, 4, 2, 64, 4096, tied=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 64, tied=True),
@@ -132,14 +132,14 @@ KNOWN: dict[str, ModelShape] = {
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, 128),
 }
 _ENDINGS = ("-instruct", "-base", "-chat", "-it")
-# model_type of configurations whose decoder is that of ModelShape.
+# Values of model_type whose decoder ModelShape describes.
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def shape_of(name: str, config: Path | None = None) -> ModelShape:
-    """The shape of `model.name`: a folder, a preset, or a Hub id of KNOWN; or of the config.json given.
+    """The shape of `model.name`, a folder, a preset, or a Hub id of KNOWN; or of the given config.json.
 
-    Raises SpecError when it is none of them, or a model of another kind.
+    Raises SpecError if it is none of them, or another kind of model.
     """
     file = config or Path(name) / "config.json"
     if config is not None or file.is_file():
@@ -153,7 +153,7 @@ def shape_of(name: str, config: Path | None = None) -> ModelShape:
         [
             Problem(
                 "model.name",
-                "is no folder with a config.json and not among the models whose sizes are known here; give the model's "
+                "is neither a folder with a config.json nor a model whose shape is known; name the model's "
                 "config.json with --config",
                 given=repr(name),
                 allowed=", ".join(KNOWN),
@@ -168,20 +168,20 @@ def _read(file: Path) -> ModelShape:
         config = json.loads(file.read_text(encoding="utf-8"))
         return from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise SpecError([Problem("model.name", f"{file}: {said}")], "estimate") from None
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise SpecError([Problem("model.name", f"{file}: {reason}")], "estimate") from None
 
 
 def from_config(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
 
     Raises:
-        ValueError: a model of another kind, or a size that is none.
+        ValueError: another kind of model, or an invalid size.
         KeyError: a field is missing.
     """
     kind = config["model_type"]
     if kind not in _TYPES:
-        raise ValueError(f"model_type {kind!r} is not one whose memory is understood here: {', '.join(_TYPES)}")
+        raise ValueError(f"model_type {kind!r} is not supported by the estimate; supported: {', '.join(_TYPES)}")
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     return ModelShape(
         hidden=hidden,
@@ -198,9 +198,9 @@ def from_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """The field called so; the default where it is null or left out."""
+    """The size in the field `name`; the default if it is null or missing."""
     value = config[name] if default is None else config.get(name, default)
     value = default if value is None else value
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {json.dumps(value)}, and not a whole number of at least 1")
+        raise ValueError(f"{name} is {json.dumps(value)}, not a whole number of at least 1")
     return value

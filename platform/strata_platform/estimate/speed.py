@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step, part by part, each at the rate that bounds it."""
+"""Time of an optimizer step, part by part, each at the rate that bounds it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from strata_platform.spec.parallel import Fsdp
 
-# Of an unfused layer's elementwise traffic to that of the fused operators.
+# Elementwise traffic of an unfused layer, relative to that of the fused operators.
 _UNFUSED = 3.0
-# Passes over the logits outside of their products, in bytes for each logit.
+# Traffic over the logits outside of matrix products, in bytes per logit: fused and not.
 _LOGIT_BYTES, _PLAIN_LOGIT_BYTES = 6, 44
-# Bytes for each number that goes into or out of the attention of cut rows: taken apart, put together, copied.
+# Bytes per value of queries, keys and values that context parallelism splits, joins and copies around attention.
 _JOINED_BYTES = 12
-# Share of a collective that is hidden behind computation where there is enough of it.
+# Share of a collective that overlaps with computation, if there is enough of it.
 _HIDDEN = 0.85
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an optimizer step of one process, by part; `waiting` is communication that nothing hides."""
+    """Seconds of an optimizer step of one process, by part; `waiting` is communication that nothing overlaps."""
 
     products: float
     attention: float
@@ -47,24 +47,24 @@ class Time:
 
     @property
     def step(self) -> float:
-        """All parts."""
+        """Seconds of the whole step."""
         return self.products + self.attention + self.elementwise + self.loss + self.optimizer + self.waiting
 
 
 def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
-    """The time of an optimizer step, from the second one on."""
+    """The time of an optimizer step after the first one, which compiles."""
     shape = part_of(spec, shape)
     tokens = tokens_at_once(spec)
     rounds = spec.training.gradient_accumulation_steps
     lora = spec.adapter if isinstance(spec.adapter, Lora) else None
     every = spec.training.recomputed_every
-    # Of the forward pass: what is cheap, and what is not.
+    # Recomputed share of the forward pass: of elementwise work, and of products and attention.
     light = 1 / every if every else 0.0
     again = 0.0 if spec.training.gradient_checkpointing == "per_op" else light
-    # Forward, gradient of the inputs, and gradient of the weights where they learn.
+    # Forward pass, input gradients, and weight gradients where weights are trained.
     layer_flops = 2.0 * shape.layer_weights * ((2 if lora else 3) + again)
     if lora is None:
-        # Recomputation ends with the last tensor that is read again, before the last projection.
+        # Recomputation stops at the last tensor that the backward pass reads, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
     else:
         layer_flops += 6 * shape.lora_parameters(lora.r) / shape.layers
@@ -73,10 +73,10 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
     attention = tokens * shape.layers * _attention_flops(spec, shape, again) / _attention_rate(spec, gpu)
     traffic = tokens * _layer_traffic(spec, shape, light) + _unpacking_traffic(spec, shape, again)
     elementwise = shape.layers * traffic / gpu.stream
-    # Without the fused operator every process has those of the whole vocabulary.
+    # Without the fused operator every tensor-parallel rank has the logits of the whole vocabulary.
     logit = _LOGIT_BYTES if spec.fused_loss else _PLAIN_LOGIT_BYTES * spec.tensor_parallel
     loss = tokens * shape.vocabulary * logit / gpu.stream
-    # The host launches ahead, so the slower of the two counts.
+    # The host launches kernels ahead of the GPU, so the slower of the two counts.
     launched = shape.layers * gpu.layer * (1 + light / 3)
     device = products + attention + elementwise + loss
     slower = max(device, launched) / device
@@ -92,13 +92,13 @@ def time_of(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Time:
 
 
 def model_flops(shape: ModelShape, sequence_length: int) -> float:
-    """FLOPs for a token that MFU counts: forward and backward of products and causal attention, nothing twice."""
+    """FLOPs per token that MFU counts: products and causal attention, forward and backward, without recomputation."""
     products = 6 * (shape.layers * shape.layer_weights + shape.head_parameters)
     return float(products + 6 * shape.layers * sequence_length * shape.queries)
 
 
 def _attention_flops(spec: RunSpec, shape: ModelShape, again: float) -> float:
-    """For a token and layer: two products forward, five backward; a mask that is not causal is computed whole."""
+    """FLOPs per token and layer: two products forward, five backward. A mask that is not causal is computed whole."""
     return 2 * spec.data.sequence_length * attended(spec) * shape.queries * (2 + 5 + 2 * again)
 
 
@@ -107,40 +107,42 @@ def _attention_rate(spec: RunSpec, gpu: Gpu) -> float:
 
 
 def _layer_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
-    """Bytes for a token and layer: two norms, rotary embedding, gate, two residual sums and their backward passes."""
+    """Bytes per token and layer: two norms, rotary embedding, gate, two residual sums, and their backward passes."""
     size = compute_bytes(spec) / 2
     forward = 2 * 4 * shape.hidden + 4 * (shape.queries + shape.keys) + 6 * shape.intermediate + 2 * 6 * shape.hidden
     backward = 2 * 6 * shape.hidden + 4 * (shape.queries + shape.keys) + 10 * shape.intermediate + 2 * 6 * shape.hidden
     traffic = (forward * (1 + again) + backward) * size
     if isinstance(spec.adapter, Lora):
-        # Beside each linear map its output is read, added to and written again; PEFT copies that of packed weights.
+        # LoRA reads each linear layer's output, adds to it and writes it again; PEFT also copies that of packed
+        # weights.
         copied = 4 * (1 + again) if spec.is_quantized else 0
         traffic += sum(b for _, b in shape.linear_layers) * size * (6 * (2 + again) + copied)
     if spec.context_parallel > 1:
-        # Of this process's queries, and of the keys and values of the whole row.
+        # The queries of this rank, and the keys and values of the whole row.
         joined = shape.queries + 2 * shape.keys * spec.context_parallel
         traffic += joined * _JOINED_BYTES * size * (2 + again)
     return traffic * (1.0 if spec.kernels.enabled else _UNFUSED)
 
 
 def _unpacking_traffic(spec: RunSpec, shape: ModelShape, again: float) -> float:
-    """Bytes for a layer and micro-batch: each packed weight is read and written as an exact one for every product."""
+    """Bytes per layer and micro-batch: every product first unpacks its quantized weight."""
     return sum(packed_weights(spec, shape)) * (0.5 + compute_bytes(spec)) * (2 + again)
 
 
 def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
-    """Reading weight, gradient and moments and writing all but the gradient; clipping reads and scales that once.
+    """Seconds of the optimizer step.
 
-    And what Muon multiplies.
+    It reads weight, gradient and moments and writes all but the gradient; clipping reads and scales the gradient once
+    more. Muon adds its matrix products.
     """
     split = shards(spec)
     weights = trained_parameters(spec, shape) * weight_bytes(spec)
-    # What Muon multiplies instead of a second moment moves about as much as that.
+    # The matrices that Muon multiplies move about as many bytes as a second moment.
     moments = moment_bytes(spec, shape) if spec.optimizer.type == "adamw_8bit" else 2 * weights
     moved = weights * (6 if spec.optimizer.max_grad_norm else 3) + 2 * (moments + remainder_bytes(spec, shape))
     seconds = moved / split / gpu.update
     if spec.optimizer.type == "muon":
-        # Five times X Xᵀ, its square, and that times X, of each matrix.
+        # Five Newton-Schulz iterations: X Xᵀ, its square, and that times X, for each matrix.
         sizes = [(min(pair), max(pair)) for pair in shape.linear_layers]
         flops = shape.layers * sum(5 * (4 * a * a * b + 2 * a**3) for a, b in sizes)
         seconds += flops / split / gpu.products
@@ -148,9 +150,9 @@ def _optimizer(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> float:
 
 
 def _waiting(spec: RunSpec, shape: ModelShape, gpu: Gpu, compute: float) -> float:
-    """Seconds of collectives that computation does not hide, and of the copies that FSDP makes for them."""
+    """Seconds of collectives that do not overlap with computation, and of the copies that FSDP makes for them."""
     if not isinstance(spec.parallel, Fsdp):
-        # A sum of gradients is sent as parts, and gathered.
+        # An all-reduce of gradients is a reduce-scatter and an all-gather.
         beside = 2 * trained_parameters(spec, shape) * weight_bytes(spec) * _others(spec) / gpu.link
         return beside - min(beside, compute) * _HIDDEN
     rounds, settings = spec.training.gradient_accumulation_steps, spec.parallel
@@ -158,33 +160,33 @@ def _waiting(spec: RunSpec, shape: ModelShape, gpu: Gpu, compute: float) -> floa
     root = shape.root_parameters * compute_bytes(spec)
     reduced = 4 if settings.reduce_dtype == "float32" else 2
     trained = trained_parameters(spec, shape)
-    # Before the first layer runs, and after the last one's gradients, there is nothing to hide behind.
+    # Nothing overlaps with the first all-gather and the last reduce-scatter, those of embedding and head.
     alone = root + (0 if isinstance(spec.adapter, Lora) else shape.root_parameters * reduced)
     beside = rounds * (layers + root + trained * reduced - alone) * _others(spec) / gpu.link
-    # Weights become one message and messages weights, read and written; so do gradients, in the type of their sum.
+    # FSDP copies weights into and out of flat buffers, and gradients in the type of their sum.
     copied = 2 * (layers + root) + trained * (compute_bytes(spec) + reduced)
     within = (alone * _others(spec) + _sent_within(spec, shape)) / gpu.link + copied / gpu.stream
     return beside - min(beside, compute) * _HIDDEN + rounds * within
 
 
 def _others(spec: RunSpec) -> float:
-    """The share of weights, or of the sums of gradients, that other processes have."""
+    """The share of weights, or of reduced gradients, that other ranks hold."""
     processes = spec.topology.world_size // spec.tensor_parallel
     return (processes - 1) / processes
 
 
 def _sent_within(spec: RunSpec, shape: ModelShape) -> float:
-    """Bytes that a process sends in a micro-batch and waits for, where matrices or rows are cut."""
+    """Bytes that a rank sends and waits for in a micro-batch under tensor and context parallelism."""
     tokens, size = tokens_at_once(spec), compute_bytes(spec)
     every = spec.training.recomputed_every
     again = 1 / every if every else 0.0
     ways, parts = spec.tensor_parallel, spec.context_parallel
-    # Hidden states and their gradients are summed behind and before attention and the gate, the first of them in a
-    # recomputed layer once more; and behind the embeddings, and before the head. A sum is sent as parts, and gathered.
+    # Hidden states and their gradients are all-reduced around attention and the gate, once more in a recomputed layer,
+    # after the embeddings and before the head. An all-reduce is a reduce-scatter and an all-gather.
     sums = shape.layers * (4 + again) + 2
     sent = sums * tokens * shape.hidden * 2 * (ways - 1) / ways
     if not spec.fused_loss:
         sent += tokens * shape.vocabulary * (ways - 1)
-    # Keys and values are gathered, in a recomputed layer once more, and their gradients summed.
+    # Keys and values are gathered, once more in a recomputed layer, and their gradients are reduced.
     sent += shape.layers * (2 + again) * tokens * 2 * shape.keys * (parts - 1)
     return sent * size

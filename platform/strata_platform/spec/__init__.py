@@ -1,4 +1,4 @@
-"""The one description of a training run: `RunSpec`, how it is read, and the part of it that decides its data."""
+"""The description of a training run: `RunSpec`, how it is read and written, and the part that decides its data."""
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.kernels import KernelStore

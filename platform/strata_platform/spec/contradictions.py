@@ -1,7 +1,7 @@
-"""What cannot be together in a spec: for each pair of fields that contradict, both of them and the way out.
+"""Rules for fields that contradict each other; each names both fields and the way out.
 
-A group of rules for each subject. Rules read a whole `RunSpec` whose fields are valid one by one; `check` leaves out
-the rules of fields that are not.
+Rules are grouped by subject. They read a whole `RunSpec` whose fields are valid one by one; `check` skips the rules of
+fields that are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to train on, and how rows become tokens: the section `data`."""
+"""The section `data`: what to train on, and how rows become tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Data(Section):
 
     source: Sources = Field(
         "python-docs",
-        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of "
-        ".jsonl, .json, .parquet, .csv or .txt; several as a list. Credentials are the environment's.",
+        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
+        ".json, .parquet, .csv or .txt; several as a list. Credentials come from the environment.",
     )
     subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
     split: Text = Field(
@@ -25,16 +25,16 @@ class Data(Section):
     )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     format: Literal["auto", "text", "prompt_completion", "chat", "preference"] = Field(
-        "auto", description="Shape of a row. `auto` decides by the columns that are there."
+        "auto", description="Format of a row. `auto` decides by the columns."
     )
     text_column: Text = Field("text", description="Column of format `text`.")
     prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
     completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
     messages_column: Text = Field(
         "messages",
-        description="Column of format `chat`: a list of {role, content}, or of {from, value} as ShareGPT has them; the "
-        "assistant's with `weight: 0` are read and not learned. The chat template is given a column `tools`, too, "
-        "where there is one.",
+        description="Column of format `chat`: a list of {role, content}, or of {from, value} as in ShareGPT. "
+        "Assistant messages with `weight: 0` carry no loss. The chat template also gets a column `tools`, "
+        "if there is one.",
     )
     chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
     rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
@@ -45,8 +45,8 @@ class Data(Section):
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
-        description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and reported; "
-        "plain text is split instead, under `pretrain` all of it.",
+        description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and "
+        "reported; plain text is split instead, under `pretrain` all of it.",
     )
     invalid: Literal["error", "skip"] = Field(
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."

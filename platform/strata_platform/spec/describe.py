@@ -1,4 +1,4 @@
-"""What a field takes, in words: said by error messages and by the reference, from the same type annotations."""
+"""Describes in words what a field takes, for error messages and for the reference, from its type annotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strata_platform.redact import redacted
 
 @dataclass(frozen=True)
 class Allowed:
-    """Metadata of a type whose constraint is a pattern: what it takes, for people."""
+    """Metadata that describes the allowed values of a type whose constraint is a pattern."""
 
     text: str
 
@@ -27,14 +27,14 @@ _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What may be given for `field`."""
+    """Describe what `field` takes."""
     if field.discriminator is not None:
         return f"a section with type {join_or(map(repr, sections(field)))}"
     return describe(field.annotation, field.metadata)
 
 
 def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What a value of type `annotation`, under the constraints in `metadata`, may be.
+    """Describe the values of type `annotation` under the constraints in `metadata`.
 
     >>> from pydantic import Field
     >>> describe(int, Field(ge=1, le=64).metadata)
@@ -82,7 +82,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
-    """The sections `field` may hold, by the value of their `type`; one under the empty tag when there is no choice."""
+    """The sections that `field` may hold, by the value of their `type`; a single one has the empty key."""
     classes = [
         choice
         for choice in (get_args(field.annotation) or (field.annotation,))
@@ -94,13 +94,13 @@ def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
 
 
 def item_annotation(annotation: Any, index: int) -> Any:
-    """Type of the item `index` of a list of type `annotation`."""
+    """The type of item `index` of a list of type `annotation`."""
     args = get_args(annotation)
     return args[0] if args[-1] is Ellipsis else args[index]
 
 
 def literals(annotation: Any) -> tuple[str, ...]:
-    """The values of a Literal of texts; empty for any other type."""
+    """The values of a Literal of strings; empty for any other type."""
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
@@ -111,9 +111,9 @@ def join_or(words: Iterable[str]) -> str:
 
 
 def format_value(value: Any, width: int = 60) -> str:
-    """`value` as a person would have written it, on one line of at most `width` characters; nested values as `...`.
+    """`value` as a person would have written it, on one line of at most `width` characters.
 
-    Of URLs, what may be shown.
+    Nested values become `...`; credentials in URLs are removed.
     """
     if isinstance(value, str):
         text = repr(redacted(value))

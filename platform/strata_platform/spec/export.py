@@ -1,4 +1,4 @@
-"""Where the trained model goes: the section `export`."""
+"""The section `export`: where the trained model goes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from strata_platform.spec.fields import Flag, ObjectStoreUrl, Section
 
 
 class Export(Section):
-    """Where the trained model goes, beside the folder `model` of the run. Whatever is copied was verified before."""
+    """Where the trained model goes, besides the run's folder `model`. Every copy is verified first."""
 
     push_to_hub: (
         Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Allowed("a name such as organization/model")] | None
     ) = Field(
         None,
-        description="Repository on the Hugging Face Hub, which is created where it is not there. Its token is the "
-        "environment's, HF_TOKEN.",
+        description="Repository on the Hugging Face Hub, created if it does not exist. The token comes from the "
+        "environment variable HF_TOKEN.",
     )
-    private: Flag = Field(True, description="A repository that is created is private.")
+    private: Flag = Field(True, description="Create the repository as private.")
     url: ObjectStoreUrl | None = Field(
         None,
-        description="Object store, such as `s3://bucket/models`, to whose folder `<url>/<name>` the model is copied. "
-        "Credentials are the environment's.",
+        description="Object store, such as `s3://bucket/models`; the model is copied to its folder `<url>/<name>`. "
+        "Credentials come from the environment.",
     )

@@ -1,4 +1,4 @@
-"""What every section of the spec is made of: the types of its fields, and what a section is."""
+"""The base class of the spec's sections, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strata_platform.spec.problems import spec_error
 
 
 def number(value: object) -> object:
-    """Refuse `true`, which Python takes for 1; read `1e3`, a text to YAML 1.1, as the whole number it is."""
+    """Reject `true`, which Python takes for 1; parse `1e3`, a string in YAML 1.1."""
     if isinstance(value, bool):
         raise ValueError("not a number")
     if isinstance(value, str) and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][+-]?[0-9]+", value):
@@ -30,7 +30,7 @@ def _only_boolean(value: object) -> object:
 
 
 def _number_as_text(value: object) -> object:
-    """`cpu: 2` means what `cpu: "2"` means."""
+    """Accept `cpu: 2` for `cpu: "2"`."""
     return str(value) if type(value) in (int, float) else value
 
 
@@ -38,11 +38,11 @@ def _without_credentials(value: Any) -> Any:
     for text in (value,) if isinstance(value, str) else value:
         if has_credentials(text):
             raise ValueError(
-                "a URL with credentials, which would be in every copy of the spec; leave them to the environment"
+                "a URL with credentials, which every copy of the spec would contain; set them in the environment"
             )
         if name := secret_parameter(text):
             raise ValueError(
-                f"a URL with {name!r} in its query, which lets in whoever reads a copy of the spec; give the store's "
+                f"a URL with {name!r} in its query, which grants access to every reader of the spec; give the store's "
                 "own URL, such as s3://bucket/path, with its credentials in the environment, or fetch the file first"
             )
     return value
@@ -50,9 +50,9 @@ def _without_credentials(value: Any) -> Any:
 
 def _path(value: str) -> str:
     if "://" in value:
-        raise ValueError("an address, not a folder; checkpoint.url copies checkpoints there, and export.url the model")
+        raise ValueError("a URL, not a folder; checkpoint.url copies checkpoints there, and export.url the model")
     if value.startswith("~"):
-        # What it stands for is known where the run is, which need not be here, and not to Path.
+        # Path does not expand it, and the run may have another home folder.
         raise ValueError("begins with ~, another folder for every user and machine; write the path out")
     return value
 
@@ -92,10 +92,10 @@ Quantity = Annotated[
 
 
 class Section(BaseModel):
-    """Base of every part of the spec: frozen, and an unknown field is an error.
+    """Base of every section of the spec: frozen, unknown fields are errors.
 
-    Raises SpecError, with every problem in it, wherever pydantic would raise ValidationError. A value is converted only
-    where nothing is lost: `"8"` and `8.0` are 8, YAML's `1e-4` (a text to YAML 1.1) is 0.0001, a list is a tuple; but
+    Raises SpecError, with every problem, where pydantic would raise ValidationError. A value is converted only if
+    nothing is lost: `"8"` and `8.0` are 8, YAML's `1e-4` (a string in YAML 1.1) is 0.0001, a list is a tuple; but
     `true` is not 1, `"yes"` is not true and 8.5 is not 8.
     """
 
@@ -107,7 +107,7 @@ class Section(BaseModel):
         except ValidationError as error:
             raise spec_error(type(self), error) from None
 
-    # Tells pydantic that this __init__ only calls its own, so that it need not be called for each nested section.
+    # Tells pydantic that this __init__ only calls its own and can be skipped for nested sections.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -127,6 +127,6 @@ class Section(BaseModel):
             raise spec_error(cls, error) from None
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the values, defaults included."""
+        """The first 16 hex digits of the SHA-256 of the values, defaults included."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Several runs from one spec: every combination of the values that some of its fields take."""
+"""Several runs from one spec: every combination of the values of some of its fields."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.run_spec import RunSpec
 
-# So many runs nobody asks for but by a slip.
+# More runs than anybody wants on purpose.
 _MOST = 256
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
 class Grid(BaseModel):
-    """Fields of a spec, by their paths, and the values that each takes in turn."""
+    """Fields of a spec, by path, and the values of each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    fields: dict[str, list[Any]] = Field(description="`optimizer.lr: [1.0e-4, 2.0e-4]`: a path and its values.")
+    fields: dict[str, list[Any]] = Field(description="A path and its values: `optimizer.lr: [1.0e-4, 2.0e-4]`.")
 
     def runs(self, base: RunSpec) -> list[RunSpec]:
         """A spec for each combination, named `<name>-001` and so on, in the order of the fields and their values.
 
-        Where a section's `type` changes, its other fields start from their defaults.
+        If a section's `type` changes, its other fields take their defaults.
 
         Raises SpecError with every problem of any combination, each once.
 
@@ -65,7 +65,7 @@ class Grid(BaseModel):
 
 def _changed(base: RunSpec, changes: dict[str, Any]) -> RunSpec:
     values = base.model_dump()
-    # A section's type first: it decides which other fields there are.
+    # A section's type first, since it decides which other fields exist.
     for path, value in sorted(changes.items(), key=lambda change: not change[0].endswith(".type")):
         section, _, field = path.rpartition(".")
         at = values
@@ -76,7 +76,7 @@ def _changed(base: RunSpec, changes: dict[str, Any]) -> RunSpec:
         if field == "type" and at.get("type") != value:
             at.clear()
         at[field] = value
-    # Of the base it is a default or derived, and another one for other rows.
+    # Accumulation steps of the base are a default or derived; other rows derive others.
     training = values["training"]
     derived = base.training.tokens_per_step is not None or training[_ACCUMULATION] == 1
     if training["tokens_per_step"] is not None and derived and f"training.{_ACCUMULATION}" not in changes:

@@ -1,4 +1,4 @@
-"""The fused operators and where they come from compiled: the section `kernels`."""
+"""The section `kernels`: the fused operators, their warm-up and the store of compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, numbe
 
 
 class KernelStore(Section):
-    """Compiled kernels that pods share. What is in it is run: whoever can write there can do what the pods can."""
+    """A store of compiled kernels that pods share. Pods execute its contents: who can write there can act as a pod."""
 
     url: FolderOrUrl | None = Field(
         None,
-        description="Folder that all pods mount, or an object store such as `s3://bucket/path`; by default "
-        "the cluster's, if it has one.",
+        description="Folder that all pods mount, or an object store such as `s3://bucket/path`; by default the "
+        "cluster's store, if it has one.",
     )
     signing_key: Annotated[str, Field(pattern=r"^(env|file):.+$")] | None = Field(
         None,
-        description="Where pods find the key, of 32 bytes or more, that archives are signed with: `env:NAME` or "
-        "`file:PATH`. What it has not signed is refused.",
+        description="Key that signs archives, 32 bytes or more: `env:NAME` or `file:PATH` in the pods. Archives "
+        "without its signature are refused.",
     )
-    allow_unsigned: Flag = Field(False, description="Without a signing key: use archives that nobody has signed.")
-    size_limit_mb: Count = Field(10240, description="MiB; beyond them, what was not used for longest is removed.")
+    allow_unsigned: Flag = Field(False, description="Use archives without a signature, if there is no signing key.")
+    size_limit_mb: Count = Field(10240, description="MiB; above it, the least recently used archives are removed.")
     timeout: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
-        60.0, description="Seconds that a pod waits for the store in all; then it compiles."
+        60.0, description="Total seconds that a pod waits for the store before it compiles."
     )
 
 
 class Kernels(Section):
     """The fused operators, and compiling them before training starts."""
 
-    enabled: Flag = Field(True, description="Patch the model with the fused operators.")
+    enabled: Flag = Field(True, description="Replace the model's modules by the fused operators.")
     exclude: tuple[Literal["rms_norm", "rope", "swiglu", "geglu", "relu_squared", "linear_cross_entropy"], ...] = Field(
-        (), description="Operators to leave as the model has them."
+        (), description="Operators not to replace."
     )
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
-    warmup_timeout: Count = Field(600, description="Seconds after which the warm-up is given up and training starts.")
-    store: KernelStore = Field(default_factory=KernelStore, description="Compiled kernels that pods share.")
+    warmup_timeout: Count = Field(
+        600, description="Seconds after which training starts without the rest of the warm-up."
+    )
+    store: KernelStore = Field(default_factory=KernelStore, description="Store of compiled kernels that pods share.")

@@ -1,8 +1,8 @@
-"""A spec from a file or a text, YAML or JSON, with the line of every problem; and back to text.
+"""Reads a spec from a file or text, YAML or JSON, with the line of every problem; and writes it back to text.
 
-Values are read as `yaml.safe_load` reads them (YAML 1.1), so that a file means the same here and to every other tool.
-Two things are stricter: a key given twice is a problem where others silently take the last, and keys are always texts
-(`on:` is the field "on"). JSON is read as the YAML it is.
+Values are those of `yaml.safe_load` (YAML 1.1), so a file means the same here and to other tools. Two rules are
+stricter: a key that appears twice is a problem, where other readers silently take the last one; and keys are always
+strings (`on:` is the field "on"). JSON is read as YAML.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def load_spec(path_or_text: str | Path) -> RunSpec:
-    """Read a spec; the same values give the same `RunSpec`, and hash, as YAML, as JSON and in Python.
+    """Read a spec. The same values give the same `RunSpec`, and hash, from YAML, JSON and Python.
 
-    A `Path` is a file. A `str` is a file when there is one of that name, or when it ends in .yaml, .yml or .json; else
+    A `Path` is a file. A `str` is a file if one of that name exists, or if it ends in .yaml, .yml or .json; otherwise
     it is the spec itself.
 
-    Raises SpecError with every problem and, where it is known, its line.
+    Raises SpecError with every problem and, if known, its line.
 
     >>> load_spec("training: {steps: 100}").training.steps
     100
@@ -46,7 +46,7 @@ def load_spec(path_or_text: str | Path) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec, format: Literal["yaml", "json"] = "yaml") -> str:
-    """`spec` whole, defaults filled in, as text that `load_spec` reads back to an equal spec."""
+    """The spec as text, defaults filled in; `load_spec` reads it back to an equal spec."""
     values = spec.model_dump(mode="json")
     if format == "json":
         return json.dumps(values, indent=2) + "\n"
@@ -59,7 +59,7 @@ def _as_path(path_or_text: str | Path) -> Path | None:
     if "\n" in path_or_text:
         return None
     path = Path(path_or_text)
-    # A name longer than 255 bytes is no file's, and asking for it is an error.
+    # Asking for a file with a name of more than 255 bytes is an error.
     is_file = path_or_text.endswith(_SUFFIXES) or (len(path.name.encode()) < 256 and path.is_file())
     return path if is_file else None
 
@@ -87,7 +87,7 @@ def _unreadable(source: str, message: str, line: int | None = None, given: str |
 
 @dataclass
 class _Document:
-    """The values of a file, the line of each of its fields, and the keys it gives twice."""
+    """The values of a file, the line of each field, and the keys that appear twice."""
 
     value: Any = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -113,18 +113,18 @@ def _read(text: str, source: str) -> _Document:
     except RecursionError:
         raise _unreadable(source, "nested too deeply") from None
     except ValueError as error:
-        # A value that looks like a date and is none, `2024-13-01`.
+        # A value that looks like a date but is none, `2024-13-01`.
         raise _unreadable(source, f"not valid YAML: {error}; put it in quotes if it is text") from None
     return document
 
 
 def _collect_lines(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> None:
-    """Note the lines and the duplicates under `node`; each node once, as an alias may name its own parent."""
+    """Collect lines and duplicate keys under `node`; visits each node once, as an alias may name its own parent."""
     if id(node) in seen:
         return
     seen.add(id(node))
     if isinstance(node, yaml.ScalarNode):
-        # JSON escapes a character beyond U+FFFF as a pair, which YAML leaves as two halves.
+        # JSON escapes a character beyond U+FFFF as a surrogate pair, which YAML leaves as two halves.
         node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):

@@ -1,4 +1,4 @@
-"""What is trained, and which of its weights learn: the sections `model` and `adapter`."""
+"""The sections `model` and `adapter`: the model to train, and which of its weights."""
 
 from __future__ import annotations
 
@@ -15,44 +15,51 @@ class Model(Section):
     """The model to train and where it comes from."""
 
     name: Text = Field("tiny-llama", description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
-    revision: Text | None = Field(None, description="Commit, tag or branch of a Hub model. Pin it for repeatable runs.")
+    revision: Text | None = Field(
+        None, description="Commit, tag or branch of a Hub model. Pin it for reproducible runs."
+    )
     tokenizer: Text | None = Field(
         None,
-        description="Hub id or folder of the tokenizer; by default the model's own. A preset trains one on the data.",
+        description="Hub id or folder of the tokenizer; by default the model's. A preset trains one on the data.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Type of weights and arithmetic. `auto` is bfloat16 on a GPU that has it, float32 elsewhere.",
+        description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, float32 "
+        "elsewhere.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "sdpa",
-        description="Attention implementation, by its transformers name; `sdpa` goes by document where it can.",
+        description="Attention implementation, by its transformers name; `sdpa` uses varlen attention on packed rows "
+        "if it can.",
     )
 
 
 class NoAdapter(Section):
-    """All weights of the model learn."""
+    """Full fine-tuning: all weights are trained."""
 
-    type: Literal["none"] = Field("none", description="All weights learn.")
+    type: Literal["none"] = Field("none", description="All weights are trained.")
 
 
 class Lora(Section):
-    """LoRA by PEFT, whose names the fields have: two small matrices beside each linear layer learn, the rest does not.
+    """LoRA, with PEFT's field names: two small matrices beside each linear layer are trained, everything else is
+    frozen.
 
-    The adapter has the dtype of the model. Checkpoints hold it alone; the exported model has it merged in.
+    The adapter has the model's dtype. Checkpoints hold only the adapter; the exported model has it merged.
     """
 
-    type: Literal["lora"] = Field("lora", description="Low-rank matrices learn.")
+    type: Literal["lora"] = Field("lora", description="Low-rank matrices are trained.")
     r: Count = Field(16, description="Rank of the matrices.")
     lora_alpha: Number = Field(32, gt=0, description="The adapter's output is scaled by `lora_alpha / r`.")
-    lora_dropout: Number = Field(0.0, ge=0, lt=1, description="Share of the adapter's inputs dropped in training.")
+    lora_dropout: Number = Field(
+        0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs in training."
+    )
     target_modules: tuple[Text, ...] = Field(
         (), description="Linear layers to adapt, by the ends of their names; empty: all but the head."
     )
-    use_dora: Flag = Field(False, description="DoRA: learn the length of each weight vector apart from its direction.")
+    use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
     quantization: Literal["none", "nf4"] = Field(
         "none",
-        description="Hold the frozen weights of linear layers in four bits (QLoRA), by bitsandbytes; needs the extra "
-        "`bitsandbytes`.",
+        description="Quantize the frozen weights of linear layers to four bits (QLoRA) with bitsandbytes; needs the "
+        "extra `bitsandbytes`.",
     )
     use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")

@@ -1,4 +1,4 @@
-"""What can be minimized: the sections that `objective` may be."""
+"""The sections that `objective` may be."""
 
 from __future__ import annotations
 
@@ -16,46 +16,49 @@ class Pretrain(Section):
 
 
 class Sft(Section):
-    """Supervised fine-tuning: the loss is on completions, or on the assistant's turns, alone."""
+    """Supervised fine-tuning: only completions, or the assistant's turns, carry loss."""
 
-    type: Literal["sft"] = Field("sft", description="Loss on what the model is to say.")
+    type: Literal["sft"] = Field("sft", description="Loss on completions and assistant turns.")
 
 
 class Dpo(Section):
-    """Direct preference optimization: of two answers, make the chosen one likelier than the model had it at first.
+    """Direct preference optimization: raise the likelihood of the chosen answer over the rejected one.
 
-    An answer's reward is `beta` times how much its log-probability has grown since the start of training.
+    An answer's reward is `beta` times the difference of its log-probability to the reference model's, the initial
+    model.
     """
 
     type: Literal["dpo"] = Field("dpo", description="Prefer one of two answers.")
-    beta: Number = Field(0.1, gt=0, description="How much a change of an answer's log-probability counts.")
+    beta: Number = Field(0.1, gt=0, description="Scale of the rewards.")
     loss: Literal["sigmoid", "ipo"] = Field(
         "sigmoid",
-        description="`sigmoid` of the difference of rewards (DPO); `ipo` draws the difference of log-probabilities per "
-        "token to `1 / (2 beta)`, which holds the model back where one answer always wins.",
+        description="`sigmoid` of the difference of rewards (DPO); `ipo` regresses the difference of "
+        "log-probabilities per token to `1 / (2 beta)`, which prevents overfitting where one answer "
+        "always wins.",
     )
     label_smoothing: Number = Field(
-        0.0, ge=0, lt=0.5, description="Share of the pairs that may be the wrong way round, for `sigmoid`."
+        0.0, ge=0, lt=0.5, description="Assumed share of pairs with swapped labels, for `sigmoid`."
     )
     reference: Literal["auto", "precomputed", "adapter"] = Field(
         "auto",
-        description="Where the first model's log-probabilities come from: `precomputed` in one pass before training, "
-        "or the `adapter` is switched off for a forward pass in every step. `auto` takes the adapter if there is one.",
+        description="Where the reference model's log-probabilities come from: `precomputed` in one pass before "
+        "training, or `adapter`, a forward pass with the adapter disabled in every step. `auto` takes the "
+        "adapter if there is one.",
     )
 
 
 class Distill(Section):
-    """Distillation: learn the distributions of a teacher, a larger model of the same vocabulary."""
+    """Distillation: match the output distribution of a teacher, a larger model with the same vocabulary."""
 
     type: Literal["distill"] = Field("distill", description="Learn from a teacher.")
-    teacher: Text = Field(description="Hub id or folder of the model to learn from; it is frozen.")
+    teacher: Text = Field(description="Hub id or folder of the teacher, which is frozen.")
     teacher_revision: Text | None = Field(None, description="Commit, tag or branch of a teacher on the Hub.")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",
-        description="What is made small: `forward_kl` wants the teacher's whole distribution covered, `reverse_kl` its "
-        "main part met; `jsd` is between them.",
+        description="Divergence to minimize: `forward_kl` makes the student cover the teacher's whole distribution, "
+        "`reverse_kl` its main mode; `jsd` is between them.",
     )
-    temperature: Number = Field(1.0, gt=0, description="Both models' logits are divided by it for the divergence.")
+    temperature: Number = Field(1.0, gt=0, description="Temperature of both models' logits in the divergence.")
     weight: Number = Field(
-        0.5, ge=0, le=1, description="Share of the divergence in the loss; the rest is the next token's."
+        0.5, ge=0, le=1, description="Weight of the divergence in the loss; the rest is next-token cross entropy."
     )

@@ -1,4 +1,4 @@
-"""How work may be split over processes: the sections that `parallel` may be."""
+"""The sections that `parallel` may be."""
 
 from __future__ import annotations
 
@@ -23,55 +23,55 @@ class Ddp(Section):
 
 
 class Fsdp(Section):
-    """FSDP2: weights, gradients and optimizer state split over the processes, and gathered layer by layer."""
+    """FSDP2: weights, gradients and optimizer state are sharded over processes and gathered layer by layer."""
 
-    type: Literal["fsdp"] = Field("fsdp", description="A part of the model per process.")
+    type: Literal["fsdp"] = Field("fsdp", description="One shard of the model per process.")
     reshard_after_forward: Flag = Field(
         True,
         description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
-        "pass: less memory, half as much traffic again.",
+        "pass: less memory, 50 % more traffic.",
     )
     compute_dtype: Literal["model", "bfloat16"] = Field(
         "model",
-        description="Type that layers are gathered in and compute in. `bfloat16` under model.dtype `float32` keeps "
-        "exact weights for the optimizer.",
+        description="Data type that layers are gathered and computed in. `bfloat16` with model.dtype `float32` keeps "
+        "fp32 weights for the optimizer.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type that gradients are summed over processes in."
+        "float32", description="Data type in which gradients are reduced over processes."
     )
     cpu_offload: Flag = Field(
-        False, description="Keep weights, gradients and optimizer state in host memory, and take steps there."
+        False, description="Keep weights, gradients and optimizer state in host memory, and run the optimizer there."
     )
     replicas: Count = Field(
         1,
-        description="Copies of the model (HSDP), each split over processes of its own, which are next to each other by "
-        "rank. With a copy per pod, weights are gathered within a pod and only gradients travel between pods.",
+        description="Replicas of the model (HSDP), each sharded over processes with adjacent ranks. With one replica "
+        "per pod, weights are gathered within a pod and only gradients travel between pods.",
     )
     tensor_parallel: Count = Field(
         1,
-        description="Processes, next to each other by rank, that each matrix is cut over (tensor parallelism): they "
-        "compute the same rows together. Those of a group belong in one pod.",
+        description="Tensor-parallel size: adjacent ranks that share the matrices of each layer and compute the same "
+        "rows. Keep a group within one pod.",
     )
     context_parallel: Count = Field(
         1,
-        description="Processes, or groups by `tensor_parallel`, that each row is cut over (context parallelism), for "
-        "rows that are too long for one.",
+        description="Context-parallel size: processes, or tensor-parallel groups, that share each row, for sequences "
+        "too long for one.",
     )
 
 
 class Deepspeed(Section):
-    """ZeRO by DeepSpeed, whose names the fields have. Under model.dtype `bfloat16` the optimizer has fp32 weights."""
+    """DeepSpeed's ZeRO, with its field names. With model.dtype `bfloat16` the optimizer keeps fp32 weights."""
 
-    type: Literal["deepspeed"] = Field("deepspeed", description="ZeRO, by DeepSpeed; needs the extra `deepspeed`.")
+    type: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO; needs the extra `deepspeed`.")
     stage: Integer = Field(
         2,
         ge=1,
         le=3,
-        description="What is split over processes: optimizer state (1), gradients as well (2), weights as well (3).",
+        description="What is sharded: optimizer state (1), also gradients (2), also weights (3).",
     )
     offload_optimizer: Literal["none", "cpu"] = Field(
-        "none", description="Where optimizer state is kept and steps are taken: on the device, or in host memory."
+        "none", description="Where optimizer state is kept and steps run: on the device, or in host memory."
     )
     offload_param: Literal["none", "cpu"] = Field(
-        "none", description="Where the weights that stage 3 has split are kept: on the device, or in host memory."
+        "none", description="Where stage 3 keeps the sharded weights: on the device, or in host memory."
     )

@@ -1,9 +1,8 @@
-"""All problems of a spec at once, in the words of the person who wrote it.
+"""Collects all problems of a spec at once and describes them to its author.
 
-pydantic stops at the first stage that fails: while a field is wrong it does not look for contradictions, and inside a
-section of an unknown `type` it looks at nothing. `check` therefore notes the problems it is told of, takes the broken
-values out, and asks again until what is left is valid; contradictions are then looked for among the fields that were
-valid as written.
+pydantic stops at the first failing stage: it checks no contradictions while a field is wrong, and nothing inside a
+section of an unknown `type`. `check` therefore notes the problems that pydantic reports, removes the wrong values, and
+validates again until the rest is valid. Then it checks contradictions among the fields that were valid as written.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Fields that are valid one by one but not together. `fields` are paths; the first is where to look."""
+    """Fields that are valid alone but not together. `fields` are paths; the first is where to look."""
 
     broken: bool
     fields: tuple[str, ...]
@@ -64,7 +63,7 @@ class _Location:
 
 @dataclass(frozen=True)
 class _Finding:
-    """A problem, and the repair that lets the rest be checked: the value at `keys` goes, or is now `instead`."""
+    """A problem, and its repair for further checks: the value at `keys` is removed, or replaced by `instead`."""
 
     problem: Problem
     keys: tuple[str, ...]
@@ -77,7 +76,7 @@ def check(
     validate: Callable[[Any], Spec],
     contradictions: Callable[[Spec], Iterable[Contradiction]],
 ) -> Spec:
-    """`validate(value)` when there is nothing to say against it, else raise SpecError with every problem."""
+    """`validate(value)`; raises SpecError with every problem."""
     problems: list[Problem] = []
     repaired: list[str] = []
     while True:
@@ -103,7 +102,7 @@ def check(
 
 
 def spec_error(model: type[BaseModel], error: ValidationError) -> SpecError:
-    """What pydantic says of a value for `model`, in our words."""
+    """The SpecError for pydantic's errors about a value of `model`."""
     problems: list[Problem] = []
     for item in error.errors(include_url=False):
         if isinstance(cause := item.get("ctx", {}).get("error"), SpecError):
@@ -125,7 +124,7 @@ def _overlap(a: str, b: str) -> bool:
 
 
 def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
-    """One finding per path: a plain union (`text or a list of text`) reports each of its branches."""
+    """One finding per path; pydantic reports each branch of a plain union (`text or a list of text`)."""
     found: dict[str, _Finding] = {}
     for item in error.errors(include_url=False):
         location = _locate(model, item)
@@ -135,7 +134,7 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
 
 
 def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
-    """Follow an error's location through the sections; the tags that pydantic puts in for unions are left out."""
+    """Follow an error's location through the sections, without the tags that pydantic inserts for unions."""
     owner, section, alternatives = model, model, dict[str, type[BaseModel]]()
     keys: tuple[str, ...] = ()
     field, wanted, options, index = None, describe(model), tuple[str, ...](), ""
@@ -181,7 +180,7 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
 
 
 def _elsewhere(model: type[BaseModel], name: str) -> str | None:
-    """Path of a field called `name` in another section."""
+    """The path of a field called `name` in another section."""
     for key, field in model.model_fields.items():
         for section in sections(field).values():
             if name in section.model_fields:
@@ -201,7 +200,7 @@ def _not_a_section(model: type[BaseModel], item: ErrorDetails, location: _Locati
 
 
 def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
-    """The `type` that picks the section is unknown, or not there."""
+    """The `type` that selects the section is unknown or missing."""
     assert location.field is not None
     allowed, path = join_or(map(repr, sections(location.field))), f"{location.path}.type"
     if item["type"] == "union_tag_not_found":
@@ -211,12 +210,12 @@ def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location)
     given = item["input"]["type"]
     suggestion = closest_match(given, sections(location.field))
     problem = Problem(path, "not a valid value", format_value(given), allowed, suggestion)
-    # With the type that was meant, the section's other fields are checked too.
+    # With the suggested type, the section's other fields are checked, too.
     return _Finding(problem, (*location.keys, "type") if suggestion else location.keys, suggestion)
 
 
 def _validator_message(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
-    """A validator of ours raised ValueError."""
+    """One of our validators raised ValueError."""
     message = str(item["ctx"]["error"])
     return _Finding(Problem(location.path, message, format_value(item["input"]), location.wanted), location.keys)
 

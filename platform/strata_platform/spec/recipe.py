@@ -10,10 +10,10 @@ from strata_platform.spec.run_spec import RunSpec
 
 
 class DataRecipe(Section):
-    """All that the data step reads. Two runs with equal recipes share their prepared data.
+    """Everything that the data step reads. Runs with equal recipes share their prepared data.
 
-    A run that differs only in its learning rate, batch or checkpoints has the same recipe, so a task that takes the
-    recipe as its input is cached across them.
+    A run that differs only in learning rate, batch or checkpoints has the same recipe. A task with the recipe as its
+    input is therefore cached across such runs.
     """
 
     data: Data = Field(description="The spec's data section.")
@@ -28,7 +28,7 @@ class DataRecipe(Section):
 
     @classmethod
     def from_spec(cls, spec: RunSpec, fingerprint: str = "") -> DataRecipe:
-        """Project `spec` on what decides its data.
+        """The part of `spec` that decides its data.
 
         >>> from strata_platform.spec.run_spec import Optimizer, RunSpec
         >>> DataRecipe.from_spec(RunSpec()) == DataRecipe.from_spec(RunSpec(optimizer=Optimizer(lr=1e-4)))

@@ -41,12 +41,12 @@ not `true` and 8.5 is not 8. A section that is picked by its `type` must name it
 
 
 def reference() -> str:
-    """The reference of every field, in Markdown: a table for each section."""
+    """The reference of every field in Markdown, with a table for each section."""
     return "\n".join([_INTRODUCTION, *_block("## Top level", RunSpec), *_below(RunSpec, "")])
 
 
 def _below(section: type[BaseModel], path: str) -> Iterator[str]:
-    """The sections of a section, and theirs."""
+    """The nested sections of a section, depth first."""
     for name, field in section.model_fields.items():
         for tag, inner in sections(field).items():
             yield from _block(f"## {path}{name}" + (f", type {tag}" if tag else ""), inner)
@@ -64,7 +64,7 @@ def _block(title: str, section: type[BaseModel]) -> Iterator[str]:
 
 
 def files() -> dict[str, str]:
-    """Text of each generated file, by its name."""
+    """The text of each generated file, by name."""
     return {"spec.md": reference(), "spec.schema.json": json.dumps(json_schema(), indent=2) + "\n"}
 
 

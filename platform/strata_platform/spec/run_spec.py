@@ -1,7 +1,7 @@
-"""The one description of a run: what the YAML file, the command line, the notebook and the docs all speak of.
+"""The description of a run, shared by the YAML file, the command line, notebooks and the docs.
 
-Every field has a default, so `RunSpec()` is a complete run: a small Llama, trained from scratch on the docstrings of
-Python's standard library. Objects are frozen and refuse unknown fields; what contradicts is refused with both fields
+Every field has a default, so `RunSpec()` is a complete run: it trains a small Llama from scratch on the docstrings of
+Python's standard library. Objects are frozen and reject unknown fields; contradictions are rejected with both fields
 named. Nothing here reads the environment or the disk.
 """
 
@@ -25,62 +25,61 @@ from strata_platform.spec.training import Optimizer, Schedule, Training
 
 
 class Runtime(Section):
-    """What drives the training loop."""
+    """The training framework."""
 
     framework: Literal["hf", "lightning", "torch"] = Field(
         "hf",
         description="`hf`: the Hugging Face Trainer; `lightning`: Lightning's Trainer; `torch`: a plain PyTorch loop. "
-        "All train the same.",
+        "All train to the same losses.",
     )
 
 
 class Checkpoint(Section):
-    """When state is saved, and what a new attempt does with it."""
+    """When checkpoints are saved, kept and uploaded, and whether a new attempt resumes."""
 
     every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
-    keep_last: Count = Field(2, description="Complete checkpoints to keep.")
+    keep_last: Count = Field(2, description="Number of the newest checkpoints to keep.")
     keep_every: Count | None = Field(
-        None, description="Keep those of the steps that are multiples of this, too; a multiple of `every`."
+        None, description="Also keep checkpoints of steps that are multiples of this; must be a multiple of `every`."
     )
     on_sigterm: Literal["stop", "save"] = Field(
         "stop",
-        description="`stop` ends at once, and the steps since the last checkpoint are repeated; `save` ends the step "
-        "and saves first, within the grace period, for which the processes exchange a message after every step.",
+        description="`stop` ends at once; the next attempt repeats the steps since the last checkpoint. `save` "
+        "finishes the step and saves first, within the grace period; for that the processes exchange a "
+        "message after every step.",
     )
     url: ObjectStoreUrl | None = Field(
         None,
-        description="Object store, such as `s3://bucket/path`, to which checkpoints are copied when they are whole, to "
-        "`<url>/<name>`; a start takes the newest, from the disk or from there. Credentials are the environment's.",
+        description="Object store, such as `s3://bucket/path`; complete checkpoints are uploaded to `<url>/<name>`. A "
+        "start resumes from the newest one, on disk or there. Credentials come from the environment.",
     )
-    url_timeout: Count = Field(
-        900, description="Seconds that the store may be away while the run goes on; then it ends."
-    )
+    url_timeout: Count = Field(900, description="Seconds that the store may be unreachable before the run ends.")
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="`auto` continues from the newest complete checkpoint; `never` refuses a folder that has any, also "
+        description="`auto` resumes from the newest complete checkpoint; `never` refuses a folder that has any, also "
         "after a preemption.",
     )
 
 
 class Evaluation(Section):
-    """What is measured and shown before and after training."""
+    """Evaluation before and after training."""
 
     samples: Integer = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
     max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
     max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
     tasks: tuple[Text, ...] = Field(
         (),
-        description="Tasks of lm-evaluation-harness, by name or as YAML files of one's own, that the model does before "
-        "and after training; needs the extra `lm-eval`.",
+        description="Tasks of lm-evaluation-harness, by name or as paths of your own YAML files, run before and after "
+        "training; needs the extra `lm-eval`.",
     )
     few_shot: Annotated[int, Field(ge=0, le=64), BeforeValidator(number)] | None = Field(
-        None, description="Examples that are shown before each question of a task; by default its own."
+        None, description="Few-shot examples before each question of a task; by default the task's own number."
     )
-    task_limit: Count | None = Field(None, description="Do at most this many examples of each task.")
+    task_limit: Count | None = Field(None, description="Maximum number of examples of each task.")
 
 
 class Topology(Section):
-    """Shape of the job, in torchrun's terms."""
+    """Pods and processes, in torchrun's terms."""
 
     nnodes: Integer = Field(1, ge=1, le=4096, description="Pods.")
     nproc_per_node: Integer = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
@@ -92,39 +91,39 @@ class Topology(Section):
 
 
 class Resources(Section):
-    """What each pod of a remote run asks for."""
+    """Resources that each pod of a remote run requests."""
 
     cpu: Quantity = Field("2", description="CPU cores.")
     memory: Quantity = Field("8Gi", description="Memory.")
-    gpu: Integer = Field(0, ge=0, le=64, description="GPUs, as many as `topology.nproc_per_node`; 0 runs on the CPU.")
+    gpu: Integer = Field(0, ge=0, le=64, description="GPUs; must equal `topology.nproc_per_node`. 0 runs on the CPU.")
     gpu_type: Text | None = Field(
-        None, description="GPU model, by the node label that Flyte's `gpu-device-node-label` names."
+        None, description="GPU model: a value of the node label that Flyte's `gpu-device-node-label` names."
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
     queue: Name | None = Field(
-        None, description="Kueue queue to wait in; by default the one called `default`, where the cluster has it."
+        None, description="Kueue queue; by default the one called `default`, if the cluster has it."
     )
     priority: Name | None = Field(None, description="Kueue priority class; by default the cluster's.")
     pod_template: Name | None = Field(
         None,
-        description="PodTemplate of the cluster to start the pods from; by default the one that Flyte is set up with.",
+        description="PodTemplate of the cluster for the pods; by default the one that Flyte is configured with.",
     )
 
 
 class Tracking(Section):
-    """Where metrics go, beside the JSON lines that are always written."""
+    """Where metrics go, in addition to `metrics.jsonl`, which always has every step."""
 
     report_to: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = Field(
         ("tensorboard",),
-        description="Trackers that are told of every step. TensorBoard writes to the run's folder; servers and keys of "
-        "the others are environment variables.",
+        description="Trackers that get every step. TensorBoard writes to the run's folder; the others take servers "
+        "and keys from environment variables.",
     )
-    project: Text = Field("strata", description="MLflow's experiment and the project of Weights & Biases.")
-    log_every: Count = Field(10, description="Steps between progress lines and reports; metrics have every step.")
+    project: Text = Field("strata", description="Experiment of MLflow, project of Weights & Biases.")
+    log_every: Count = Field(10, description="Steps between log lines and reports; metrics have every step.")
     prometheus_port: Annotated[int, Field(ge=1024, le=65472), BeforeValidator(number)] | None = Field(
         None,
-        description="Port on which a pod's first process serves metrics for Prometheus, and the others on the ports "
-        "after it; by default none does.",
+        description="Port on which a pod's first process serves metrics for Prometheus; further processes take the "
+        "ports after it. By default none does.",
     )
 
 
@@ -134,27 +133,29 @@ Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type"
 
 
 class RunSpec(Section):
-    """A training run, whole. Every field has a default."""
+    """A training run. Every field has a default."""
 
     name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
     output: Folder = Field(
         "out",
-        description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To an object store it is "
-        "copied by `checkpoint.url` and `export.url`.",
+        description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To copy results to an "
+        "object store, set `checkpoint.url` and `export.url`.",
     )
     seed: Integer = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
-    model: Model = Field(default_factory=Model, description="What is trained.")
-    data: Data = Field(default_factory=Data, description="What it is trained on.")
-    objective: Objective = Field(default_factory=Sft, description="What is minimized.")
-    adapter: Adapter = Field(default_factory=NoAdapter, description="Which weights learn.")
+    model: Model = Field(default_factory=Model, description="The model to train.")
+    data: Data = Field(default_factory=Data, description="The training data.")
+    objective: Objective = Field(default_factory=Sft, description="The objective to minimize.")
+    adapter: Adapter = Field(default_factory=NoAdapter, description="Which weights are trained.")
     training: Training = Field(default_factory=Training, description="Length and batch.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer.")
     schedule: Schedule = Field(default_factory=Schedule, description="Learning-rate schedule.")
-    parallel: Parallel = Field(default_factory=Single, description="How the work is split over processes.")
+    parallel: Parallel = Field(
+        default_factory=Single, description="How the model and the batch are split over processes."
+    )
     runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
-    faults: Faults = Field(default_factory=Faults, description="Unfit GPUs, hangs, ruinous steps.")
+    faults: Faults = Field(default_factory=Faults, description="Health checks, hangs, and steps to skip.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
     export: Export = Field(default_factory=Export, description="Where the trained model goes.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
@@ -218,7 +219,7 @@ class RunSpec(Section):
 
     @property
     def nonfinite(self) -> Literal["skip", "rollback", "stop"]:
-        """`faults.nonfinite`, or the default."""
+        """`faults.nonfinite`, or its default."""
         return self.faults.nonfinite or ("stop" if self.optimizer.in_backward else "skip")
 
     @property
