@@ -18,7 +18,7 @@ from tasks.runtime.run_folder.record import CompletionRecord
 def evaluate(
     spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory
 ) -> CompletionRecord:
-    """Refuse an incomplete run, then add losses and samples to its record."""
+    """Add losses and samples to the record of a complete run; an incomplete one is rejected."""
     configure_logging()
     from tasks.runtime.data import PreparedData
     from tasks.runtime.evaluation.evaluate_model import evaluate

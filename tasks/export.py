@@ -21,7 +21,7 @@ from tasks.runtime.run_folder.record import CompletionRecord
 
 
 class Exported(NamedTuple):
-    """What a run leaves."""
+    """The outputs of a run."""
 
     model: FlyteDirectory
     report: FlyteFile
@@ -30,7 +30,7 @@ class Exported(NamedTuple):
 
 @task(retries=RETRIES, enable_deck=True, deck_fields=())
 def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
-    """Write the model, the report and the record; the report is the task's Deck, too."""
+    """Write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
     from tasks.runtime.data import PreparedData
     from tasks.runtime.export.export_model import export

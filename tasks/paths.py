@@ -1,4 +1,4 @@
-"""Files between tasks: passed by path on one machine, through the object store in a cluster."""
+"""Files between tasks: passed by path on one machine, through the object store on a cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def is_local() -> bool:
 
 
 def directory(path: Path | str) -> FlyteDirectory:
-    """A folder as a task's output. A local run hands on the path: weights are large, and the copy would be in /tmp."""
+    """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp."""
     return FlyteDirectory(str(path), remote_directory=False if is_local() else None)
 
 
 def file(path: Path | str) -> FlyteFile:
-    """A file as a task's output, likewise."""
+    """A file as a task's output, in the same way."""
     return FlyteFile(str(path), remote_path=False if is_local() else None)

@@ -1,4 +1,4 @@
-"""Flyte tasks: what data a run reads, and its preparation."""
+"""Flyte tasks: name the data that a run reads, and prepare it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tasks.topology import task_for
 log = logging.getLogger(__name__)
 
 
-# Flyte's local cache remembers paths that may be gone tomorrow; prepared data has its own place in the output folder.
+# Flyte's local cache remembers paths that may no longer exist; the output folder keeps prepared data itself.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 
 class Planned(NamedTuple):
-    """What the data step reads, and the folder of the run."""
+    """The recipe of the data, and the output folder of the run."""
 
     recipe: DataRecipe
     output: str
@@ -34,7 +34,7 @@ class Planned(NamedTuple):
 
 @task(**CONTROL_TASK)
 def plan(spec: RunSpec) -> Planned:
-    """Refuse what cannot run before anything is spent on it, and name the data by its contents."""
+    """Reject a run that cannot work before it costs anything, and identify its data by content."""
     configure_logging()
     from tasks.runtime.data import recipe_of
     from tasks.runtime.evaluation.lm_eval_harness import require_tasks
@@ -52,10 +52,10 @@ def plan(spec: RunSpec) -> Planned:
 
 
 def _check_pods(spec: RunSpec) -> None:
-    """What one machine has anyway, and pods must be given."""
+    """Check what a single machine has anyway, but pods need: GPUs, and an output folder that outlives them."""
     if spec.resources.gpu == 0 and spec.topology.nproc_per_node > 1:
         log.warning(
-            "resources.gpu is 0: the %d processes of each pod train on its CPU; set resources.gpu to %d for a GPU each",
+            "resources.gpu is 0: the %d processes of each pod train on CPUs; set resources.gpu to %d for one GPU each",
             spec.topology.nproc_per_node,
             spec.topology.nproc_per_node,
         )
@@ -64,10 +64,10 @@ def _check_pods(spec: RunSpec) -> None:
     if spec.topology.nnodes > 1:
         raise ValueError(
             f"output {spec.output!r} is a folder inside each pod, but topology.nnodes {spec.topology.nnodes} pods "
-            "share their checkpoints; set output to a folder on a volume that all pods of the run mount"
+            "share checkpoints; set output to a folder on a volume that all pods of the run mount"
         )
     log.warning(
-        "output %r is a folder inside each pod: checkpoints end with the pod, and a new attempt starts from step "
+        "output %r is a folder inside each pod: checkpoints vanish with the pod, and a new attempt starts from step "
         "0; set output to a folder on a volume that all pods of the run mount",
         spec.output,
     )
@@ -75,7 +75,7 @@ def _check_pods(spec: RunSpec) -> None:
 
 @task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
 def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
-    """Tokenise and pack. Cached by the recipe: runs that differ elsewhere share the result."""
+    """Tokenize and pack. Flyte caches the result by the recipe, so runs with the same data share it."""
     configure_logging()
     from tasks.runtime.data import prepare
 

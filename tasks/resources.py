@@ -1,4 +1,4 @@
-"""What tasks ask of the cluster."""
+"""Resources and scheduling of the Flyte tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREPARE_TASK = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(c
 
 
 def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
-    """The spec's resources as a node's overrides, with all of its GPUs or at most `gpus` of them."""
+    """The spec's resources as overrides of a node, with at most `gpus` of its GPUs."""
     count = asked.gpu if gpus is None else min(asked.gpu, gpus)
     pod = Resources(cpu=asked.cpu, mem=asked.memory, gpu=str(count) if count else None)
     return {
@@ -38,11 +38,11 @@ def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
 
 
 def with_scheduling(task: PythonTask[Any], asked: Asked) -> PythonTask[Any]:
-    """`task` with the queue, the priority and the pod template that the spec asks for.
+    """`task` with the queue, the priority and the pod template of the spec.
 
-    Kueue looks for labels on what it may hold back: the pod of a task of one pod, the job of one of several. Flyte puts
-    a task's labels there, and cannot change them for a node. So this is a copy, which a dynamic task sends along; its
-    name is the original's, which is what its pod loads.
+    Kueue reads labels of the objects that it may hold back: the pod of a single-pod task, the job of any other. Flyte
+    takes them from the task and cannot override them per node. So this is a copy of the task, which a dynamic task
+    passes on; the pod loads the original by its name, which is the same.
     """
     labels = {"kueue.x-k8s.io/queue-name": asked.queue, "kueue.x-k8s.io/priority-class": asked.priority}
     given = {label: value for label, value in labels.items() if value is not None}

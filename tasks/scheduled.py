@@ -1,8 +1,8 @@
-"""Flyte tasks of a run that nobody waits for: a name of its own, and a message when it ends, well or not.
+"""Flyte tasks of a scheduled run: a name with the time, and a message when the run ends.
 
-The message goes to a webhook, as chats have them: a POST of {"text": ...}. Its address is a secret, as whoever has it
-may write there: the key `url` of the tenant's Kubernetes secret `announcements`, or ANNOUNCEMENTS_URL on one machine.
-Without one nothing is sent. A message that cannot be sent is warned of, and never the end of a run.
+The message is a POST of {"text": ...} to a chat's webhook. The webhook's URL is a secret, as it grants write access:
+the key `url` of the tenant's Kubernetes secret `announcements`, or ANNOUNCEMENTS_URL on one machine. Without the secret
+no message is sent. A message that cannot be sent causes a warning and never fails the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tasks.runtime.run_folder.record import CompletionRecord
 log = logging.getLogger(__name__)
 
 WEBHOOK = Secret(group="announcements", key="url")
-# Chats cut off long texts; of an error the end says most.
+# Chats truncate long texts; the end of an error says most.
 _LONGEST_ERROR = 1200
 _HEADERS = {"Content-Type": "application/json"}
 _TIMEOUT_SECONDS = 10
@@ -44,13 +44,13 @@ _PAUSES_SECONDS = (1, 5)
 
 @task(**CONTROL_TASK)
 def dated_spec(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
-    """`spec` with the time in its name: under the name of yesterday's run it would find that finished."""
+    """`spec` with the time in its name; under yesterday's name it would find yesterday's finished run."""
     return RunSpec.model_validate(spec.model_dump() | {"name": _name(spec, kickoff_time)})
 
 
 @task(**CONTROL_TASK, secret_requests=[WEBHOOK])
 def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
-    """Tell that the run of `spec` is done, how well, and where the model is, which is not fetched for it."""
+    """Announce that the run of `spec` is done, with its loss and the address of its model, which is not downloaded."""
     configure_logging()
     done = CompletionRecord.load(Path(record.download()))
     loss = f"loss {done.train_loss:.4f}"
@@ -62,19 +62,19 @@ def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
     _send(f"{spec.name} is done: {loss}; {work} on {done.world_size} x {done.device}. {where}")
 
 
-# Flyte hands over the workflow's inputs, and the error under this name and type.
+# Flyte passes the workflow's inputs, and the error under this name and type.
 @task(**CONTROL_TASK, secret_requests=[WEBHOOK])
 def announce_failure(spec: RunSpec, kickoff_time: datetime, err: Optional[FlyteError] = None) -> None:  # noqa: UP045
-    """Tell that the run failed, and of what."""
+    """Announce that the run failed, with its error."""
     configure_logging()
-    why = err.message.strip() if err else "no error is known"
+    why = err.message.strip() if err else "Flyte reported no error"
     if len(why) > _LONGEST_ERROR:
         why = f"... {why[-_LONGEST_ERROR:]}"
     _send(f"{_name(spec, kickoff_time)} failed. {_where()}\n{why}")
 
 
 def _name(spec: RunSpec, kickoff_time: datetime) -> str:
-    """With the time; of a name that leaves no room for it the beginning and a digest are kept."""
+    """The name with the time; a name that is too long for both is shortened and gets a digest."""
     time, name = f"-{kickoff_time:%Y%m%d-%H%M}", spec.name
     room = LONGEST_NAME - len(time)
     if len(name) > room:
@@ -84,17 +84,17 @@ def _name(spec: RunSpec, kickoff_time: datetime) -> str:
 
 
 def _where() -> str:
-    """The execution, as Flyte's console and command line name it."""
+    """The execution, as Flyte's console and command line identify it."""
     run = current_context().execution_id
     return f"Execution {run.name} in {run.project}-{run.domain}"
 
 
 def _send(text: str) -> None:
-    """POST the message. What goes wrong is told without the address: it is in no log, and in no error of ours."""
+    """POST the message. Logs and errors never contain the URL."""
     try:
         url = current_context().secrets.get(WEBHOOK.group, WEBHOOK.key)
     except ValueError:
-        log.warning("no message is sent: there is no secret %r with the key %r", WEBHOOK.group, WEBHOOK.key)
+        log.warning("no message is sent: the secret %r with the key %r does not exist", WEBHOOK.group, WEBHOOK.key)
         return
     log.info("%s", text)
     problem = _post(url, {"text": text}, _PAUSES_SECONDS)
@@ -103,16 +103,16 @@ def _send(text: str) -> None:
 
 
 class _Here(urllib.request.HTTPRedirectHandler):
-    """No redirections: a POST would go on as a GET, without the message, and seem well."""
+    """Rejects redirects: a POST would continue as a GET, without the message, and seem to succeed."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Leave the answer an error."""
+        """Leave the redirect an error."""
 
 
 def _post(url: str, body: dict[str, str], pauses: Sequence[float]) -> str | None:
-    """Send `body` as JSON, again after each of `pauses` where that may help; what went wrong in the end, or None."""
+    """Send `body` as JSON, with a retry after each of `pauses` if one may help. Returns the last problem, or None."""
     if not url.startswith(("https://", "http://")):
-        return f"the key {WEBHOOK.key!r} of the secret {WEBHOOK.group!r} is no address that begins with https://"
+        return f"the key {WEBHOOK.key!r} of the secret {WEBHOOK.group!r} is not a URL that begins with https://"
     opener = urllib.request.build_opener(_Here)
     problem = None
     for pause in (*pauses, None):
@@ -128,7 +128,7 @@ def _post(url: str, body: dict[str, str], pauses: Sequence[float]) -> str | None
         except URLError as error:
             problem = f"the webhook cannot be reached: {error.reason}"
         except (OSError, HTTPException, ValueError) as error:
-            # Their texts may quote the address.
+            # The texts of these errors may contain the URL.
             problem = f"the webhook cannot be reached: {type(error).__name__}"
         if pause is not None:
             time.sleep(pause)

@@ -1,4 +1,4 @@
-"""Flyte tasks of a sweep: the runs of a grid, and what came of them side by side."""
+"""Flyte tasks of a sweep: expand a grid into runs, and compare their results."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 class Swept(NamedTuple):
-    """What a sweep leaves: the spec of its best run, and a table of all."""
+    """The outputs of a sweep: the spec of its best run, and a table of all runs."""
 
     best: RunSpec
     table: FlyteFile
 
 
 def outcome(run: Callable[[], T]) -> T | None:
-    """What a run of the sweep returns; on this machine None where it failed, which is said and costs no other run.
+    """The result of a run of the sweep; on one machine None if the run failed, so that the others still run.
 
-    In a cluster nothing has run when this returns, and what is raised is no run's failure. A signal to this process
-    ends all that would come after it, too.
+    On a cluster nothing has run yet when this returns, so an exception is not a run's failure. A signal to this process
+    ends the sweep.
     """
     if not is_local():
         return run()
@@ -53,7 +53,7 @@ def outcome(run: Callable[[], T]) -> T | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or beside."""
+    """An error and the chain of its causes and contexts."""
     while error:
         yield error
         error = error.__cause__ or error.__context__
@@ -61,7 +61,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @task(**CONTROL_TASK)
 def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
-    """Refuse a grid that has a run which cannot be, before any is started."""
+    """Expand the grid; a combination that the spec rejects fails before any run starts."""
     configure_logging()
     runs = grid.runs(spec)
     log.info("sweep: %d runs of %s", len(runs), ", ".join(grid.fields))
@@ -70,13 +70,13 @@ def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
 
 @task(**CONTROL_TASK)
 def read_record(record: FlyteFile) -> CompletionRecord:
-    """Of an exported run."""
+    """The completion record of an exported run."""
     return CompletionRecord.load(Path(record.download()))
 
 
 @task(**CONTROL_TASK, enable_deck=True, deck_fields=())
 def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[CompletionRecord | None]) -> Swept:
-    """Order the runs by their loss on the validation split; those that did not finish come last.
+    """Sort the runs by validation loss, those that did not finish last, and write the table and the best spec.
 
     Raises:
         ValueError: no run finished.
@@ -98,7 +98,7 @@ def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[Comple
         writer.writerows([trial.name, *trial.values, *trial.measured()] for trial in trials)
     Deck("Sweep", render_comparison(spec.name, tuple(grid.fields), trials))
     if trials[0].loss is None:
-        raise ValueError(f"no run of the sweep finished; the log above says why of each, and {table} lists them")
+        raise ValueError(f"no run of the sweep finished; the log above has each one's error, and {table} lists them")
     best = next(run for run in runs if run.name == trials[0].name)
     log.info("best of %d runs: %s, loss %s", len(trials), best.name, trials[0].loss)
     (folder / "best.yaml").write_text(dump_spec(best), encoding="utf-8")

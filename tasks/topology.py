@@ -1,7 +1,7 @@
-"""The shapes a training job can have: one Flyte task for each, because a task's shape is fixed when it is registered.
+"""The topologies of training jobs, each with a Flyte task of its own: Flyte fixes a task's topology at registration.
 
-A shape is stated once, below. It makes the task's elastic configuration, and the spec's topology chooses the task, so
-that what is launched and what the trainer expects cannot differ.
+`SHAPES` states each topology once. It makes the task's elastic configuration, and the spec's topology selects the task;
+so the launched processes always match what the trainer expects.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent
 from tasks.runtime.run_folder.record import CompletionRecord
 
-# Restarts of a pod's processes before the attempt is given up: a lost process is back in seconds, a lost pod is not.
+# Restarts of a pod's processes before the attempt fails. A new process takes seconds, a new pod minutes.
 MAX_RESTARTS = 2
-# Seconds from SIGTERM to SIGKILL for a pod. Its workers get a little less, so that the agent outlives them; torch 2.11
-# does not read that and gives them 30.
+# Seconds from SIGTERM to SIGKILL for a pod. Its workers get less, so that the agent outlives them; torch 2.11 ignores
+# the variable and gives them 30.
 GRACE_SECONDS = 120
 
 ENVIRONMENT = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 20),
-    # A dead peer ends the attempt after minutes, not after NCCL's two hours.
+    # A dead peer ends the attempt after minutes instead of NCCL's two hours.
     "TORCH_NCCL_ENABLE_MONITORING": "1",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
-    # Stages and metrics reach the client by the pod's log.
+    # Stages and metrics reach the client through the pod's log.
     progress_line.VARIABLE: "1",
 }
 
 
 class Trained(NamedTuple):
-    """What a training task hands on."""
+    """The outputs of a training task."""
 
     record: CompletionRecord
     weights: FlyteDirectory
 
 
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
-    """Train in one process of the job; the return value of rank 0 is the task's."""
+    """Train in one process of the job; Flyte takes the return value of rank 0."""
     configure_logging()
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
     die_with_agent()
@@ -97,7 +97,7 @@ SHAPES = (
     (64, 8),
     (128, 8),
 )
-"""Pods, and processes in each."""
+"""Pods, and processes per pod."""
 
 
 def _name(nnodes: int, nproc_per_node: int) -> str:
@@ -105,10 +105,9 @@ def _name(nnodes: int, nproc_per_node: int) -> str:
 
 
 def __getattr__(name: str) -> PythonTask[Any]:
-    """`train_<nnodes>x<nproc_per_node>`: what Flyte loads in a pod.
+    """`train_<nnodes>x<nproc_per_node>`: the task that Flyte loads in a pod.
 
-    Made when it is asked for. To make one takes a tenth of a second, and this module is loaded by every process of a
-    run, most of which need none.
+    Each is made on first use: making one takes 0.1 s, and every process of a run loads this module.
     """
     for shape in SHAPES:
         if name == _name(*shape):
@@ -118,7 +117,7 @@ def __getattr__(name: str) -> PythonTask[Any]:
 
 @cache
 def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
-    """The task for a shape."""
+    """The task for a topology."""
 
     @wraps(_train)
     def function(spec: RunSpec, data: FlyteDirectory) -> Trained:
@@ -132,7 +131,7 @@ def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
             max_restarts=MAX_RESTARTS,
             # Without read_timeout a slow first pod breaks the rendezvous of the others.
             rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
-            # Whatever ends the job, no pod of it may keep its GPUs.
+            # However the job ends, its pods must release their GPUs.
             run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.ALL),
         ),
         retries=RETRIES,
@@ -140,18 +139,18 @@ def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
         pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], termination_grace_period_seconds=GRACE_SECONDS)),
     )
     made = decorate(function)
-    # Else Flyte names a task after the module at whose loading it was made.
+    # Otherwise Flyte names the task after the module that was loading when it was made.
     made._instantiated_in = __name__
     return made
 
 
 def task_for(topology: Topology) -> PythonTask[Any]:
-    """The training task of this shape. Raises ValueError with the shapes there are."""
+    """The training task for a topology. Raises ValueError if there is none."""
     shape = (topology.nnodes, topology.nproc_per_node)
     if shape not in SHAPES:
         known = ", ".join(f"{nnodes}x{nproc}" for nnodes, nproc in SHAPES)
         raise ValueError(
-            f"topology.nnodes x topology.nproc_per_node is {shape[0]}x{shape[1]}, which no Flyte task has; use one of "
-            f"{known}, or add a line to tasks/topology.py"
+            f"topology.nnodes x topology.nproc_per_node is {shape[0]}x{shape[1]}, which has no Flyte task; use "
+            f"one of {known}, or add a line to tasks/topology.py"
         )
     return training_task(*shape)

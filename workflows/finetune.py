@@ -19,17 +19,17 @@ DEFAULT = RunSpec()
 def finetune(spec: RunSpec = DEFAULT) -> Exported:
     """Prepare the data, train, evaluate before and after, export.
 
-    `spec` is a YAML or JSON file. Without one a small Llama learns to write docstrings from Python's standard library.
+    `spec` is a YAML or JSON file. Without one, a small Llama learns to write docstrings from Python's standard library.
     """
     planned = plan(spec=spec)
     data = prepare(recipe=planned.recipe, output=planned.output)
     return train_evaluate_export(spec=spec, data=data)
 
 
-# Dynamic, because a task's shape and resources are fixed when it is registered, and the spec's are known only now.
+# Dynamic: Flyte fixes a task's topology and resources at registration, but the spec's are known only at run time.
 @dynamic(**CONTROL_TASK)
 def train_evaluate_export(spec: RunSpec, data: FlyteDirectory) -> Exported:
-    """The part of the workflow that runs with the topology and the resources of the spec."""
+    """The part of the workflow that uses the topology and the resources of the spec."""
     asked, one = spec.resources, overrides(spec.resources, gpus=1)
     trained = with_scheduling(task_for(spec.topology), asked)(spec=spec, data=data).with_overrides(**overrides(asked))
     measure, write = with_scheduling(evaluate, asked), with_scheduling(export, asked)

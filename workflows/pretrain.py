@@ -14,9 +14,9 @@ DEFAULT = RunSpec(name="pretrain", objective=Pretrain())
 
 @workflow
 def pretrain(spec: RunSpec = DEFAULT) -> Exported:
-    """Learn to predict every token of the data, from scratch or from a model that is there.
+    """Train on every token of the data, from scratch or from a pretrained model.
 
-    The same steps as `finetune`, from another default: without a spec a small Llama learns all text of Python's
-    standard library's docstrings.
+    The same steps as `finetune` with another default: without a spec, a small Llama learns all docstrings of Python's
+    standard library.
     """
     return finetune(spec=spec)

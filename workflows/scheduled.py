@@ -1,4 +1,4 @@
-"""A run at set times: `pyflyte run workflows/scheduled.py scheduled --kickoff_time now --spec my.yaml` is one of them.
+"""A scheduled run: `pyflyte run workflows/scheduled.py scheduled --kickoff_time now --spec my.yaml` starts one now.
 
 examples/nightly.py has the schedule.
 """
@@ -19,7 +19,7 @@ DEFAULT = RunSpec(name="scheduled")
 
 @workflow(on_failure=announce_failure)
 def scheduled(kickoff_time: datetime, spec: RunSpec = DEFAULT) -> Exported:
-    """The steps of `finetune` under a name that has the time in it, and a message when they end, well or not."""
+    """The steps of `finetune` under a name with the time in it, and a message when they end."""
     run = dated_spec(spec=spec, kickoff_time=kickoff_time)
     exported = finetune(spec=run)
     announce(spec=run, record=exported.record, model=exported.model)

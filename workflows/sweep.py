@@ -26,27 +26,27 @@ LEARNING_RATES = Grid(fields={"optimizer.lr": [1e-3, 2e-3, 4e-3]})
 
 @workflow
 def one_run(spec: RunSpec) -> CompletionRecord:
-    """A run of the sweep; of what it leaves, its record."""
+    """A run of the sweep, which returns its completion record."""
     return read_record(record=finetune(spec=spec).record)
 
 
-# A launch plan, because that is what becomes an execution of its own.
+# A launch plan, because Flyte starts one as an execution of its own.
 trial = LaunchPlan.get_or_create(one_run, name="workflows.sweep.trial")
 
 
-# Dynamic, because the grid says how many runs there are. Flyte registers with a workflow what its tasks hint at.
+# Dynamic: the grid decides the number of runs. Flyte registers the launch plans in the hints with the workflow.
 @dynamic(**CONTROL_TASK, node_dependency_hints=[trial])
 def run_all(runs: list[RunSpec]) -> list[Optional[CompletionRecord]]:  # noqa: UP045  # as Flyte reads types
-    """Start all runs, each in an execution of its own; on one machine they follow each other."""
+    """Start all runs, each as an execution; on one machine one after the other."""
     return [outcome(partial(trial, spec=run)) for run in runs]
 
 
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
 def sweep(spec: RunSpec = DEFAULT, grid: Grid = LEARNING_RATES) -> Swept:
-    """Fine-tune once for each combination of the grid's values, and compare what comes out.
+    """Fine-tune once for each combination of the grid's values, and compare the results.
 
-    A run that fails costs no other one. On one machine its line in the table is empty; on a cluster the sweep fails
-    when all others are done.
+    A failed run does not stop the others. On one machine its row in the table is empty; on a cluster the sweep fails
+    after all other runs are done.
     """
     runs = expand(spec=spec, grid=grid)
     return compare(spec=spec, grid=grid, runs=runs, records=run_all(runs=runs))

@@ -119,7 +119,7 @@ def test_a_run_that_is_done_is_told_with_its_losses_and_its_model(webhook, finis
 def test_without_an_address_nothing_is_sent_and_that_is_said(monkeypatch, finished, capsys):
     monkeypatch.delenv("ANNOUNCEMENTS_URL", raising=False)
     tasks.announce(spec=RunSpec(name="night"), **finished)
-    assert "no message is sent: there is no secret 'announcements' with the key 'url'" in capsys.readouterr().out
+    assert "no message is sent: the secret 'announcements' with the key 'url' does not exist" in capsys.readouterr().out
 
 
 def test_a_webhook_that_refuses_does_not_fail_the_run(webhook, finished, capsys):

@@ -265,7 +265,7 @@ def test_several_processes_without_gpus_are_warned_of_in_a_pod(in_a_pod, gpus, c
         }
     )
     plan.task_function(spec)
-    warned = "resources.gpu is 0: the 8 processes of each pod train on its CPU; set resources.gpu to 8"
+    warned = "resources.gpu is 0: the 8 processes of each pod train on CPUs; set resources.gpu to 8"
     assert (warned in capsys.readouterr().out) == (gpus == 0)
 
 

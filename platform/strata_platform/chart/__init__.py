@@ -1,1 +1,1 @@
-"""The Helm chart's values, described once: values.yaml, their schema and their reference are written from here."""
+"""The Helm chart's values as models; values.yaml, their JSON Schema and their reference are generated from them."""

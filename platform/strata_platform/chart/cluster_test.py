@@ -1,8 +1,8 @@
-"""What `helm test` runs in the project's image: `python -m strata_platform.chart.cluster_test cluster | pod`.
+"""The program of `helm test`, in the training image: `python -m strata_platform.chart.cluster_test cluster | pod`.
 
-`cluster` looks at every object that the chart made, tries what has to be refused, and runs a job of two pods through
-each tenant's queue. `pod` runs as a tenant's own pod does and looks around. What is expected comes as JSON in the
-variable STRATA_CHECK, written by the chart. A line per check; exit code 1 when one failed.
+`cluster` checks every object of the chart, tries what the cluster must refuse, and runs a job of two pods through each
+tenant's queue. `pod` runs as a tenant's pod does and checks what it can reach and write. The chart passes the expected
+values as JSON in the variable STRATA_CHECK. The program prints a line per check; exit code 1 means that one failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, framew
 _TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
-# Two processes in two pods that add up what they have: rendezvous, names, network policies and torch in one.
+# An all-reduce over two pods tests rendezvous, name resolution, network policies and torch at once.
 _ALL_REDUCE = """\
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 
 
 class Tenant(BaseModel):
-    """What the chart made for a tenant."""
+    """The objects that the chart created for a tenant."""
 
     namespace: str
     pod_security: str
@@ -48,7 +48,7 @@ class Tenant(BaseModel):
 
 
 class Cluster(BaseModel):
-    """What `cluster` is to find. `job_seconds` is how long a job of two pods may take; 0 runs none."""
+    """What `cluster` expects. `job_seconds` limits a job of two pods; 0 runs none."""
 
     tenants: list[Tenant]
     queue_required: bool
@@ -61,7 +61,7 @@ class Cluster(BaseModel):
 
 
 class Pod(BaseModel):
-    """What `pod` is to find."""
+    """What `pod` expects."""
 
     reachable: list[str]
     unreachable: list[str]
@@ -69,16 +69,16 @@ class Pod(BaseModel):
 
 
 Check = tuple[str, Callable[[], str | None]]
-"""What is checked, and what tells why it is not so, with the way out; None when all is well."""
+"""Name of a check, and a function that returns what is wrong and what to do, or None."""
 
 
 def run(checks: Iterator[Check]) -> int:
-    """Run all of `checks`, one line for each; the number of those that failed."""
+    """Run all `checks`, print a line for each, and return the number of those that failed."""
     failed = 0
     for what, problem in checks:
         try:
             found = problem()
-        except Exception as error:  # A check that cannot be made has failed; the others are still of interest.
+        except Exception as error:  # A check that raises has failed; the others still run.
             found = f"{type(error).__name__}: {_words(error)}"
         failed += found is not None
         print(f"ok    {what}" if found is None else f"FAIL  {what}: {found}", flush=True)
@@ -96,8 +96,8 @@ def _words(error: Exception) -> str:
 
 
 def pod_checks(expected: Pod) -> Iterator[Check]:
-    """What a pod of a tenant can do, and cannot."""
-    yield "not root", lambda: None if os.getuid() else "the pod runs as root; the pod template is not in force"
+    """Checks of what a tenant's pod can and cannot do."""
+    yield "not root", lambda: None if os.getuid() else "the pod runs as root; the pod template is not applied"
     yield "no token of Kubernetes", lambda: f"{_TOKEN} is mounted" if _TOKEN.exists() else None
     for folder in expected.writable:
         yield f"can write {folder}", partial(_write, folder)
@@ -124,12 +124,12 @@ def _connect(address: str, seconds: float = 5.0) -> str | None:
 
 def _refuse(address: str) -> str | None:
     if _connect(address, seconds=3.0) is None:
-        return "it answers; the network plugin does not enforce network policies, or one allows it"
+        return "it answers; the network plugin ignores network policies, or a policy allows it"
     return None
 
 
 def cluster_checks(expected: Cluster) -> Iterator[Check]:
-    """The objects that the chart made, who may do what, and what is refused."""
+    """Checks of the chart's objects, of rights, and of what the cluster refuses."""
     from kubernetes import config
 
     config.load_incluster_config()
@@ -188,7 +188,7 @@ def _right_checks(tenant: Tenant, flyte: tuple[str, str]) -> Iterator[Check]:
 
 
 def _may(account: tuple[str, str], verb: str, group: str, resource: str, namespace: str) -> bool:
-    """Whether a service account, given as its namespace and name, has a right."""
+    """Whether a service account (namespace, name) has a right."""
     from kubernetes import client
 
     review = access_review(account, verb, group, resource, namespace)
@@ -202,7 +202,7 @@ def _refusal_checks(tenant: Tenant, queue_required: bool) -> Iterator[Check]:
     if tenant.pod_security != "privileged":
         privileged = partial(core.create_namespaced_pod, place, _privileged(), dry_run="All")
         yield f"{place}: a privileged pod is refused", partial(_refused, privileged)
-    # Kueue writes the name of a queue called default into jobs that have none.
+    # Kueue assigns jobs without a queue to the queue called default, if it exists.
     if queue_required and "default" not in tenant.queues:
         unqueued = partial(_create, place, _job("strata-test-no-queue", {}, ""), dry_run="All")
         yield f"{place}: a training job without a queue is refused", partial(_refused, unqueued)
@@ -232,7 +232,7 @@ def _refused(attempt: Callable[[], object]) -> str | None:
         attempt()
     except ApiException as error:
         return None if error.status in (403, 422) else f"{error.status}: {_words(error)}"
-    return "it is accepted"
+    return "the cluster accepts it"
 
 
 def _privileged() -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _privileged() -> dict[str, Any]:
 
 
 def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
-    """A job of two workers; without a template one that is only good for being refused, and of no queue."""
+    """A job of two workers. Without a template it has no queue and serves only to be refused."""
     labels = {_QUEUE: queue} if template else {}
     pod = template or {"spec": {"containers": [{"name": "pytorch", "image": "none"}]}}
     return {
@@ -250,7 +250,7 @@ def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
         "metadata": {"name": name, "labels": labels},
         "spec": {
             "elasticPolicy": {"minReplicas": 2, "maxReplicas": 2, "nProcPerNode": 1, "rdzvBackend": "c10d"},
-            # What failed stays, for its logs; what still runs gives back its resources.
+            # Failed pods stay for their logs; running ones release their resources.
             "runPolicy": {"cleanPodPolicy": "Running"},
             "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "restartPolicy": "Never", "template": pod}},
         },
@@ -274,7 +274,7 @@ def _two_pods(expected: Cluster, tenant: Tenant) -> str | None:
     launch = ["-m", "torch.distributed.run", "--no-python", expected.python, "-c", _ALL_REDUCE]
     container |= {"name": "pytorch", "image": expected.image, "command": [expected.python, *launch]}
     container["resources"] = {"requests": expected.job_resources, "limits": expected.job_resources}
-    # The digits tell this job from an earlier one that is still being deleted.
+    # The digits distinguish this job from an earlier one that is still being deleted.
     name = f"strata-test-{time.time_ns() // 10**6 % 10**8}"
     _create(tenant.namespace, _job(name, template, next(iter(tenant.queues))))
     address = (*_KUBEFLOW, tenant.namespace, "pytorchjobs", name)
@@ -282,7 +282,7 @@ def _two_pods(expected: Cluster, tenant: Tenant) -> str | None:
     if problem is None:
         custom.delete_namespaced_custom_object(*address)
         return None
-    return f"{problem}; see kubectl describe pytorchjob {name} and the logs of its pods, and delete it then"
+    return f"{problem}; see kubectl describe pytorchjob {name} and the logs of its pods, then delete it"
 
 
 def _ended_well(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Values of what makes pods start warm: kernels baked for a tenant's models, and images that nodes have already."""
+"""Values for fast pod starts: kernels baked for a tenant's models, and images pulled in advance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from strata_platform.chart.tenants import Toleration
 from strata_platform.chart.value_fields import Labels, OptionalDnsName, Path, Quantities, Values
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$")]
-"""A name or a path without commas and spaces."""
+"""A name or path without commas and spaces."""
 
 
 class Bake(Values):
-    """A Job per tenant that compiles the kernels of models that are not baked into the image. It needs no GPU."""
+    """A Job per tenant that compiles kernels of models that the image does not contain. It needs no GPU."""
 
-    claim: OptionalDnsName = Field("", description="Claim of the tenant that keeps them; all its pods mount it.")
-    path: Path = Field("/var/lib/strata/kernels", description="Where it is mounted.")
+    claim: OptionalDnsName = Field("", description="The tenant's claim that stores them; all of its pods mount it.")
+    path: Path = Field("/var/lib/strata/kernels", description="Mount path of the claim.")
     models: tuple[Word, ...] = Field(
         (),
-        description="All that the tenants train: presets, or paths of a config.json in the image or on the claim. "
-        "Pods use these in place of the image's own; empty bakes none.",
+        description="All models that the tenants train: presets, or paths of a config.json in the image or on the "
+        "claim. Pods use these kernels instead of the image's; empty bakes none.",
     )
     archs: Annotated[tuple[Word, ...], Field(min_length=1)] = Field(
         ("sm_90",), description="Architectures: sm_90 is H100 and H200, sm_100 B200."
@@ -30,9 +30,9 @@ class Bake(Values):
 
 
 class Prepull(Values):
-    """A DaemonSet that does nothing but have the image, with the kernels baked into it, on every node that trains."""
+    """A DaemonSet that pulls the image, with its baked kernels, to every training node."""
 
-    enabled: bool = Field(False, description="Create it.")
+    enabled: bool = Field(False, description="Create the DaemonSet.")
     node_selector: Labels = Field({}, description="Labels of the nodes; empty for all.")
     tolerations: tuple[Toleration, ...] = Field(
         (Toleration(key="nvidia.com/gpu"),), description="Taints of those nodes."
@@ -41,21 +41,21 @@ class Prepull(Values):
 
 
 class Store(Values):
-    """Compiled kernels that pods share, for runs whose spec names no `kernels.store`. It is run: so it is signed."""
+    """Compiled kernels that pods share, for runs whose spec names no `kernels.store`. Pods execute them: sign them."""
 
     url: str = Field(
         "", description="Folder that all pods mount, or an object store such as `s3://bucket/path`; empty for none."
     )
     secret: OptionalDnsName = Field(
         "",
-        description="Secret of each tenant whose `KERNEL_STORE_KEY`, 32 bytes or more, signs the archives. Pods start "
-        "without it, too, and leave the store alone then.",
+        description="Secret of each tenant with the key `KERNEL_STORE_KEY`, 32 bytes or more, which signs the "
+        "archives. Pods also start without the secret, and then do not use the store.",
     )
 
 
 class Kernels(Values):
-    """Pods that start warm."""
+    """Fast pod starts: compiled kernels and pulled images."""
 
     store: Store = Field(Store(), description="Compiled kernels that pods share.")
-    bake: Bake = Field(Bake(), description="Kernels for models that are not in the image.")
-    prepull: Prepull = Field(Prepull(), description="The image on every node before a run needs it.")
+    bake: Bake = Field(Bake(), description="Kernels of models that the image does not contain.")
+    prepull: Prepull = Field(Prepull(), description="Pull the image to every node before a run needs it.")

@@ -1,4 +1,4 @@
-"""Values of what is watched: which metrics are read, what people are told of, and where they look."""
+"""Values for monitoring: metrics, alerts and dashboards."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Alerts(Values):
-    """When people are told. Each alert says what to look at."""
+    """Thresholds of the alerts. Each alert says what to look at."""
 
     enabled: bool = Field(True, description="Create the PrometheusRule.")
-    labels: Labels = Field({}, description="Further labels of every alert, for its routing.")
-    stalled_after: Duration = Field("15m", description="A run that makes no step for so long has stalled.")
-    low_utilization: Share = Field(0.7, description="Share of its own median of six hours below which a run is slow.")
-    data_wait: Share = Field(0.2, description="Share of the time that a process may wait for its data.")
-    checkpoint_after: Duration = Field("2h", description="A run that trains on for so long has to have saved.")
-    queued_after: Duration = Field("1h", description="A queue may have runs waiting for so long.")
+    labels: Labels = Field({}, description="Additional labels of every alert, for its routing.")
+    stalled_after: Duration = Field("15m", description="Time without a step after which a run has stalled.")
+    low_utilization: Share = Field(
+        0.7, description="Share of its six-hour median below which a run's utilization is low."
+    )
+    data_wait: Share = Field(0.2, description="Maximum share of the time that a process waits for data.")
+    checkpoint_after: Duration = Field("2h", description="Maximum time that a run trains without a checkpoint.")
+    queued_after: Duration = Field("1h", description="Maximum time that a queue has waiting runs.")
 
 
 class Dashboards(Values):
-    """Grafana's dashboards, as ConfigMaps that its sidecar finds."""
+    """Grafana dashboards, as ConfigMaps that Grafana's sidecar finds."""
 
-    enabled: bool = Field(True, description="Create them.")
+    enabled: bool = Field(True, description="Create the ConfigMaps.")
     labels: Labels = Field({"grafana_dashboard": "1"}, description="Labels that the sidecar looks for.")
 
 
 class Observability(Values):
-    """What the Prometheus Operator and Grafana read. Runs serve metrics where `tracking.prometheus_port` is set."""
+    """Objects for the Prometheus Operator and Grafana. Runs serve metrics if `tracking.prometheus_port` is set."""
 
     enabled: bool = Field(
-        False, description="Create the objects of this section; needs the Prometheus Operator's kinds."
+        False, description="Create the objects of this section; needs the Prometheus Operator's custom resources."
     )
-    namespace: DnsName = Field("monitoring", description="Where Prometheus runs; its pods may connect to the ports.")
+    namespace: DnsName = Field("monitoring", description="Namespace of Prometheus; its pods may connect to the ports.")
     labels: Labels = Field({}, description="Labels that Prometheus selects PodMonitors and rules by.")
-    # The bounds of that field, which leave a port for each of the most processes.
+    # The bounds of that field, which leave a port for each of the 64 processes.
     port: Annotated[int, Field(ge=1024, le=65472)] = Field(9400, description="`tracking.prometheus_port` of the runs.")
-    processes: Annotated[int, Field(ge=1, le=64)] = Field(8, description="Most processes of a pod; each has a port.")
-    interval: Duration = Field("30s", description="How often metrics are read.")
-    alerts: Alerts = Field(Alerts(), description="When people are told.")
-    dashboards: Dashboards = Field(Dashboards(), description="Where people look.")
+    processes: Annotated[int, Field(ge=1, le=64)] = Field(8, description="Maximum processes of a pod; each has a port.")
+    interval: Duration = Field("30s", description="Scrape interval.")
+    alerts: Alerts = Field(Alerts(), description="Thresholds of the alerts.")
+    dashboards: Dashboards = Field(Dashboards(), description="Grafana dashboards.")

@@ -1,4 +1,4 @@
-"""Values of what the cluster's machines are and how runs share them: Kueue's cluster-wide objects."""
+"""Values of Kueue's cluster-wide objects: kinds of nodes, and how runs share them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strata_platform.chart.value_fields import (
 
 
 class Topology(Values):
-    """How nodes are near to each other, for pods of a run to be put close together."""
+    """Network topology of the nodes, so that Kueue places the pods of a run close together."""
 
     name: DnsName = Field(description="Name.")
     levels: Annotated[tuple[LabelKey, ...], Field(min_length=1, max_length=16)] = Field(
@@ -37,27 +37,25 @@ class Taint(Values):
 
 
 class Flavor(Values):
-    """A kind of machine."""
+    """A kind of node."""
 
     name: DnsName = Field(description="Name.")
-    node_labels: Labels = Field({}, description="Labels that its nodes carry; admitted pods are sent to those.")
-    node_taints: tuple[Taint, ...] = Field((), description="Taints of its nodes; runs have to tolerate these.")
-    tolerations: tuple[Toleration, ...] = Field((), description="Given to admitted pods.")
-    topology: OptionalDnsName = Field("", description="Name of a topology; its nodes carry those labels.")
+    node_labels: Labels = Field({}, description="Labels of its nodes; admitted pods are scheduled to those.")
+    node_taints: tuple[Taint, ...] = Field((), description="Taints of its nodes; runs must tolerate them.")
+    tolerations: tuple[Toleration, ...] = Field((), description="Tolerations added to admitted pods.")
+    topology: OptionalDnsName = Field("", description="Name of a topology, whose labels the nodes carry.")
 
 
 class QuotaOf(Values):
-    """How much of one resource."""
+    """Quota of one resource."""
 
-    nominal: Quantity = Field(description="What is the queue's own.")
-    borrowing_limit: OptionalQuantity = Field(
-        "", description="At most this much more of its cohort's; empty: no limit."
-    )
-    lending_limit: OptionalQuantity = Field("", description="At most this much for its cohort; empty: all of it.")
+    nominal: Quantity = Field(description="The queue's own quota.")
+    borrowing_limit: OptionalQuantity = Field("", description="Maximum to borrow from the cohort; empty: no limit.")
+    lending_limit: OptionalQuantity = Field("", description="Maximum to lend to the cohort; empty: all of it.")
 
 
 class FlavorQuota(Values):
-    """What a queue has of one flavor."""
+    """Quota of a queue in one flavor."""
 
     flavor: DnsName = Field(description="Name of a flavor.")
     resources: Annotated[dict[ResourceName, QuotaOf], Field(min_length=1)] = Field(
@@ -66,35 +64,35 @@ class FlavorQuota(Values):
 
 
 class Preemption(Values):
-    """Whose runs are suspended when another has to start. They resume from their checkpoints by themselves."""
+    """Whose runs are suspended so that another can start. They resume from their checkpoints."""
 
     within_cluster_queue: Literal["Never", "LowerPriority", "LowerOrNewerEqualPriority"] = Field(
         "LowerPriority", description="Runs of the same queue."
     )
     reclaim_within_cohort: Literal["Never", "LowerPriority", "Any"] = Field(
-        "Any", description="Runs of other queues that use what is this queue's own."
+        "Any", description="Runs of other queues that borrow this queue's quota."
     )
     borrow_within_cohort: Literal["Never", "LowerPriority"] = Field(
-        "Never", description="Runs of other queues, to borrow more."
+        "Never", description="Runs of other queues, so that this queue can borrow more."
     )
 
 
 class ClusterQueue(Values):
-    """A share of the cluster."""
+    """A ClusterQueue: a share of the cluster."""
 
     name: DnsName = Field(description="Name.")
-    cohort: OptionalDnsName = Field("", description="Queues of one cohort lend each other what they do not use.")
+    cohort: OptionalDnsName = Field("", description="Queues of one cohort lend each other unused quota.")
     strategy: Literal["BestEffortFIFO", "StrictFIFO"] = Field(
-        "BestEffortFIFO", description="Whether smaller runs may overtake one that has to wait."
+        "BestEffortFIFO", description="Whether smaller runs may overtake a waiting one."
     )
     quotas: Annotated[tuple[FlavorQuota, ...], Field(min_length=1)] = Field(
-        description="Flavors in the order in which they are tried."
+        description="Flavors, in the order in which Kueue tries them."
     )
-    preemption: Preemption = Field(Preemption(), description="Whose runs give way.")
+    preemption: Preemption = Field(Preemption(), description="Whose runs are preempted.")
 
 
 class Priority(Values):
-    """A priority class: the name that a run's `resources.priority` gives."""
+    """A priority class, named by a run's `resources.priority`."""
 
     name: DnsName = Field(description="Name.")
     value: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(description="Higher goes first.")
@@ -102,28 +100,28 @@ class Priority(Values):
 
 
 class Kueue(Values):
-    """Where Kueue is."""
+    """Namespace and configuration of Kueue."""
 
     check: bool = Field(
         True,
-        description="Refuse to install while Kueue's configuration lacks the integration `kubeflow.org/pytorchjob`.",
+        description="Fail the installation if Kueue's configuration lacks the integration `kubeflow.org/pytorchjob`.",
     )
-    namespace: DnsName = Field("kueue-system", description="Its namespace.")
-    config_map: DnsName = Field("kueue-manager-config", description="Its configuration.")
+    namespace: DnsName = Field("kueue-system", description="Kueue's namespace.")
+    config_map: DnsName = Field("kueue-manager-config", description="Kueue's config map.")
 
 
 class Queues(Values):
-    """Kueue's cluster-wide objects, and who has to queue."""
+    """Kueue's cluster-wide objects, and which pods must queue."""
 
     enabled: bool = Field(True, description="Create the objects of this section.")
     required: bool = Field(
-        True, description="Refuse training jobs, and pods with GPUs, that name none of their tenant's queues."
+        True, description="Reject training jobs, and pods with GPUs, that name none of their tenant's queues."
     )
     gpu_resources: tuple[ResourceName, ...] = Field(
-        ("nvidia.com/gpu", "amd.com/gpu"), description="Resources that only queued pods may have."
+        ("nvidia.com/gpu", "amd.com/gpu"), description="Resources that only queued pods may request."
     )
     topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
-    flavors: tuple[Flavor, ...] = Field((), description="Kinds of machines.")
+    flavors: tuple[Flavor, ...] = Field((), description="Kinds of nodes.")
     cluster_queues: tuple[ClusterQueue, ...] = Field((), description="Shares of the cluster.")
     priorities: tuple[Priority, ...] = Field((), description="Priority classes.")
-    kueue: Kueue = Field(Kueue(), description="Where Kueue is.")
+    kueue: Kueue = Field(Kueue(), description="Namespace and configuration of Kueue.")

@@ -1,4 +1,4 @@
-"""What every section of the chart's values is made of: the types of its fields, and what a section is."""
+"""The base class of the values' sections, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMBER = r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?"
 
 Quantity = Annotated[
     Annotated[str, Field(pattern=f"^{_NUMBER}$")] | Annotated[int, Field(ge=0)],
-    # One schema in place of a choice of two: a mistake is then told in one line.
+    # One schema instead of a choice of two, so that Helm reports a mistake in one line.
     WithJsonSchema({"type": ["string", "integer"], "pattern": f"^{_NUMBER}$", "minimum": 0}),
 ]
 """A Kubernetes quantity such as 8, 500m or 64Gi."""

@@ -1,4 +1,4 @@
-"""The values of charts/strata, whole. Every key has a default; with those alone the chart creates next to nothing."""
+"""The values of charts/strata. Every key has a default; with the defaults alone the chart creates almost nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from strata_platform.estimate.prices import Prices
 
 
 class Image(Values):
-    """The project's image, for what the chart runs itself."""
+    """The training image, for the chart's own tests and Jobs."""
 
-    repository: str = Field("", description="Repository; needed by tests and Jobs.")
+    repository: str = Field("", description="Repository; tests and Jobs need it.")
     tag: str = Field("", description="Tag or `sha256:` digest; by default the chart's appVersion.")
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="When it is pulled.")
-    pull_secrets: tuple[DnsName, ...] = Field((), description="Secrets of the release's namespace to pull it with.")
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="Image pull policy.")
+    pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the release's namespace.")
 
 
 class FlyteAccount(Values):
@@ -34,13 +34,13 @@ class TestJob(Values):
     """A job of two pods through each tenant's first queue."""
 
     seconds: Annotated[int, Field(ge=0, le=3600)] = Field(
-        240, description="How long it may take, waiting in the queue included; 0 runs none. Helm itself waits for 300."
+        240, description="Maximum seconds, including the wait in the queue; 0 runs none. Helm itself waits for 300."
     )
     resources: Quantities = Field({"cpu": "1", "memory": "2Gi"}, description="Requests and limits of each pod.")
 
 
 class Tests(Values):
-    """What `helm test` runs: a look at every object, a pod and a job of two in each tenant's namespace."""
+    """What `helm test` runs: checks of every object, a pod, and a job of two pods in each tenant's namespace."""
 
     enabled: bool = Field(True, description="Create the test pods when `helm test` is run.")
     python: str = Field("python", description="Interpreter of the image.")
@@ -49,7 +49,7 @@ class Tests(Values):
     volumes: tuple[Volume, ...] = Field((), description="Claims of the release's namespace for the test pod there.")
     reachable: tuple[Address, ...] = Field((), description="`host:port` that a tenant's pods must reach.")
     unreachable: tuple[Address, ...] = Field(
-        (), description="`host:port` that they must not reach; say them where the network plugin enforces policies."
+        (), description="`host:port` that they must not reach; set it if the network plugin enforces policies."
     )
     flyte: FlyteAccount = Field(FlyteAccount(), description="The service account of Flyte's propeller.")
     job: TestJob = Field(TestJob(), description="A job of two pods through each tenant's first queue.")
@@ -61,11 +61,11 @@ class ChartValues(Values):
     image: Image = Field(Image(), description="The project's image.")
     tenants: tuple[Tenant, ...] = Field((), description="Projects and domains; each has a namespace.")
     tenant_defaults: TenantSettings = Field(
-        TenantSettings(), description="What a tenant gets unless it says otherwise."
+        TenantSettings(), description="Settings of every tenant, unless it overrides them."
     )
-    queues: Queues = Field(Queues(), description="Machines and how runs share them.")
-    kernels: Kernels = Field(Kernels(), description="Pods that start warm.")
+    queues: Queues = Field(Queues(), description="Kinds of nodes, and how runs share them.")
+    kernels: Kernels = Field(Kernels(), description="Compiled kernels and pulled images, for fast pod starts.")
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
-    prices: Prices = Field(Prices(), description="What `strata estimate` computes costs with.")
-    tests: Tests = Field(Tests(), description="What `helm test` checks.")
-    global_: dict[str, Any] = Field({}, alias="global", description="Helm gives this to every subchart; not read.")
+    prices: Prices = Field(Prices(), description="Prices that `strata estimate` computes costs with.")
+    tests: Tests = Field(Tests(), description="Checks of `helm test`.")
+    global_: dict[str, Any] = Field({}, alias="global", description="Helm passes this to every subchart; ignored.")

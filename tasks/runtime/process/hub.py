@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: that it cannot be reached is told apart from that it has not got what a spec names."""
+"""Distinguishes a Hugging Face Hub that cannot be reached from one that lacks what a spec names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
 from tasks.runtime.process.errors import Unreachable
 
-# Beside errors of the server: it waited too long for the request, or had too many of them.
+# Client errors that may pass: request timeout, too many requests.
 _LATER = (408, 429)
 
 
 @contextmanager
 def asking_hub(named: str) -> Iterator[None]:
-    """Raises `Unreachable` in place of what the block raises, where that is for want of an answer of the Hub.
+    """Raise `Unreachable` in place of an exception of the block that a Hub without an answer caused.
 
-    `named` is the field of the spec, and the name that it has on the Hub.
+    `named` is the spec's field and its value on the Hub.
     """
     try:
         yield
@@ -28,15 +28,15 @@ def asking_hub(named: str) -> Iterator[None]:
         reason = _no_answer(error)
         if reason is None:
             raise
-        said = " ".join(str(reason).split()) or type(reason).__name__
+        message = " ".join(str(reason).split()) or type(reason).__name__
         raise Unreachable(
-            f"{named}: the Hugging Face Hub at {constants.ENDPOINT} cannot be reached ({said}), and what is needed is "
-            "not in the cache; start the run again when the Hub answers, or give a folder"
+            f"{named}: the Hugging Face Hub at {constants.ENDPOINT} cannot be reached ({message}), and the cache "
+            "lacks a file that the run needs; start the run again when the Hub answers, or give a folder"
         ) from error
 
 
 def _no_answer(error: BaseException | None) -> BaseException | None:
-    """What kept the Hub from answering, among an error and those that led to it; None where it was something else."""
+    """The exception, among an error and its causes, that shows that the Hub did not answer; None if there is none."""
     if constants.is_offline_mode():
         return None
     while error is not None:
@@ -44,7 +44,7 @@ def _no_answer(error: BaseException | None) -> BaseException | None:
             status = getattr(getattr(error, "response", None), "status_code", None)
             return error if status is None or status >= 500 or status in _LATER else None
         if isinstance(error, ConnectionError | TimeoutError):
-            # All that is left of the mode where the package `datasets` alone is offline.
+            # The only trace of a mode in which the package `datasets` alone is offline.
             return None if "OfflineModeIsEnabled" in str(error) else error
         error = error.__cause__ or error.__context__
     return None
