@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collate, prepare, recipe_of
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 
 REFERENCE = "fp32 weights, plain PyTorch"
 PRECISIONS = ("fp32_master", "stochastic_rounding", "nearest")
