@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strata_kernels import join_weight, split_weight
 from tasks.runtime.checkpoint.flat_shard import FlatShard, local_values, shard_of
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
 from tasks.runtime.process.rng import random_states, restore_random_states
 
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
@@ -26,9 +26,6 @@ MODEL = "model."
 
 MASTER = "master"
 """Name of the optimizer state that holds fp32 master weights beside the bfloat16 weights of the layers."""
-
-REMAINDER = "remainder"
-"""Name of the optimizer state that holds the low 16 bits of the master weights only."""
 
 
 def has_adapter(model: nn.Module) -> bool:

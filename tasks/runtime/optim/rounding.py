@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from strata_kernels import Rounding, Shard
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.state import REMAINDER
-from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
 
 ROUNDINGS: dict[str, Rounding] = {
     "fp32_master": "master",

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from tasks.runtime.optim.managed_memory import zeros as paged_zeros
 
+REMAINDER = "remainder"
+"""Name of the optimizer state that holds the low 16 bits of the master weights only."""
+
 
 def new_slot(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, *, paged: bool) -> Tensor:
     """Zeros of `shape` for the state of `parameter`, on its device; with `paged` in managed memory of its GPU.
