@@ -44,7 +44,8 @@ def plan(spec: RunSpec) -> Planned:
     task_for(spec.topology)
     require_tasks(spec)
     require_installed(spec)
-    # A pod template of the run's own may bring what tells its trackers whom to tell; the image is the same.
+    # The run's own pod template may set the trackers' environment variables; the image, and so the packages, are the
+    # same.
     (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
     if not is_local():
         _check_pods(spec)

@@ -85,8 +85,8 @@ _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGFPE: "native code divided by zero",
     signal.SIGALRM: "it hung in native code, and its stacks are in the log",
 }
-# What decides when the processes of a job end differently. Those that merely lost a peer end as "failed", and the agent
-# sends SIGTERM to those that are left: the cause is what comes first here.
+# The order in which outcomes decide about a job whose processes ended differently: the cause comes first. A process
+# that merely lost a peer ends as "failed", and the agent sends SIGTERM to the rest.
 _CAUSES: tuple[Kind, ...] = (
     "bad_input",
     "killed",

@@ -99,7 +99,7 @@ class RunLayout:
 
     @property
     def outputs(self) -> dict[str, Path]:
-        """What a finished run hands over, by kind."""
+        """Paths of a finished run's outputs, by kind."""
         return {"model": self.model, "report": self.report, "record": self.record}
 
 

@@ -25,7 +25,7 @@ from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Ru
 from strata_platform.spec import RunSpec
 
 Item = LogLine | MetricPoint | Event | Stage | Phase
-"""What happens to a run next: a line, a step or an event is added, or the run enters a stage or a phase."""
+"""An item of a script: a line, step or event is added to the run, or the run enters a stage or a phase."""
 
 T = TypeVar("T", LogLine, MetricPoint)
 

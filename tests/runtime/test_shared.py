@@ -125,11 +125,17 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
         ({"parallel": {"replicas": 2}}, r"replicas: 2 does not divide the 1 groups of 2 processes"),
         (
             {"adapter": {"type": "lora"}, "model": {"name": "m"}},
-            r"tensor_parallel.*adapter\.type 'lora' puts others beside them",
+            r"tensor_parallel.*but not those of adapter\.type 'lora'",
         ),
-        ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs them whole"),
-        ({"objective": {"type": "distill", "teacher": "t"}}, r"tensor_parallel.*objective\.type 'distill' reads it"),
-        ({**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}}, r"context_parallel.*'dpo' compares them"),
+        ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs whole ones"),
+        (
+            {"objective": {"type": "distill", "teacher": "t"}},
+            r"tensor_parallel.*objective\.type 'distill' needs the whole one",
+        ),
+        (
+            {**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}},
+            r"context_parallel.*'dpo' compares whole ones",
+        ),
         ({**ROWS, "model": {"name": "m", "attention": "eager"}}, r"context_parallel.*set model\.attention to 'sdpa'"),
     ],
 )

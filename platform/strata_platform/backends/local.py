@@ -57,8 +57,8 @@ class LocalBackend:
         except FileNotFoundError:
             return None
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stdout", None) or error
-            log.warning("whether the run fits is not known: nvidia-smi does not tell the GPU: %s", str(said).strip())
+            output = getattr(error, "stdout", None) or error
+            log.warning("whether the run fits is not known: nvidia-smi failed: %s", str(output).strip())
             return None
         return find_gpu(answer.stdout.partition("\n")[0])
 

@@ -53,7 +53,7 @@ def command(spec: Path, processes: int, scratch: str) -> list[str]:
 
 @dataclass
 class Attempt:
-    """One start of the run's processes, and what is known of how they ended."""
+    """One start of the run's processes, and the evidence of how it ended."""
 
     number: int
     last_lines: dict[int, list[str]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 Run as `python -m strata_platform.chart.values_docs [FOLDER]`.
 
-FOLDER is the chart, by default charts/strata. Beside them goes tasks.json: what tasks may use, for the templates.
+FOLDER is the chart, by default charts/strata. The program also writes tasks.json, limits of tasks for the templates.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m strata_platform.chart.values_docs`; change the models instead. -->
 
-What a cluster with Flyte, Kueue and the training operator needs for training runs: for each tenant a namespace with its
-identity, rights, quota, network policies, pod template and queues; for the cluster its kinds of machines, shares and
+Sets up a cluster with Flyte, Kueue and the training operator for training runs: for each tenant a namespace with its
+identity, rights, quota, network policies, pod template and queues; for the cluster its kinds of nodes, shares and
 priorities.
 
 ```console
@@ -37,18 +37,18 @@ $ helm install strata charts/strata --namespace strata-system --create-namespace
 $ helm test strata --namespace strata-system
 ```
 
-[docs/cluster.md](../../docs/cluster.md) goes through an installation step by step; [ci](ci) has complete examples of
-values. A key that does not exist, or a value of the wrong kind, is refused with its path.
+[docs/cluster.md](../../docs/cluster.md) describes an installation step by step; [ci](ci) has complete examples of
+values. Helm rejects an unknown key, or a value of the wrong type, with its path.
 
 With the values below alone, the chart creates no tenant and no queue.
 """
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the values, which Helm checks before anything is rendered."""
+    """The JSON Schema of the values; Helm checks it before it renders anything."""
     described = ChartValues.model_json_schema()
     for part in _parts(described):
-        # pydantic names the keys that a mapping takes, and lets others pass.
+        # pydantic describes the keys that a mapping takes, but lets others pass.
         if "patternProperties" in part:
             part["additionalProperties"] = False
         if isinstance(part.get("title"), str):
@@ -57,7 +57,7 @@ def schema() -> dict[str, Any]:
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping in `value`, itself first."""
+    """Every mapping in `value`, the outermost first."""
     if isinstance(value, dict):
         yield value
     if isinstance(value, dict | list):
@@ -85,7 +85,7 @@ def _yaml(section: type[BaseModel], values: BaseModel, depth: int) -> Iterator[s
 
 
 def _plain(value: Any) -> Any:
-    """`value` as YAML has it; fields that a destination and the like leave at their defaults are left out."""
+    """`value` as plain YAML data, without fields of list entries that have their defaults."""
     if isinstance(value, BaseModel):
         return _plain(value.model_dump(by_alias=True, exclude_defaults=True))
     if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def readme() -> str:
-    """How the chart is used, and a table of every value."""
+    """The chart's README: usage, and a table of every value."""
     blocks = [_INTRODUCTION, "## Values", *_table(_rows(ChartValues, ChartValues(), ""))]
     blocks += ["", "## Entries of lists", ""]
     for section in _entries(ChartValues):
@@ -119,7 +119,7 @@ def _table(rows: Iterator[tuple[str, str, str, str]]) -> Iterator[str]:
 
 
 def _rows(section: type[BaseModel], values: BaseModel | None, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """A row for each key; what a tenant may say of itself is told once, with `tenantDefaults`."""
+    """A row for each key. A tenant's settings are described once, under `tenantDefaults`."""
     properties = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias}"
@@ -134,7 +134,7 @@ def _rows(section: type[BaseModel], values: BaseModel | None, prefix: str) -> It
 
 
 def _takes(described: dict[str, Any], field: FieldInfo) -> str:
-    """What a value may be, in a few words."""
+    """Describe the type of a value in a few words."""
     if entry := _section_in(field.annotation):
         return (
             f"list of [{entry.__name__}](#{entry.__name__.lower()})" if described.get("type") == "array" else "section"
@@ -150,14 +150,14 @@ def _kind(described: dict[str, Any]) -> str:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a value, or an item of a list, is of."""
+    """The section class of a value, or of a list's items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
 
 def _entries(section: type[BaseModel]) -> list[type[BaseModel]]:
-    """Sections that lists have as their entries, in the order in which they are met."""
+    """Section classes of list entries, in order of appearance."""
     found: dict[type[BaseModel], None] = {}
     for field in section.model_fields.values():
         inner = _section_in(field.annotation)
@@ -168,7 +168,7 @@ def _entries(section: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def files() -> dict[str, str]:
-    """Text of each written file, by its name."""
+    """The text of each generated file, by name."""
     return {
         "values.yaml": values_yaml(),
         "values.schema.json": json.dumps(schema(), indent=2) + "\n",

@@ -19,7 +19,7 @@ class Finding:
 
 
 Check = tuple[str, Callable[[], Finding]]
-"""Name and function of a check. One that raises is a problem: nothing good is known of what it was to examine."""
+"""Name and function of a check. A check that raises counts as a problem."""
 
 
 def ok(message: str) -> Finding:

@@ -120,7 +120,7 @@ def _packages(machine: Machine) -> Finding:
         said = f"flytekit {found['flytekit']} beside flytekitplugins-kfpytorch {found['flytekitplugins-kfpytorch']}"
         return problem(f"{said}: they are released together", install)
     if not str(found["flytekit"]).startswith("1.16."):
-        return problem(f"flytekit {found['flytekit']}; Flyte 1.16 is what the workflows are written for", install)
+        return problem(f"flytekit {found['flytekit']}; the workflows are written for Flyte 1.16", install)
     if int(str(found["kubernetes"]).partition(".")[0]) >= 37:
         return problem(f"kubernetes {found['kubernetes']}, which flytekit cannot use", "install kubernetes<37")
     return ok(", ".join(f"{name} {installed}" for name, installed in found.items()))

@@ -38,14 +38,14 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: P
     """The estimate as lines of text."""
     gpus = found.spec.topology.world_size
     adapted = "LoRA beside weights of four bits" if found.spec.is_quantized else "LoRA"
-    what = adapted if found.spec.adapter.type != "none" else "all weights learn"
+    trained = adapted if found.spec.adapter.type != "none" else "all weights learn"
     size = f"{found.shape.parameters / 1e9:.2f} B parameters"
-    yield f"{found.spec.model.name}: {size}, {what}, on {gpus} x {found.gpu.name}"
+    yield f"{found.spec.model.name}: {size}, {trained}, on {gpus} x {found.gpu.name}"
     yield f"layout: {describe_layout(found.spec)}"
     if not found.gpu.measured:
         yield f"rates of {found.gpu.name} are scaled from measurements on an H200 by data sheets"
-    for what in found.uncounted:
-        yield f"not counted: {what}"
+    for feature in found.uncounted:
+        yield f"not counted: {feature}"
     yield ""
     yield "memory of each GPU at its fullest, GiB"
     for name, part in found.memory.parts().items():

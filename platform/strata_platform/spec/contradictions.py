@@ -58,8 +58,8 @@ def _training(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         training.compile and not spec.data.packing,
         ("training.compile", "data.packing"),
-        "makes a graph for each length of rows, and with data.packing false rows are as long as their texts; set "
-        "data.packing to true, or training.compile to false",
+        "compiles a graph for each row length, and with data.packing false rows differ in length; set data.packing to "
+        "true, or training.compile to false",
     )
 
 
@@ -70,14 +70,14 @@ def _tokens(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         not spec.data.packing,
         ("training.tokens_per_step", "data.packing"),
-        "set, but with data.packing false rows are as long as their texts; set data.packing to true, or give "
-        "training.gradient_accumulation_steps in its place",
+        "set, but with data.packing false rows differ in length; set data.packing to true, or set "
+        "training.gradient_accumulation_steps instead",
     )
     below = tokens // once * once
     yield Contradiction(
         tokens % once != 0,
         ("training.tokens_per_step", "training.micro_batch_size", "data.sequence_length", "topology"),
-        f"{tokens} is no multiple of the {once} tokens that all processes read at once (training.micro_batch_size x "
+        f"{tokens} is not a multiple of the {once} tokens of a forward pass on all ranks (training.micro_batch_size x "
         f"data.sequence_length x processes); nearest: {f'{below} or ' if below else ''}{below + once}",
     )
     yield Contradiction(
@@ -99,19 +99,19 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.parallel.type in ("fsdp", "deepspeed") and topology.world_size == 1,
         ("parallel.type", "topology.nproc_per_node", "topology.nnodes"),
-        f"'{spec.parallel.type}' splits the model over processes, and topology.nproc_per_node x topology.nnodes is "
+        f"'{spec.parallel.type}' shards the model over processes, but topology.nproc_per_node x topology.nnodes is "
         "1; raise one of them, or set parallel.type to 'single'",
     )
     yield Contradiction(
         spec.parallel.type == "deepspeed" and spec.parallel.offload_param != "none" and spec.parallel.stage < 3,
         ("parallel.offload_param", "parallel.stage"),
-        "set, but only parallel.stage 3 splits the weights; set parallel.stage to 3, or leave "
+        "set, but only parallel.stage 3 shards the weights; set parallel.stage to 3, or leave "
         "parallel.offload_param out",
     )
     yield Contradiction(
         spec.parallel.type == "deepspeed" and spec.parallel.stage == 3 and training.compile,
         ("training.compile", "parallel.stage"),
-        "makes a graph of each layer, and parallel.stage 3 gathers and frees weights inside of them; set "
+        "compiles each layer as a graph, but parallel.stage 3 gathers and frees weights inside layers; set "
         "training.compile to false, parallel.stage to 2, or parallel.type to 'fsdp'",
     )
     gpus = spec.resources.gpu
@@ -153,7 +153,7 @@ def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         replicas == processes > 1,
         ("parallel.replicas", *topology),
-        f"{replicas} copies leave each of the processes of topology.nproc_per_node x topology.nnodes a whole one; "
+        f"{replicas} replicas give each process of topology.nproc_per_node x topology.nnodes a whole model; "
         "lower parallel.replicas, or set parallel.type to 'ddp'",
     )
 
@@ -165,19 +165,19 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.adapter.type != "none",
         (field, "adapter.type"),
-        f"{ways} cuts a model's own matrices, and adapter.type '{spec.adapter.type}' puts others beside them; set "
-        "parallel.tensor_parallel to 1, which splits frozen weights as well, or adapter.type to 'none'",
+        f"{ways} shards the model's own matrices, but not those of adapter.type '{spec.adapter.type}'; set "
+        "parallel.tensor_parallel to 1, where fsdp shards frozen weights as well, or adapter.type to 'none'",
     )
     yield Contradiction(
         spec.optimizer.type == "muon",
         (field, "optimizer.type"),
-        f"{ways} cuts matrices in both directions, and optimizer.type 'muon' needs them whole; set "
+        f"{ways} shards matrices in both dimensions, but optimizer.type 'muon' needs whole ones; set "
         "parallel.tensor_parallel to 1, or optimizer.type to 'adamw'",
     )
     yield Contradiction(
         spec.objective.type not in ("pretrain", "sft"),
         (field, "objective.type"),
-        f"{ways} leaves no process a whole head, and objective.type '{spec.objective.type}' reads it; set "
+        f"{ways} shards the output head, but objective.type '{spec.objective.type}' needs the whole one; set "
         "parallel.tensor_parallel to 1, or objective.type to 'pretrain' or 'sft'",
     )
 
@@ -189,13 +189,13 @@ def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.objective.type not in ("pretrain", "sft"),
         (field, "objective.type"),
-        f"{parts} leaves no process a whole document, and objective.type '{spec.objective.type}' compares them; set "
+        f"{parts} splits documents over processes, but objective.type '{spec.objective.type}' compares whole ones; set "
         "parallel.context_parallel to 1, or objective.type to 'pretrain' or 'sft'",
     )
     yield Contradiction(
         spec.model.attention != "sdpa",
         (field, "model.attention"),
-        f"{parts} brings an attention of its own, made of PyTorch's; set model.attention to 'sdpa', or "
+        f"{parts} uses its own attention, which is built on PyTorch's sdpa; set model.attention to 'sdpa', or "
         "parallel.context_parallel to 1",
     )
 
@@ -207,7 +207,7 @@ def _quantization(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.adapter.use_dora,
         ("adapter.quantization", "adapter.use_dora"),
-        f"'{kind}' hides the lengths of weight vectors that adapter.use_dora starts from; set adapter.use_dora to "
+        f"'{kind}' hides the norms of weight vectors, from which adapter.use_dora starts; set adapter.use_dora to "
         "false, or adapter.quantization to 'none'",
     )
 
@@ -223,8 +223,8 @@ def _objective(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         (format == "preference") != (objective.type == "dpo") and format != "auto",
         ("data.format", "objective.type"),
-        f"'{format}' does not go with objective.type '{objective.type}': format 'preference', pairs of answers, is "
-        "what 'dpo' needs and no other can use; set data.format to 'auto', or objective.type to suit the data",
+        f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
+        "pairs of answers, and no other objective can use it; set data.format to 'auto', or another objective.type",
     )
     yield Contradiction(
         objective.type == "dpo" and source in BUILTIN_SOURCES,
@@ -235,7 +235,7 @@ def _objective(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         objective.type == "distill" and objective.teacher in PRESETS,
         ("objective.teacher",),
-        "a preset is trained from scratch and has nothing to teach; give a Hub id or the folder of a trained model",
+        "a preset has random weights; give the Hub id or the folder of a trained model",
     )
 
 
@@ -246,7 +246,7 @@ def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         objective.reference == "adapter" and spec.adapter.type == "none",
         ("objective.reference", "adapter.type"),
-        "'adapter' is switched off for the reference, and adapter.type is 'none'; set adapter.type to 'lora', or "
+        "'adapter' disables the adapter for the reference, but adapter.type is 'none'; set adapter.type to 'lora', or "
         "objective.reference to 'precomputed'",
     )
     yield Contradiction(
@@ -255,9 +255,9 @@ def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
         and spec.adapter.type != "none"
         and spec.training.gradient_checkpointing == "per_op",
         ("training.gradient_checkpointing", "parallel.stage", "adapter.type", "objective.type"),
-        "'per_op' has the backward pass repeat what the forward pass did, which under parallel.stage 3 finds frozen "
-        "weights still gathered that objective.type 'dpo' read for its reference; set training.gradient_checkpointing "
-        "to 'full' or 'selective', or parallel.type to 'fsdp'",
+        "'per_op' does not work with parallel.stage 3 and an adapter: objective.type 'dpo' leaves frozen weights "
+        "gathered after the reference's forward pass, so that the recomputed pass differs; set "
+        "training.gradient_checkpointing to 'full' or 'selective', or parallel.type to 'fsdp'",
     )
     yield Contradiction(
         objective.loss == "ipo" and objective.label_smoothing > 0,
@@ -272,21 +272,21 @@ def _store(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         store.url is not None and (store.signing_key is not None) == store.allow_unsigned,
         ("kernels.store.signing_key", "kernels.store.allow_unsigned", "kernels.store.url"),
-        "contradicts kernels.store.allow_unsigned; archives are signed or they are not: leave one of them out"
+        "contradicts kernels.store.allow_unsigned; leave one of them out"
         if store.allow_unsigned
-        else "missing, and kernels.store.url has archives that are run; give a key, or set "
+        else "missing, but pods execute the archives of kernels.store.url; give a key, or set "
         "kernels.store.allow_unsigned if nobody else can write there",
     )
     yield Contradiction(
         store.url is None and (store.signing_key is not None or store.allow_unsigned),
         ("kernels.store.url", "kernels.store.signing_key", "kernels.store.allow_unsigned"),
-        "missing, and there is no store without it; set it, or leave kernels.store.signing_key and "
+        "missing, but other fields of kernels.store are set; set it, or leave kernels.store.signing_key and "
         "kernels.store.allow_unsigned out",
     )
     yield Contradiction(
         store.url is not None and not spec.kernels.warmup,
         ("kernels.store.url", "kernels.warmup"),
-        "set, but only the warm-up asks the store, and kernels.warmup is false; set it to true, or leave "
+        "set, but only the warm-up uses the store, and kernels.warmup is false; set it to true, or leave "
         "kernels.store.url out",
     )
     yield Contradiction(
@@ -332,7 +332,7 @@ def _places(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.checkpoint.url is not None and spec.export.url is not None and checkpoints.startswith(model),
         ("export.url", "checkpoint.url"),
-        f"takes the whole of {model.rstrip('/')} for the model, where checkpoint.url has the checkpoints; set "
+        f"replaces all of {model.rstrip('/')} by the model, but checkpoint.url puts checkpoints there; set "
         "export.url to another folder",
     )
 
@@ -341,13 +341,13 @@ def _schedule(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         spec.schedule.decay_ratio is not None and spec.schedule.type != "wsd",
         ("schedule.decay_ratio", "schedule.type"),
-        f"set, but schedule.type '{spec.schedule.type}' decays in a way of its own; set schedule.type to 'wsd', or "
+        f"set, but schedule.type '{spec.schedule.type}' has its own decay; set schedule.type to 'wsd', or "
         "leave schedule.decay_ratio out",
     )
     yield Contradiction(
         spec.schedule.warmup_ratio + spec.schedule.falling > 1,
         ("schedule.warmup_ratio", "schedule.decay_ratio", "schedule.type"),
-        f"{spec.schedule.warmup_ratio} and schedule.decay_ratio {spec.schedule.falling} are more than all steps; "
+        f"{spec.schedule.warmup_ratio} and schedule.decay_ratio {spec.schedule.falling} add up to more than 1; "
         "lower one of them",
     )
 
