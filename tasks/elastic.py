@@ -25,7 +25,7 @@ from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.metrics.progress import report_progress
-from tasks.runtime.process.exit_codes import MemoryKills
+from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder

@@ -23,7 +23,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Topology
 from tasks.elastic import Training
 from tasks.resources import RETRIES
-from tasks.runtime.process.exit_codes import explain
+from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent
 from tasks.runtime.run_folder.record import CompletionRecord

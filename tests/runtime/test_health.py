@@ -13,7 +13,7 @@ from strata_platform.outcomes import UNHEALTHY
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
 from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, to_blame
-from tasks.runtime.process.exit_codes import explain
+from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.folder import RunFolder

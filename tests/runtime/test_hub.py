@@ -20,8 +20,8 @@ from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import build_model, load_config
 from tasks.runtime.objectives import Start, objective_of
+from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.errors import Unreachable
-from tasks.runtime.process.exit_codes import explain
 from tasks.runtime.process.hub import asking_hub
 from tasks.runtime.process.ranks import Processes
 

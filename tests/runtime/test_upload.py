@@ -23,8 +23,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint import manifest, object_store, upload
 from tasks.runtime.checkpoint.object_store import RunStore, retry
 from tasks.runtime.checkpoint.upload import CheckpointUploader
+from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.errors import Unreachable
-from tasks.runtime.process.exit_codes import explain
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job

@@ -20,7 +20,7 @@ from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import require_trackers
 from tasks.runtime.parallel import require_installed
 from tasks.runtime.process.deterministic import deterministic
-from tasks.runtime.process.exit_codes import explain, is_out_of_memory
+from tasks.runtime.process.error_explanations import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.runtime.process.exit_codes import MemoryKills, explain
+from tasks.runtime.process.error_explanations import MemoryKills, explain
 
 # As PyTorch, NCCL and the driver say them.
 ERRORS = [
