@@ -68,7 +68,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         except IgnoreOutputs as end:
             # A pod without rank 0 also succeeds with this exception. Its context tells a signal from a success.
             if isinstance(end.__context__, SignalException):
-                _stopped(f"the pod: {outcome_of_exit(-end.__context__.sigval).message}", end)
+                _stopped(f"the pod was told to stop by {signal.Signals(end.__context__.sigval).name}", end)
             if not is_local():
                 wait_for_main_pod()
                 # If this pod was stopped for a reason of its own, exit code 0 would end the job as a success.

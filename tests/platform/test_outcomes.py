@@ -1,7 +1,10 @@
 """Exit codes become outcomes: what happened, what to do, and whether another attempt may succeed."""
 
+import doctest
+
 import pytest
 
+from strata_platform import outcomes
 from strata_platform.outcomes import outcome_of_exit, outcome_of_job
 
 
@@ -54,3 +57,8 @@ def test_exit_codes_become_outcomes(code, kind, words):
 )
 def test_the_cause_decides_about_a_job(codes, kind):
     assert outcome_of_job(codes).kind == kind
+
+
+def test_examples():
+    result = doctest.testmod(outcomes)
+    assert result.attempted and not result.failed

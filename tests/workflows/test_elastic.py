@@ -51,10 +51,10 @@ except BaseException as error:
         (
             "whose_pod_is_stopped",
             "local",
-            ("RECOVERABLE", "the pod: a process was told to stop by SIGTERM"),
+            ("RECOVERABLE", "the pod was told to stop by SIGTERM"),
         ),
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
-        ("whose_pod_is_stopped", "cluster", ("the pod: a process was told to stop by SIGTERM", "FATAL SystemExit 143")),
+        ("whose_pod_is_stopped", "cluster", ("the pod was told to stop by SIGTERM", "FATAL SystemExit 143")),
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
         # The agent may tell of the other process, which lost this one.
         ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),
