@@ -11,7 +11,7 @@ from kubernetes.utils.quantity import parse_quantity
 from strata_platform.chart.values import ChartValues
 from strata_platform.kubernetes_answers import TASK_LIMITS
 from strata_platform.spec.run_spec import Resources
-from tasks.resources import PREPARE, SMALL, overrides
+from tasks.resources import CONTROL_TASK, PREPARE_TASK, overrides
 from tests.charts.conftest import CHART, HELM, ROOT, Helm
 from tests.e2e.local import leave_out_absent
 
@@ -65,7 +65,7 @@ def test_flyte_refuses_and_lowers_nothing_that_tasks_ask_for():
     limits = FLYTE["configuration"]["inline"]["task_resources"]["limits"]
     # As flyteadmin's own are 2, 1Gi and 1, one that is not said is one.
     assert set(limits) == {"cpu", "memory", "gpu"}
-    for asked in (SMALL, PREPARE, LARGE):
+    for asked in (CONTROL_TASK, PREPARE_TASK, LARGE):
         for pod in (asked["requests"], asked["limits"]):
             for name, quantity in (("cpu", pod.cpu), ("memory", pod.mem), ("gpu", pod.gpu)):
                 assert quantity is None or lets(limits[name], quantity), (name, quantity)
@@ -79,7 +79,7 @@ def test_the_documents_have_the_limits_of_the_stack():
 
 
 def test_what_is_said_of_the_tasks_is_the_most_that_they_ask_for():
-    asked = [task["limits"] for task in (SMALL, PREPARE)]
+    asked = [task["limits"] for task in (CONTROL_TASK, PREPARE_TASK)]
     most = {
         name: max((getattr(pod, own) for pod in asked), key=parse_quantity)
         for name, own in (("cpu", "cpu"), ("memory", "mem"))

@@ -13,9 +13,9 @@ kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a cl
 {{- end }}
 {{- with .Values.kernels.store }}
 {{- if and .url (not .secret) }}
-kernels.store.secret: empty, and kernels.store.url has archives that are run; name a secret of the tenants that has the key KERNEL_STORE_KEY to sign them with, or leave url out
+kernels.store.secret: empty, but pods execute the archives of kernels.store.url; name a secret of the tenants that has the key KERNEL_STORE_KEY to sign them with, or leave url out
 {{- else if and .secret (not .url) }}
-kernels.store.url: empty, and there is no store without it; set it, or leave kernels.store.secret out
+kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url, or leave kernels.store.secret out
 {{- end }}
 {{- end }}
 {{- end }}
@@ -27,10 +27,10 @@ kernels.store.url: empty, and there is no store without it; set it, or leave ker
 {{- range $tenant := include "strata.tenants" . | fromJsonArray }}
 {{- $where := printf "tenants (%s)" $tenant.namespace }}
 {{- if gt (len $tenant.namespace) 63 }}
-{{ $where }}: the namespace's name has {{ len $tenant.namespace }} letters, and 63 are allowed; shorten the project or the domain
+{{ $where }}: the namespace's name has {{ len $tenant.namespace }} letters, but only 63 are allowed; shorten the project or the domain
 {{- end }}
 {{- if hasKey $seen $tenant.namespace }}
-{{ $where }}: the namespace is there twice; another project and domain have the same name together
+{{ $where }}: the namespace appears twice; another project and domain join to the same name
 {{- end }}
 {{- $_ := set $seen $tenant.namespace true }}
 {{- range $queue := $tenant.queues }}
