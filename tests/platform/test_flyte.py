@@ -392,7 +392,7 @@ def test_an_execution_of_another_workflow_has_no_outputs(client, admin, monkeypa
     run = client.wait("sweep")
     assert run.phase is Phase.SUCCEEDED
     assert "has no outputs model, report, record; it has best, table" in run.message
-    with pytest.raises(BackendError, match="without the outputs model"):
+    with pytest.raises(BackendError, match="has no outputs model"):
         client.outputs("sweep")
     with pytest.raises(RunNotFound):
         client.get("")

@@ -66,7 +66,7 @@ SPECS = {
     ),
     "reference": (
         "objective: {type: dpo, reference: adapter}\ndata: {source: a.jsonl}",
-        r"objective\.reference \(line 1\): 'adapter' is switched off.*set adapter\.type to 'lora'",
+        r"objective\.reference \(line 1\): 'adapter' disables the adapter.*set adapter\.type to 'lora'",
     ),
 }
 
