@@ -76,10 +76,15 @@ match os.environ["STAND_IN"]:
         finish()
     case "hangs":
         sys.exit(75)
-    case "exits once" if attempt == 0:
-        print("error: it is not to be had now", file=sys.stderr)
-        sys.exit(int(os.environ["STAND_IN_CODE"]))
     case "exits once":
+        # Rank 0 alone: a process that torchrun stops may not have counted its start yet.
+        exited = layout.root / "exited"
+        if RANK == 0 and not exited.exists():
+            exited.touch()
+            print("error: it is not to be had now", file=sys.stderr)
+            sys.exit(int(os.environ["STAND_IN_CODE"]))
+        if not exited.exists():
+            signal.pause()
         finish()
     case "is refused":
         print("a warning before", file=sys.stderr)
