@@ -114,7 +114,7 @@ def test_muon_has_the_matrices_between_embeddings_and_head():
 
 
 def test_muon_steps_are_orthogonal_and_as_large_as_adamw_s():
-    spec = RunSpec(optimizer={"type": "muon", "weight_decay": 0, "lr": 0.01})
+    spec = RunSpec(model={"dtype": "float32"}, optimizer={"type": "muon", "weight_decay": 0, "lr": 0.01})
     model = build_model(spec)
     optimizer = build_optimizer(model, spec)
     weight = model.model.layers[0].self_attn.k_proj.weight

@@ -30,7 +30,7 @@ class Launch:
     warps: int
 
 
-_STEP = Launch(block=1024, chunk=8192, warps=4)
+_STEP = Launch(block=512, chunk=8192, warps=2)
 _SCALARS = Launch(block=128, chunk=128, warps=4)
 # A column within a chunk is counted in 32 bits.
 _LONGEST_ROW = 2**31 - 2**20
