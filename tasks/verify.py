@@ -11,9 +11,9 @@ from typing import Any
 from flytekit import Deck, task
 from flytekit.exceptions.user import FlyteRecoverableException
 
+from strata_platform.outcomes import UNREACHABLE
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.resources import RETRIES
-from tasks.runtime.process.exit_codes import EXIT_UNREACHABLE
 
 
 @task(retries=RETRIES, enable_deck=True, deck_fields=())
@@ -32,7 +32,7 @@ def verify(spec: RunSpec) -> str:
     if not done.stdout:
         raise RuntimeError(f"the verification ended with code {done.returncode} and no report; the log says why")
     report = json.loads(done.stdout)
-    if done.returncode == EXIT_UNREACHABLE:
+    if done.returncode == UNREACHABLE.exit_code:
         raise FlyteRecoverableException(report["error"])
     if "error" in report:
         raise ValueError(report["error"])

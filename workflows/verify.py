@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit import dynamic, workflow
 
 from strata_platform.spec import RunSpec
-from tasks.resources import SMALL, overrides, placed
+from tasks.resources import CONTROL_TASK, overrides, with_scheduling
 from tasks.verify import verify as check
 
 DEFAULT = RunSpec()
@@ -21,7 +21,7 @@ def verify(spec: RunSpec = DEFAULT) -> str:
 
 
 # Dynamic, because a task's resources are fixed when it is registered, and the spec's are known only now.
-@dynamic(**SMALL)
+@dynamic(**CONTROL_TASK)
 def verify_as_trained(spec: RunSpec) -> str:
     """With the resources, the queue and the pod template of the spec's pods."""
-    return placed(check, spec.resources)(spec=spec).with_overrides(**overrides(spec.resources))
+    return with_scheduling(check, spec.resources)(spec=spec).with_overrides(**overrides(spec.resources))

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from strata_platform.errors import SpecError
+from strata_platform.outcomes import BAD_INPUT, PREEMPTED, UNREACHABLE
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, load_spec
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+EXIT_FAILED = 1
 
 
 def main() -> int:
@@ -30,30 +31,28 @@ def main() -> int:
         spec = load_spec(sys.stdin.read() + "\n" if arguments.spec == "-" else arguments.spec)
     except SpecError as error:
         print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return BAD_INPUT.exit_code
     from tasks.runtime.verification.table import names
 
     if unknown := [name for name in arguments.only if name not in names()]:
         print(f"error: --only {unknown[0]}: there is no such check; there are {', '.join(names())}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return BAD_INPUT.exit_code
     with tempfile.TemporaryDirectory(prefix="strata-verify-") as folder:
         return _until_stopped(spec, Path(folder), arguments)
 
 
 def _until_stopped(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
-    from tasks.runtime.process.exit_codes import EXIT_PREEMPTED
     from tasks.runtime.process.signals import Preempted
 
     try:
         return _verify(spec, folder, arguments)
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; nothing is kept", file=sys.stderr)
-        return EXIT_PREEMPTED
+        return PREEMPTED.exit_code
 
 
 def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
     from tasks.runtime.process.errors import Unreachable
-    from tasks.runtime.process.exit_codes import EXIT_UNREACHABLE
     from tasks.runtime.verification.observe import quiet
     from tasks.runtime.verification.report import Report
     from tasks.runtime.verification.subject import make_subject
@@ -69,7 +68,7 @@ def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
             print(f"error: {said}", file=sys.stderr)
             if arguments.json:
                 print(json.dumps({"name": spec.name, "passed": False, "error": said}))
-            return EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_BAD_INPUT
+            return UNREACHABLE.exit_code if isinstance(error, Unreachable) else BAD_INPUT.exit_code
         report = Report.of(subject)
         print(report.headline, file=out, flush=True)
         for finding in examine(subject, arguments.only):

@@ -12,8 +12,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.subject import Subject
 from tasks.runtime.verification.worker import Request, wait

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tasks.runtime.verification import batching, numerics, packing, reference, resume, targets, weights
+from tasks.runtime.verification import batching, numerics, packed_rows, reference_model, resume, targets, weights
 from tasks.runtime.verification.finding import Finding, Measured
 from tasks.runtime.verification.subject import Subject
 
@@ -40,7 +40,9 @@ def _no_adapter(subject: Subject) -> str | None:
 
 CHECKS = (
     Check("mask", "The targets are what the model is to say, with its end, and nothing else.", targets.mask),
-    Check("packing", "Documents of a packed row do not see each other.", packing.packing, packing.does_not_apply),
+    Check(
+        "packing", "Documents of a packed row do not see each other.", packed_rows.packing, packed_rows.does_not_apply
+    ),
     Check("kernels", "The fused operators give the model's loss and gradients.", numerics.kernels, _no_kernels),
     Check("recompute", "Activations that are computed again give the same gradients.", numerics.recomputation),
     Check("compile", "Compiled layers give the same gradients.", numerics.compiled, _not_compiled),
@@ -48,8 +50,8 @@ CHECKS = (
     Check(
         "reference",
         "The reference model, or the teacher, is the model that is named.",
-        reference.reference,
-        reference.does_not_apply,
+        reference_model.reference,
+        reference_model.does_not_apply,
     ),
     Check("updates", "What the optimizer is to move moves as in fp32, and nothing else does.", weights.updates),
     Check(

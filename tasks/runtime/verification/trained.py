@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.flat_shard import local_values
-from tasks.runtime.checkpoint.state import REMAINDER
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.optim.state_tensors import REMAINDER
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.frameworks import framework_of
 from tasks.runtime.training.job import Job
