@@ -38,7 +38,7 @@ IN_IMAGE = "graphs"
 _OURS = "strata-"
 # Where PyTorch writes by itself, and says so in the environment: a name that anybody could have made before.
 _BY_ITSELF = "torchinductor_"
-_LAYERS = Path(__file__).with_name("layers.py")
+_LAYERS = Path(__file__).parents[1] / "models" / "activation_checkpointing.py"
 _ARCHIVES = f"{_OURS}graphs"
 _POD_LIMIT = 1 << 30
 # Steps after which no process compiles any more: to begin the second one, all of them have ended the first.
