@@ -39,11 +39,11 @@ def plan(spec: RunSpec) -> Planned:
     from tasks.runtime.data import recipe_of
     from tasks.runtime.evaluation.lm_eval_harness import require_tasks
     from tasks.runtime.metrics.trackers import require_tracker_packages, require_trackers
-    from tasks.runtime.parallel import require_installed
+    from tasks.runtime.parallel import require_packages
 
     task_for(spec.topology)
     require_tasks(spec)
-    require_installed(spec)
+    require_packages(spec)
     # A pod template of the run's own may bring what tells its trackers whom to tell; the image is the same.
     (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
     if not is_local():

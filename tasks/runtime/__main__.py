@@ -43,7 +43,7 @@ def main() -> int:
     from tasks.runtime.evaluation.evaluate_model import evaluate
     from tasks.runtime.evaluation.lm_eval_harness import require_tasks
     from tasks.runtime.export.export_model import export
-    from tasks.runtime.export.publish import require_targets
+    from tasks.runtime.export.publish import require_export_targets
     from tasks.runtime.faults.health_check import Unhealthy
     from tasks.runtime.metrics.progress import tell
     from tasks.runtime.process.errors import Unreachable
@@ -56,7 +56,7 @@ def main() -> int:
     log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:
-            run.processes.on_main(lambda: require_targets(spec))
+            run.processes.on_main(lambda: require_export_targets(spec))
             run.processes.on_main(lambda: require_tasks(spec))
             recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)

@@ -45,8 +45,8 @@ CHECKS = (
 def gradients(model, spec, batch, processes):
     """The loss, and all gradients, whole."""
     items = torch.tensor(20)
-    loss = NextToken(fused=spec.fused_loss).share(model, batch, items).loss
-    (loss * processes.dp_cp_size).backward()
+    loss = NextToken(fused=spec.fused_loss).micro_batch_loss(model, batch, items).loss
+    (loss * processes.shares).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.detach(), {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
 
@@ -69,8 +69,8 @@ def check(family, parallel, settings, changes=None):
     expected, whole = gradients(model, spec, batch, Processes())
     model.zero_grad(set_to_none=True)
     compile_layers(model, spec)
-    Fsdp(spec, processes).wrap(model, weights_follow=False)
-    loss, found = gradients(model, spec, shard_batch(batch, processes) if processes.cp_size > 1 else batch, processes)
+    Fsdp(spec, processes).wrap(model, weights_loaded_later=False)
+    loss, found = gradients(model, spec, slice_of(batch, processes) if processes.slices > 1 else batch, processes)
     dist.all_reduce(loss)
     torch.testing.assert_close(loss / processes.tp_size, expected, msg=lambda text: f"{family} {parallel}: {text}")
     assert found.keys() == whole.keys()

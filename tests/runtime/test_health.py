@@ -11,7 +11,7 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
-from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, to_blame
+from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, slow_processes
 from tasks.runtime.process.exit_codes import EXIT_UNHEALTHY, describe_exit, explain
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
@@ -73,7 +73,7 @@ def test_a_wrong_sum_is_found_by_all(said):
     ],
 )
 def test_who_slows_others_down(links, blamed):
-    assert to_blame(links) == blamed
+    assert slow_processes(links) == blamed
 
 
 def test_a_wrong_value_of_a_product_is_seen():

@@ -34,7 +34,7 @@ def make_model(**training):
     spec = RunSpec.model_validate({"training": training})
     model = build_model(spec)
     patch(model, spec)
-    activation_checkpointing.recompute(model, spec)
+    activation_checkpointing.checkpoint_activations(model, spec)
     activation_checkpointing.compile_layers(model, spec)
     return model.train()
 
@@ -131,5 +131,5 @@ def test_a_model_that_does_not_tell_its_layers_is_refused(training):
     spec = RunSpec(training=training)
     field = f"training.{next(iter(training))}"
     with pytest.raises(ValueError, match=rf"{field} goes by a model's layers, and Linear .* set {field} to"):
-        activation_checkpointing.recompute(nn.Linear(2, 2), spec)
+        activation_checkpointing.checkpoint_activations(nn.Linear(2, 2), spec)
         activation_checkpointing.compile_layers(nn.Linear(2, 2), spec)

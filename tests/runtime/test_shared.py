@@ -9,10 +9,10 @@ from transformers import AutoConfig
 from strata_kernels.patch.structure import projected
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.context_shards import document_ends, shard_batch
-from tasks.runtime.parallel.context import require_attention
+from tasks.runtime.data.slices import cu_seqlens, slice_of
+from tasks.runtime.parallel.context import require_context_parallel_support
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
-from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.parallel.tensor import require_tensor_parallel_support
 from tasks.runtime.process.ranks import Processes
 from tests.runtime.forked import launch
 
@@ -66,11 +66,11 @@ def test_slices_of_a_row_make_the_row():
     assert slices[0]["position_ids"].tolist() == [[0, 1, 1, 2]]
     whole = {
         name: torch.cat([*(part[name][:, :2] for part in slices), *(part[name][:, 2:] for part in slices[::-1])], dim=1)
-        for name in ("input_ids", "next_labels", "document_begins")
+        for name in ("input_ids", "next_labels", "sequence_starts")
     }
     assert whole["input_ids"].tolist() == [[*range(13), 0, 0, 0]]
     assert whole["next_labels"].tolist() == [[*range(1, 13), *[-100] * 4]]
-    assert whole["document_begins"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
+    assert whole["sequence_starts"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
 
 
 def test_attention_by_document_sees_what_the_mask_lets_it():
@@ -79,7 +79,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     begins = torch.arange(16) - positions
     for number in range(4):
-        queries, keys = document_ends(begins, number, 4).tolist()
+        queries, keys = cu_seqlens(begins, number, 4).tolist()
         assert (queries[-1], keys[-1]) == (2 * 4, 2 * 4 * (number + 1))
         seen = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
         for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
@@ -111,7 +111,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
 def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes, message):
     AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_attention(spec_of(model={"name": str(tmp_path)}, **ROWS))
+        require_context_parallel_support(spec_of(model={"name": str(tmp_path)}, **ROWS))
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, siz
     base = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 32, "vocab_size": 65}
     AutoConfig.for_model(model_type, **{**base, **sizes}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_divisible(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))
+        require_tensor_parallel_support(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))

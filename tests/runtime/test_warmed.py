@@ -12,8 +12,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import training_process as module
-from tasks.runtime.warmup.pod import plan_in, report_in
-from tasks.runtime.warmup.training_process import Loading, warmed
+from tasks.runtime.warmup.pod import plan_path, report_path
+from tasks.runtime.warmup.training_process import ModuleLoader, training_warmup
 
 PLANNED = WarmupReport("GPU", 2, (Compiled("a", "", 0.1, hit=True),), (Failed("b", "x=1", "no room"),), 0.1)
 
@@ -41,7 +41,7 @@ def test_the_model_is_built_meanwhile(plan, monkeypatch, caplog):
         return PLANNED
 
     monkeypatch.setattr(module, "warmup", load)
-    loading = Loading(plan, OnGpu())
+    loading = ModuleLoader(plan, OnGpu())
     built.set()
     loading.wait()
     loading.wait()
@@ -53,14 +53,14 @@ def test_the_model_is_built_meanwhile(plan, monkeypatch, caplog):
 @pytest.mark.parametrize("text", ["", '{"plan": "changed", "kernels": []}'])
 def test_a_plan_that_cannot_be_read_is_told(plan, caplog, text):
     plan.write_text(text)
-    loading = Loading(plan, OnGpu())
+    loading = ModuleLoader(plan, OnGpu())
     loading.wait()
     assert loading.to_dict() == {} and "modules are loaded when they are launched" in caplog.text
 
 
 @pytest.mark.parametrize("processes", [Processes(), OnGpu()], ids=["no GPU", "no plan"])
 def test_where_nothing_is_planned_nothing_is_loaded(tmp_path, processes):
-    loading = Loading(tmp_path / "none.json", processes)
+    loading = ModuleLoader(tmp_path / "none.json", processes)
     loading.wait()
     assert loading.to_dict() == {}
 
@@ -78,9 +78,9 @@ def test_a_first_launch_finds_its_module_loaded(tmp_path, monkeypatch):
     assert not warmup(plan).failed
     for item in plan.specializations:
         item.kernel.device_caches.clear()
-    plan_in(report_in(folder)).write_text(plan.to_json())
-    with warmed(spec, folder, Processes(), {}) as warm:
-        warm.ready()
+    plan_path(report_path(folder)).write_text(plan.to_json())
+    with training_warmup(spec, folder, Processes(), {}) as warm:
+        warm.wait_until_loaded()
         with count_compiles() as counted:
             step("cuda")
     assert counted.compiled == counted.cached == []

@@ -17,9 +17,9 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
-from tasks.runtime.models.build import adopt_tokenizer, build_model, has_fused_loss, patch
-from tasks.runtime.models.packing_support import learned_positions
-from tasks.runtime.objectives import Objective, validation_objective_of
+from tasks.runtime.models.build import build_model, has_fused_loss, patch, set_special_tokens
+from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.objectives import Objective, build_validation_objective
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.training.trained_weights import build_trained_model
@@ -27,7 +27,7 @@ from tasks.runtime.training.trained_weights import build_trained_model
 log = logging.getLogger(__name__)
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """What is measured of one model. `means` over the validation split by name, the loss's too; {} when it is empty."""
 
     means: dict[str, float]
@@ -69,11 +69,11 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
             "samples": samples,
         }
     )
-    _tell(record)
+    _log_results(record)
     return record
 
 
-def _tell(record: CompletionRecord) -> None:
+def _log_results(record: CompletionRecord) -> None:
     before, after = record.eval_loss_before, record.eval_loss_after
     if before is None or after is None:
         log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
@@ -95,21 +95,21 @@ def _indented(text: str) -> str:
 
 def _measure(
     spec: RunSpec, data: PreparedData, prompts: list[Prompt], *, weights: Path | None
-) -> tuple[Measured, PreparedData]:
+) -> tuple[Measurements, PreparedData]:
     """Also the data, with what the objective compares the trained model with: it is asked of the first one."""
     tokenizer = data.tokenizer()
     model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
-    adopt_tokenizer(model, tokenizer)
-    _leave_out_routers(model)
-    objective = validation_objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+    set_special_tokens(model, tokenizer)
+    _disable_router_loss(model)
+    objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec)))
     if weights is None:
-        data = objective.begin_validation(model, data, spec)
+        data = objective.prepare_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)
     written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
-    return Measured(means, written, task_scores(model, tokenizer, spec)), data
+    return Measurements(means, written, task_scores(model, tokenizer, spec)), data
 
 
-def _leave_out_routers(model: PreTrainedModel) -> None:
+def _disable_router_loss(model: PreTrainedModel) -> None:
     """Have a mixture of experts tell the loss of tokens alone: its exponential is a perplexity."""
     config = model.config.get_text_config()
     if hasattr(config, "output_router_logits"):
@@ -127,7 +127,7 @@ def validation_means(
         count = int(objective.count(batch))
         if count:
             # Divided by one: sums, so that every item weighs the same.
-            share = objective.share(model, batch, torch.ones((), device=model.device))
+            share = objective.micro_batch_loss(model, batch, torch.ones((), device=model.device))
             for name, value in {"loss": share.loss, **share.metrics}.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             items += count
@@ -148,7 +148,7 @@ def generate(
 ) -> str:
     """The model's most likely continuation of the prompt, without the prompt, as long as there are positions for it."""
     ids = torch.tensor([prompt.prompt_ids], device=model.device)
-    most, positions = spec.evaluation.max_new_tokens, learned_positions(model)
+    most, positions = spec.evaluation.max_new_tokens, learned_position_count(model)
     if positions is not None and (left := positions - ids.shape[1]) < most:
         log.warning("evaluation.max_new_tokens %d: the model has positions for %d after this prompt", most, left)
         if left <= 0:

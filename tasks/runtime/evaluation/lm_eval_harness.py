@@ -41,7 +41,7 @@ def require_tasks(spec: RunSpec) -> None:
             "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or leave "
             "evaluation.tasks out"
         )
-    known = set(_manager(tasks).all_tasks)
+    known = set(_task_manager(tasks).all_tasks)
     for task in tasks:
         if _is_file(task):
             if not Path(task).is_file():
@@ -72,7 +72,7 @@ def task_scores(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    manager = _manager(evaluation.tasks)
+    manager = _task_manager(evaluation.tasks)
     loaded = [part for task in dict.fromkeys(evaluation.tasks) for part in _load(manager, task)]
     results = simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=spec.training.micro_batch_size),
@@ -119,7 +119,7 @@ def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
-def _manager(tasks: tuple[str, ...]) -> TaskManager:
+def _task_manager(tasks: tuple[str, ...]) -> TaskManager:
     """What finds tasks; to look through the harness's own takes many seconds."""
     from lm_eval.tasks import TaskManager
 

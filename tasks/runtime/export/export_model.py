@@ -17,9 +17,9 @@ from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
-from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_targets
+from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_export_targets
 from tasks.runtime.metrics.metrics_file import read_points
-from tasks.runtime.models.build import PRESETS, adopt_tokenizer
+from tasks.runtime.models.build import PRESETS, set_special_tokens
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
@@ -37,7 +37,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     Raises ValueError when the run did not finish, the folder is not the model, or a place does not take the copy.
     """
     record.require_complete()
-    require_targets(spec)
+    require_export_targets(spec)
     folder = RunFolder.of(spec)
     folder.root.mkdir(parents=True, exist_ok=True)
     # A fixed name: what a killed export left is as large as the model, and goes with the next one.
@@ -63,7 +63,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
     device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)
-    adopt_tokenizer(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     model.config.use_cache = True
     _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)

@@ -24,7 +24,7 @@ _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "mode
              "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
 
 
-def require_targets(spec: RunSpec) -> None:
+def require_export_targets(spec: RunSpec) -> None:
     """Raises ValueError when what `export` names cannot be opened, or has what is no earlier model of this run.
 
     Before anything is trained, and not at its end.

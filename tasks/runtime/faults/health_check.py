@@ -64,7 +64,7 @@ def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None
         watchdog.start()
         watchdog.expect("the health check")
         found = processes.gather(_look(spec, processes))
-        _refuse(processes, lambda: _problems(found or []))
+        _raise_if_unfit(processes, lambda: _problems(found or []))
         speed = _connections(spec, processes) if processes.world_size > 1 else None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -85,14 +85,14 @@ def summary(found: list[Finding], speed: float | None) -> str:
     return f"memory {100 * free:.0f} % free, matrix products {spread} TFLOP/s{connected}"
 
 
-def place_of(processes: Processes) -> str:
+def describe_process(processes: Processes) -> str:
     """A process as its cluster knows it."""
     where = f"GPU {processes.local_rank} of " if torch.cuda.is_available() else ""
     return f"process {processes.rank} ({where}{os.environ.get('NODE_NAME') or socket.gethostname()})"
 
 
 def _look(spec: RunSpec, processes: Processes) -> Finding:
-    finding = Finding(place_of(processes))
+    finding = Finding(describe_process(processes))
     try:
         if torch.cuda.is_available():
             finding.free = _free_share(processes.device, spec.faults.min_free_memory)
@@ -149,7 +149,7 @@ def _problems(found: list[Finding]) -> str:
     return "; ".join(f"{finding.place}: {problem}" for finding in found for problem in finding.problems)
 
 
-def _refuse(processes: Processes, told: Callable[[], str]) -> None:
+def _raise_if_unfit(processes: Processes, told: Callable[[], str]) -> None:
     """End every process by what the main one has to tell, if anything."""
     problems = processes.on_main(told)
     if problems:
@@ -164,8 +164,10 @@ def _connections(spec: RunSpec, processes: Processes) -> float:
     # Also connects, which takes longer than the sum.
     dist.all_reduce(values)
     wrong = int((values != number * (number + 1) / 2).sum())
-    outcomes = processes.gather(f"{place_of(processes)}: {wrong} values of a sum over all are wrong" if wrong else "")
-    _refuse(processes, lambda: "; ".join(filter(None, outcomes or [])))
+    outcomes = processes.gather(
+        f"{describe_process(processes)}: {wrong} values of a sum over all are wrong" if wrong else ""
+    )
+    _raise_if_unfit(processes, lambda: "; ".join(filter(None, outcomes or [])))
     seconds = _timed(device, lambda: dist.all_reduce(values))
     speed = 2 * (number - 1) / number * values.nbytes / seconds / 1e9
     # What decides must be one number: some wait for others.
@@ -174,8 +176,8 @@ def _connections(spec: RunSpec, processes: Processes) -> float:
     floor = spec.faults.min_bandwidth
     if floor is not None and float(slowest) < floor:
         links = processes.gather(_links(processes, values))
-        places = processes.gather(place_of(processes))
-        _refuse(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
+        places = processes.gather(describe_process(processes))
+        _raise_if_unfit(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
     return float(slowest)
 
 
@@ -211,7 +213,7 @@ def _merged(links: list[dict[Link, float]]) -> dict[Link, float]:
 
 
 def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[str]) -> str:
-    blamed = to_blame(links)
+    blamed = slow_processes(links)
     by = " and ".join(places[rank] for rank in blamed) if blamed else "no process more than others"
     listed = ", ".join(f"{a}-{b} {links[a, b]:.3g}" for a, b in sorted(links, key=lambda link: links[link])[:8])
     return (
@@ -220,10 +222,10 @@ def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[
     )
 
 
-def to_blame(links: Mapping[Link, float]) -> list[int]:
+def slow_processes(links: Mapping[Link, float]) -> list[int]:
     """The processes that the slow links have in common, or both ends of the only one; none where all are alike.
 
-    >>> to_blame({(0, 1): 40.0, (1, 2): 4.0, (2, 3): 5.0, (0, 3): 41.0})
+    >>> slow_processes({(0, 1): 40.0, (1, 2): 4.0, (2, 3): 5.0, (0, 3): 41.0})
     [2]
     """
     if not links:

@@ -37,14 +37,14 @@ class Mfu:
         return tokens_per_second * self.flops_per_token / self.peak
 
 
-def mfu_of(model: PreTrainedModel, spec: RunSpec, processes: Processes, device: str) -> Mfu | None:
+def build_mfu(model: PreTrainedModel, spec: RunSpec, processes: Processes, device: str) -> Mfu | None:
     """What measures `model`, whole and before it is split; None, and said why, where no peak is known.
 
     `device` is the name its maker gave it. A CPU has no peak to speak of.
     """
     if not torch.cuda.is_available():
         return None
-    peak, flops = peak_of(device), flops_per_token(model, spec.data.sequence_length)
+    peak, flops = peak_flops(device), flops_per_token(model, spec.data.sequence_length)
     if peak is None:
         log.info(
             "mfu: not measured, because the peak of %s is not in strata_platform/estimate/gpus.py",
@@ -58,10 +58,10 @@ def mfu_of(model: PreTrainedModel, spec: RunSpec, processes: Processes, device: 
     return Mfu(flops, peak * processes.world_size) if peak and flops else None
 
 
-def peak_of(device: str) -> float | None:
+def peak_flops(device: str) -> float | None:
     """FLOP/s of a device in dense bfloat16, if it is in the table.
 
-    >>> peak_of("NVIDIA H100 80GB HBM3")
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
     names = [name for name in PEAKS if device.startswith(name)]

@@ -25,7 +25,7 @@ from tasks.runtime.metrics.metrics_file import MetricsFile, read_points
 from tasks.runtime.metrics.mfu import Mfu
 from tasks.runtime.metrics.progress import tell
 from tasks.runtime.metrics.trackers import Trackers
-from tasks.runtime.objectives import Share
+from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 
@@ -45,7 +45,7 @@ class _Step:
     learning_rate: float
     targets: Tensor
     tokens: int
-    withheld: Tensor | None
+    skipped: Tensor | None
 
 
 class Recorder:
@@ -98,14 +98,14 @@ class Recorder:
         """A step of so many target tokens, over all processes, begins."""
         self._values, self._targets, self._tokens = {}, targets, 0
 
-    def add_micro_batch(self, share: Share, *, tokens: int) -> None:
+    def add_micro_batch(self, share: MicroBatchLoss, *, tokens: int) -> None:
         """This process's share of the step grows by a micro-batch of so many `tokens`."""
         for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.dp_cp_size
 
     @property
-    def share(self) -> Tensor:
+    def local_loss(self) -> Tensor:
         """This process's share of the loss of the step that is open."""
         return self._values[_LOSS]
 
@@ -114,12 +114,12 @@ class Recorder:
         self._data_wait += seconds
 
     def end_step(
-        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, withheld: Tensor | None
+        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, skipped: Tensor | None
     ) -> list[MetricPoint]:
         """An optimizer step is done, or was not taken where `withheld` is 1. Returns what is written by that."""
         assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
-        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, withheld))
+        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, skipped))
         self._targets = None
         return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
 
@@ -177,7 +177,7 @@ class Recorder:
                 tokens=tokens,
                 target_tokens=targets,
                 metrics=told,
-                skipped=int(ruined or (step.withheld is not None and bool(step.withheld))),
+                skipped=int(ruined or (step.skipped is not None and bool(step.skipped))),
                 **of_all,
             )
             points.append(point)

@@ -29,10 +29,10 @@ _KEPT = (
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
 # Of what layers are given, the dimension whose size is another in every batch; graphs are made for all sizes.
-_VARYING = {"document_ends": 1, "late_document_ends": 1, "document_room": 0}
+_VARYING = {"cu_seqlens": 1, "late_cu_seqlens": 1, "max_seqlen": 0}
 
 
-def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
+def transformer_layers(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
     """The layers that the model is made of, by what transformers derives them from.
 
     Raises ValueError when the model does not say which they are: `field` needs them, at `instead` it does not.
@@ -46,7 +46,7 @@ def layers_of(model: nn.Module, field: str, instead: str) -> list[nn.Module]:
     return layers
 
 
-def recompute(model: nn.Module, spec: RunSpec) -> None:
+def checkpoint_activations(model: nn.Module, spec: RunSpec) -> None:
     """Let the layers that `training.gradient_checkpointing` wants compute activations again in the backward pass."""
     training = spec.training
     if not training.recomputed_every:
@@ -55,7 +55,7 @@ def recompute(model: nn.Module, spec: RunSpec) -> None:
     # By which the compiler's cache knows the policy; without one it keeps nothing of graphs that have it.
     vars(context)["cache_hash"] = "strata " + " ".join(_KEPT)
     options = {"context_fn": context} if training.gradient_checkpointing == "per_op" else {}
-    layers = layers_of(model, "training.gradient_checkpointing", "'none'")
+    layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
     for layer in layers[:: training.recomputed_every]:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
 
@@ -66,7 +66,7 @@ def compile_layers(model: nn.Module, spec: RunSpec) -> None:
         # A header that is compiled once serves many kernels, but lies outside of the folder that is kept: where all
         # kernels are found, nothing else would need the C++ compiler.
         inductor.cpp_cache_precompile_headers = False
-        for layer in layers_of(model, "training.compile", "false"):
+        for layer in transformer_layers(model, "training.compile", "false"):
             _set_forward(layer, _whole(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
 
 

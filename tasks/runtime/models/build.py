@@ -28,7 +28,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
-from tasks.runtime.models.activation_checkpointing import recompute
+from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        # Those of the tokenizer that is trained on the data; see `adopt_tokenizer`.
+        # Those of the tokenizer that is trained on the data; see `set_special_tokens`.
         "bos_token_id": None,
         "eos_token_id": None,
     },
@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def dtype_of(spec: RunSpec) -> torch.dtype:
+def model_dtype(spec: RunSpec) -> torch.dtype:
     """The dtype of weights and arithmetic; `auto` asks the GPU."""
     if spec.model.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
@@ -64,7 +64,7 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
     """The dtype that the forward and backward passes of training run in."""
     if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
         return _DTYPES[spec.parallel.compute_dtype]
-    return dtype_of(spec)
+    return model_dtype(spec)
 
 
 def load_config(spec: RunSpec) -> PretrainedConfig:
@@ -87,7 +87,7 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
     A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for a model that
     cannot be read, and for an adapter, which transformers would take for its model with the adapter in it.
     """
-    dtype = dtype or dtype_of(spec)
+    dtype = dtype or model_dtype(spec)
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
@@ -165,15 +165,15 @@ def _drop_idle_settings(config: GenerationConfig) -> None:
         setattr(config, name, None)
 
 
-def build_empty_model(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_model_on_meta(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
-    return _empty_model(load_config(spec), dtype or dtype_of(spec), spec.model.attention)
+    return _model_on_meta(load_config(spec), dtype or model_dtype(spec), spec.model.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
     """The model of a checkpoint, likewise without memory for its weights."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model = _empty_model(config, config.dtype, attention)
+    model = _model_on_meta(config, config.dtype, attention)
     index = Index(folder)
     set_dtypes(model, {name: index.dtype(name) for name in index})
     model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -186,7 +186,7 @@ def saved_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
@@ -194,14 +194,14 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
     return model
 
 
-def is_empty(model: PreTrainedModel) -> bool:
+def is_on_meta(model: PreTrainedModel) -> bool:
     """Whether the model has no memory for its weights yet."""
     return next(model.parameters()).is_meta
 
 
-def take_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def move_to_meta(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of `model_tensors`, of a model that is then empty; {} of one that is so already."""
-    if is_empty(model):
+    if is_on_meta(model):
         return {}
     taken = model_tensors(model)
     for module in model.modules():
@@ -221,9 +221,9 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: tor
     model.tie_weights()
 
 
-def place(model: PreTrainedModel, device: torch.device) -> None:
+def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
     """Move the model to `device`; one that is empty gets its memory there."""
-    if is_empty(model):
+    if is_on_meta(model):
         materialize(model, device)
     else:
         model.to(device)
@@ -256,7 +256,7 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
         log.warning("model.name %r has no embedding for %s of the tokenizer, which no row has", name, shown)
 
 
-def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own."""
     # Of a model that sees as well, those of its text; the whole one's configuration need not have any.
     for config in (model.config.get_text_config(), model.generation_config):
@@ -265,7 +265,7 @@ def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
                 setattr(config, name, getattr(tokenizer, name))
 
 
-def freeze_beyond_texts(model: PreTrainedModel) -> None:
+def freeze_non_text_parameters(model: PreTrainedModel) -> None:
     """Let learn of a model that sees or hears as well only what texts come to.
 
     Others never have a gradient: `ddp` would wait for it, and where gradients lie in flat memory they would decay.
@@ -281,7 +281,7 @@ def freeze_beyond_texts(model: PreTrainedModel) -> None:
     log.info("model: %.1f M of its parameters are for other input than texts, and do not learn", total / 1e6)
 
 
-def build_meta_model(spec: RunSpec) -> PreTrainedModel:
+def build_planning_model(spec: RunSpec) -> PreTrainedModel:
     """The same modules without memory: for planning what a run will compile."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -297,7 +297,7 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
 def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
     """Patch the model, and set what it recomputes in the backward pass."""
     report = patch(model, spec)
-    recompute(model, spec)
+    checkpoint_activations(model, spec)
     return report
 
 

@@ -12,20 +12,20 @@ from transformers import PreTrainedModel
 
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import build_empty_model, is_empty, load_config
+from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
 
 # Two texts in a row of the probe.
 _FIRST, _SECOND = 5, 4
 # Known to keep texts apart: these are not probed, which costs a pass on the host.
-KEEPS_APART = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
+SUPPORTS_PACKING = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
 
 
-def require_apart(model: PreTrainedModel, spec: RunSpec) -> None:
+def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
     """Raises ValueError where texts are to share rows, and `model`, unless it is empty, does not keep them apart."""
     pairs = spec.objective.type == "dpo"
-    if not (pairs or spec.data.packing) or model.config.model_type in KEEPS_APART or is_empty(model):
+    if not (pairs or spec.data.packing) or model.config.model_type in SUPPORTS_PACKING or is_on_meta(model):
         return
-    if keeps_apart(model):
+    if supports_packing(model):
         return
     why = f"{type(model).__name__} lets a text see those before it in its row, wherever positions begin again"
     if pairs:
@@ -39,7 +39,7 @@ def require_apart(model: PreTrainedModel, spec: RunSpec) -> None:
     )
 
 
-def keeps_apart(model: PreTrainedModel) -> bool:
+def supports_packing(model: PreTrainedModel) -> bool:
     """Whether no text in a row depends on the one before it: its gradient there is zero to the last bit."""
     tokens = torch.arange(_FIRST + _SECOND).remainder(model.config.get_text_config().vocab_size)[None]
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
@@ -66,12 +66,12 @@ def keeps_apart(model: PreTrainedModel) -> bool:
     return not bool(gradient[:, :_FIRST].any())
 
 
-def require_positions(spec: RunSpec) -> None:
+def require_position_embeddings(spec: RunSpec) -> None:
     """Raises ValueError where rows are longer than the model has learned positions. Reads no weights."""
     most = getattr(load_config(spec), "max_position_embeddings", None)
     if most is None or spec.data.sequence_length <= most:
         return
-    learned = learned_positions(build_empty_model(spec))
+    learned = learned_position_count(build_model_on_meta(spec))
     if learned is not None and spec.data.sequence_length > learned:
         raise ValueError(
             f"data.sequence_length {spec.data.sequence_length} is more than the {learned} positions that model.name "
@@ -79,7 +79,7 @@ def require_positions(spec: RunSpec) -> None:
         )
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
+def learned_position_count(model: PreTrainedModel) -> int | None:
     """How many positions a model has embeddings of; None where positions are computed, and any will do."""
     for name, module in model.base_model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in (

@@ -30,12 +30,12 @@ _BLOCK = 64
 _KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
-Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
+PackedLayers: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
 """By the name of a weight that is packed its layer, and an empty tensor like the exact weight."""
 
 
 @contextmanager
-def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
+def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
     """From now on the linear layers of `model`, its head aside, hold four bits of a weight; in the block PEFT knows."""
     if not spec.is_quantized:
         yield
@@ -50,7 +50,7 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
             )
             continue
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec), _storage(spec)))
+        setattr(model.get_submodule(parent), name, _linear_4bit(layer, compute_dtype(spec), _storage(spec)))
     model.is_loaded_in_4bit = True
     try:
         yield
@@ -69,7 +69,7 @@ def _storage(spec: RunSpec) -> torch.dtype:
     return torch.float32 if spec.parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
 
 
-def _four_bits(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:
+def _linear_4bit(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:
     """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -87,11 +87,11 @@ def _four_bits(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torc
     return packed
 
 
-def lay_out(model: nn.Module) -> Packed:
+def set_packed_shapes(model: nn.Module) -> PackedLayers:
     """Give the quantized layers of an empty model weights of the shape that they have when packed, still empty."""
     from bitsandbytes.nn import Linear4bit
 
-    found: Packed = {}
+    found: PackedLayers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
             exact = layer.weight.detach()
@@ -104,7 +104,7 @@ def lay_out(model: nn.Module) -> Packed:
     return found
 
 
-def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
+def quantize_weight(layer: Linear4bit, exact: Tensor) -> Tensor:
     """The weight of `layer` in four bits; the layer keeps the scales."""
     from bitsandbytes.functional import quantize_4bit
 

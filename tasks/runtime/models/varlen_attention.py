@@ -20,8 +20,9 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import document_ends
 from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.data.slices import cu_seqlens
 from tasks.runtime.models.build import compute_dtype
-from tasks.runtime.models.packing_support import KEEPS_APART
+from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 
 _NAME = "strata_documents"
 # Flash attention starts a program for each block of so many queries that a document may have, whether or not it has.
@@ -30,7 +31,7 @@ _LEAST_ROOM = 128
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def go_by_document(spec: RunSpec, config: PretrainedConfig, device: torch.device) -> bool:
+def uses_varlen(spec: RunSpec, config: PretrainedConfig, device: torch.device) -> bool:
     """Whether the attention of such a model goes by document in training, and its batches have to say where they end.
 
     Of families that are known to keep documents apart, on GPUs in `bfloat16`, in place of `sdpa`.
@@ -41,8 +42,8 @@ def go_by_document(spec: RunSpec, config: PretrainedConfig, device: torch.device
         and compute_dtype(spec) == torch.bfloat16
         # It has slices of rows, and an attention for these.
         and spec.context_parallel == 1
-        and config.model_type in KEEPS_APART
-        and obstacle(config) is None
+        and config.model_type in SUPPORTS_PACKING
+        and unsupported_reason(config) is None
     )
 
 
@@ -53,7 +54,7 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def obstacle(config: PretrainedConfig) -> str | None:
+def unsupported_reason(config: PretrainedConfig) -> str | None:
     """What the attention of a model does that is told to masks alone, or that PyTorch's does not do."""
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the scores of attention (attn_logit_softcapping)"
@@ -66,22 +67,22 @@ def obstacle(config: PretrainedConfig) -> str | None:
     return None
 
 
-def attend_by_document(model: PreTrainedModel) -> None:
-    """Let the attention of `model` go by document; its batches come by `with_documents`."""
+def set_varlen_attention(model: PreTrainedModel) -> None:
+    """Let the attention of `model` go by document; its batches come by `with_cu_seqlens`."""
     # No mask is registered under this name, so transformers makes none.
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
 
 
-def with_documents(collate: Callable[[list[Row]], Batch]) -> Callable[[list[Row]], Batch]:
+def with_cu_seqlens(collate: Callable[[list[Row]], Batch]) -> Callable[[list[Row]], Batch]:
     """`collate`, and where documents begin and end in its batch."""
-    return lambda rows: bounded(collate(rows))
+    return lambda rows: add_cu_seqlens(collate(rows))
 
 
-def bounded(batch: Batch) -> Batch:
+def add_cu_seqlens(batch: Batch) -> Batch:
     """A batch, and where the document of each token begins in its row, and documents end in all rows.
 
-    `document_begins`: [B, T], int64. `document_ends`: [2, documents + 1], int32, of `document_ends`. `document_room`:
+    `sequence_starts`: [B, T], int64. `cu_seqlens`: [2, documents + 1], int32, of `cu_seqlens`. `max_seqlen`:
     [longest, 0], without values: how long the longest document is at most, which a host reads without its GPU.
     """
     positions = batch["position_ids"]
@@ -90,10 +91,10 @@ def bounded(batch: Batch) -> Batch:
     room = max(_LEAST_ROOM, 1 << int(positions.max()).bit_length())
     return {
         **batch,
-        "document_begins": begins,
-        "document_ends": document_ends(begins, 0, 1),
+        "sequence_starts": begins,
+        "cu_seqlens": cu_seqlens(begins, 0, 1),
         # Of whole numbers: others would be converted where layers compute in another type.
-        "document_room": torch.empty(min(room, positions.shape[1]), 0, dtype=torch.int32),
+        "max_seqlen": torch.empty(min(room, positions.shape[1]), 0, dtype=torch.int32),
     }
 
 
@@ -104,9 +105,9 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    document_begins: Tensor,
-    document_ends: Tensor,
-    document_room: Tensor,
+    sequence_starts: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -114,18 +115,18 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D]."""
     rows, length = query.shape[0], query.shape[2]
-    one_each = document_ends.shape[1] == rows + 1
+    one_each = cu_seqlens.shape[1] == rows + 1
     if one_each and (sliding_window is None or sliding_window >= length):
         attended = scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=True
         )
     else:
-        bounds = Bounds(document_begins, document_ends, (document_room.shape[0], document_room.shape[0]))
-        attended = attend(query, key, value, bounds, scaling, sliding_window, dropout)
+        bounds = VarlenLayout(sequence_starts, cu_seqlens, (max_seqlen.shape[0], max_seqlen.shape[0]))
+        attended = packed_attention(query, key, value, bounds, scaling, sliding_window, dropout)
     return attended.transpose(1, 2).contiguous(), None
 
 
-class Bounds(NamedTuple):
+class VarlenLayout(NamedTuple):
     """Documents of L queries of each row, the last of T positions.
 
     begins: [B, L], where in its row the document of a query begins. ends: [2, documents + 1], int32, where documents
@@ -138,19 +139,25 @@ class Bounds(NamedTuple):
     longest: tuple[int, int]
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None, dropout: float
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: VarlenLayout,
+    scale: float | None,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
     """[B, H, L, D] against [B, K, T, D] → [B, H, L, D]; a query sees `window` tokens at most."""
     size = query.shape[-1]
     # What flash attention takes.
     if query.device.type != "cpu" and query.dtype != torch.float32 and size <= 256 and size % 8 == 0 and not dropout:
-        return _by_document(query, key, value, bounds, scale, window)
-    return _under_mask(query, key, value, bounds.begins, scale, window, dropout)
+        return _varlen(query, key, value, bounds, scale, window)
+    return _masked(query, key, value, bounds.begins, scale, window, dropout)
 
 
-def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenLayout, scale: float | None, window: int | None
 ) -> Tensor:
     """A document at a time, by flash attention."""
     rows = query.shape[0]
@@ -165,7 +172,7 @@ def _by_document(
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _under_mask(
+def _masked(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None, dropout: float
 ) -> Tensor:
     """The same on any device and in any type, with a mask of [B, L, T] values."""

@@ -7,20 +7,20 @@ from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
-from tasks.runtime.objectives.objective import Objective, Share, Start, target_tokens
+from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
 
 __all__ = [
+    "MicroBatchLoss",
     "Objective",
-    "Share",
-    "Start",
-    "objective_of",
+    "ObjectiveContext",
+    "build_objective",
+    "build_validation_objective",
     "require_same_tokens",
     "target_tokens",
-    "validation_objective_of",
 ]
 
 
-def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
+def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
     """The objective that `objective.type` names; with `fused`, for a model whose loss the kernel layer computes."""
     match spec.objective.type:
         case "dpo":
@@ -30,8 +30,8 @@ def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
     return NextToken(fused=fused, routed=has_router_loss(spec))
 
 
-def validation_objective_of(spec: RunSpec, *, fused: bool) -> Objective:
+def build_validation_objective(spec: RunSpec, *, fused: bool) -> Objective:
     """What the trained model is measured by: by itself, where a teacher helped."""
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec))
-    return objective_of(spec, fused=fused)
+    return build_objective(spec, fused=fused)

@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
     def logits(self, rows: Tensor) -> Tensor:
         """[N, V], fp32 or more."""
-        return _capped(_wide(self.project(rows)), self.softcap)
+        return _softcapped(_at_least_fp32(self.project(rows)), self.softcap)
 
     def project(self, rows: Tensor) -> Tensor:
         """Before the cap, in the dtype of the rows."""
@@ -74,9 +74,11 @@ class _Distillation(torch.autograd.Function):
         width = x.shape[1] if weight is None else weight.shape[0]
         for rows in torch.arange(x.shape[0], device="cpu").split(max(1, CHUNK_BYTES // (4 * width))):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
-            z = _wide(head.project(x[part])).detach().requires_grad_()
+            z = _at_least_fp32(head.project(x[part])).detach().requires_grad_()
             with torch.enable_grad():
-                parts = _losses(_capped(z, softcap), teacher.logits(teacher_x[part]), labels[part], settings) / items
+                parts = (
+                    _losses(_softcapped(z, softcap), teacher.logits(teacher_x[part]), labels[part], settings) / items
+                )
                 (dz,) = torch.autograd.grad(parts[0], z)
             sums += parts.detach()
             dz = dz.to(x.dtype)
@@ -126,9 +128,9 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _at_least_fp32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -21,8 +21,8 @@ from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.models.lora import without_adapter
-from tasks.runtime.objectives.objective import Share, Start, next_labels
-from tasks.runtime.objectives.reference import score_rows, with_reference_log_probs
+from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, next_labels
+from tasks.runtime.objectives.reference import score_rows, with_reference
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.process.ranks import Processes
 
@@ -38,19 +38,19 @@ class Dpo:
     def __init__(self, spec: RunSpec, *, fused: bool) -> None:
         assert isinstance(spec.objective, Settings)
         self._settings, self._fused = spec.objective, fused
-        self._switches = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
+        self._disables_adapter = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
 
-    def begin(self, start: Start) -> PreparedData:
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
         """With the first model's log-probabilities, unless the adapter is switched off to get them in every step."""
-        if self._switches:
-            return start.data
-        return with_reference_log_probs(start, lambda batch: self.scores(start.model, batch))
+        if self._disables_adapter:
+            return context.data
+        return with_reference(context, lambda batch: self.scores(context.model, batch))
 
     def metadata(self) -> dict[str, Any]:
         """None: the data and the first model have theirs."""
         return {}
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """With the log-probabilities of `model`; rows that evaluation does not read are left out."""
         rows, size = data.validation, spec.training.micro_batch_size
         read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
@@ -59,22 +59,24 @@ class Dpo:
         assert found is not None
         return data.with_reference_log_probs(validation=found)
 
-    def example(self, tokens: Tensor) -> Batch:
+    def example_row(self, tokens: Tensor) -> Batch:
         """With whose answer a token is, and the reference if rows bring it."""
         batch = dict.fromkeys(("input_ids", "labels", "position_ids", "sides"), tokens)
-        return batch if self._switches else batch | {"reference": tokens.float()}
+        return batch if self._disables_adapter else batch | {"reference": tokens.float()}
 
     def count(self, batch: Batch) -> Tensor:
         """Pairs of answers."""
         return (_begins(batch) & (batch["sides"] == 1)).sum()
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
         """Loss and rewards of the pairs of the batch, divided by those of the whole step."""
         if "reference" not in batch:
             with without_adapter(model):
                 batch = {**batch, "reference": self.log_probs(model, batch, max_targets)}
         growth = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
-        chosen, rejected = (_by_answer(growth, batch, side) for side in (1, -1))
+        chosen, rejected = (_sum_by_answer(growth, batch, side) for side in (1, -1))
         losses = self._losses(chosen, rejected, batch)
         # There is room for more answers than there are: how many is known to the device alone.
         real = torch.arange(losses.numel(), device=losses.device) < self.count(batch)
@@ -85,7 +87,7 @@ class Dpo:
             "reward_margin": beta * (chosen - rejected),
             "reward_accuracy": (chosen > rejected).double(),
         }
-        return Share(
+        return MicroBatchLoss(
             (losses.where(real, 0.0).sum() / items).float(),
             {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in told.items()},
         )
@@ -93,7 +95,7 @@ class Dpo:
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """Sums of `log_probs` over the answers of the batch, chosen and rejected in turn, then zeros: [D], fp64."""
         values = self.log_probs(model, batch)
-        return torch.stack([_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
+        return torch.stack([_sum_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
 
     @torch.no_grad()
     def log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None = None) -> Tensor:
@@ -108,8 +110,8 @@ class Dpo:
     def _losses(self, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
         beta, smoothing = self._settings.beta, self._settings.label_smoothing
         if self._settings.loss == "ipo":
-            learned = (next_labels(batch) != IGNORE_INDEX).float()
-            tokens = [_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
+            learned = (next_labels(batch) != IGNORED).float()
+            tokens = [_sum_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
             return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
         z = beta * (chosen - rejected)
         return -(1.0 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
@@ -119,7 +121,7 @@ def _begins(batch: Batch) -> Tensor:
     return batch["position_ids"] == 0
 
 
-def _by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
+def _sum_by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
     """Sums over each answer of a side, in their order, then zeros: [B T // 4], since a pair has four tokens or more.
 
     In fp64: the sums are differences of large numbers, and must not depend on the order in which a GPU adds them.

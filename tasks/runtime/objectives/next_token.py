@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.objectives.objective import (
+    MicroBatchLoss,
+    ObjectiveContext,
+    model_inputs,
+    next_labels,
+    target_tokens,
+)
 from tasks.runtime.run_folder.record import NATS
 
 
@@ -26,19 +32,19 @@ class NextToken:
         self._fused = fused
         self._routed = routed
 
-    def begin(self, start: Start) -> PreparedData:
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
         """The rows bring all that is needed."""
-        return start.data
+        return context.data
 
     def metadata(self) -> dict[str, Any]:
         """None: the data and the first model have theirs."""
         return {}
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """The rows bring all that is needed."""
         return data
 
-    def example(self, tokens: Tensor) -> Batch:
+    def example_row(self, tokens: Tensor) -> Batch:
         """What rows are made of."""
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
@@ -46,13 +52,15 @@ class NextToken:
         """Target tokens."""
         return target_tokens(batch)
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
         """The loss that the model itself computes, divided by the targets of the whole step."""
         if not self._routed:
-            return Share(self._loss(model, batch, items, max_targets), {})
+            return MicroBatchLoss(self._loss(model, batch, items, max_targets), {})
         own = target_tokens(batch)
         mean = self._loss(model, batch, own.clamp(min=1), max_targets)
-        return Share(mean * (own / items), {})
+        return MicroBatchLoss(mean * (own / items), {})
 
     def _loss(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> Tensor:
         inputs: dict[str, Any] = model_inputs(batch)

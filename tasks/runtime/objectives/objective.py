@@ -16,10 +16,10 @@ from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 
 # What attention by document reads.
-_BOUNDS = ("document_begins", "document_ends", "late_document_ends", "document_room")
+_VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "late_cu_seqlens", "max_seqlen")
 
 
-class Share(NamedTuple):
+class MicroBatchLoss(NamedTuple):
     """What one micro-batch adds to the means over a step: its sums, divided by the items of the whole step."""
 
     loss: Tensor
@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
+class ObjectiveContext:
     """What an objective prepares from, on every process, before the first step."""
 
     spec: RunSpec
@@ -59,22 +59,24 @@ class Objective(Protocol):
     unit: str
     """Of the loss; its exponential is a perplexity where that is `record.NATS`."""
 
-    def begin(self, start: Start) -> PreparedData:
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Called once; returns the data with what rows to train on have to bring. A collective."""
 
     def metadata(self) -> dict[str, Any]:
         """What a checkpoint notes of what `begin` found, so that what continues from it can tell whether it changed."""
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Called once with the model before training; returns the data with what validation rows have to bring."""
 
-    def example(self, tokens: Tensor) -> Batch:
+    def example_row(self, tokens: Tensor) -> Batch:
         """A row with `tokens` [T], for planning what a step of training computes: its values mean nothing."""
 
     def count(self, batch: Batch) -> Tensor:
         """Items of a micro-batch: a whole number, on the device of the batch."""
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
         """The share of a micro-batch, which is on the device of `model`, in a step of so many `items`.
 
         `max_targets`: at most so many of its positions predict a label, where that is known: the head is spared others.
@@ -83,13 +85,13 @@ class Objective(Protocol):
 
 def model_inputs(batch: Batch) -> Batch:
     """What of a batch the model reads."""
-    names = ("input_ids", "position_ids", "attention_mask", *_BOUNDS)
+    names = ("input_ids", "position_ids", "attention_mask", *_VARLEN_INPUTS)
     return {name: batch[name] for name in names if name in batch}
 
 
-def without_bounds(inputs: Batch) -> Batch:
+def without_varlen_inputs(inputs: Batch) -> Batch:
     """For a model that sees by the positions where documents end."""
-    return {name: tensor for name, tensor in inputs.items() if name not in _BOUNDS}
+    return {name: tensor for name, tensor in inputs.items() if name not in _VARLEN_INPUTS}
 
 
 def next_labels(batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
-from tasks.runtime.objectives.objective import Start
+from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -25,30 +25,30 @@ log = logging.getLogger(__name__)
 Score = Callable[[Batch], Tensor]
 
 
-def with_reference_log_probs(start: Start, score: Score) -> PreparedData:
+def with_reference(context: ObjectiveContext, score: Score) -> PreparedData:
     """The data whose rows to train on bring what the first model gives their answers. A collective.
 
     It is kept in the output folder, for every attempt and for every run of the same model and data.
 
     Raises ValueError when a run that continues finds it gone: the model is not the first one any more.
     """
-    spec, data = start.spec, start.data
-    path = file_of(spec, data.manifest.content_hash, start.base)
-    if not start.processes.on_main(path.is_file):
-        if start.continues:
+    spec, data = context.spec, context.data
+    path = reference_file(spec, data.manifest.content_hash, context.base)
+    if not context.processes.on_main(path.is_file):
+        if context.continues:
             raise ValueError(
                 f"{path} is gone: the log-probabilities that objective.reference 'precomputed' compares with; restore "
                 "it to continue this run, or choose another name and train anew"
             )
         log.info("reference: reading %d rows once", len(data.train))
         size = spec.training.micro_batch_size
-        found = score_rows(data.train, len(data.train), score, start.processes, size, start.collate)
-        start.processes.on_main(lambda: _save(path, found))
+        found = score_rows(data.train, len(data.train), score, context.processes, size, context.collate)
+        context.processes.on_main(lambda: _save(path, found))
     tensors = load_file(path)
     return data.with_reference_log_probs(train=ReferenceLogProbs(tensors["log_probs"], tensors["rows"]))
 
 
-def file_of(spec: RunSpec, content_hash: str, base: str) -> Path:
+def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
     """Where runs keep what the model of fingerprint `base` gives the answers of these data, as they compute it."""
     weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if spec.is_quantized else "")
     return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}.safetensors"

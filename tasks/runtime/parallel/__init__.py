@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import compute_dtype, dtype_of
+from tasks.runtime.models.build import compute_dtype, model_dtype
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
@@ -30,14 +30,16 @@ _FLASH = {
 class Strategy(Protocol):
     """Splits a model over the processes of a job, and averages their gradients."""
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
         """What a forward pass in training calls: `model`, on this process's device, split. A collective.
 
         The main process's model has the weights that training starts from, and those of the others are empty; with
-        `weights_follow` all are, and are filled later.
+        `weights_loaded_later` all are, and are filled later.
         """
 
-    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def attach_optimizer(
+        self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """What training calls and steps, given a wrapped model and an optimizer of its parameters. A collective."""
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -50,11 +52,11 @@ class Strategy(Protocol):
         and a strategy that does so does not take a step whose norm is not.
         """
 
-    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+    def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         """Have the optimizer's next step change nothing where `verdict`, a scalar on the device, is 1 and not 0."""
 
 
-def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
+def build_strategy(spec: RunSpec, processes: Processes) -> Strategy:
     """The strategy that `parallel.type` names; a single process has nothing to split."""
     if processes.world_size == 1:
         return Single(processes)
@@ -63,7 +65,7 @@ def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
     return strategies[spec.parallel.type](spec, processes)
 
 
-def require_installed(spec: RunSpec) -> None:
+def require_packages(spec: RunSpec) -> None:
     """Raises ValueError when the run needs a package that is not there."""
     if spec.parallel.type == "deepspeed" and find_spec("deepspeed") is None:
         raise ValueError(
@@ -78,7 +80,7 @@ def require_installed(spec: RunSpec) -> None:
     if (
         spec.is_quantized
         and spec.parallel.type == "fsdp"
-        and compute_dtype(spec) != dtype_of(spec)
+        and compute_dtype(spec) != model_dtype(spec)
         # Whose FSDP is known to convert numbers alone.
         and torch.__version__ < "2.15"
     ):

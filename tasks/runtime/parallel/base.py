@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.optim.gradients import clip_gradients, withhold
+from tasks.runtime.optim.gradients import clip_gradients, skip_step
 
 
-class InPlace:
+class BaseStrategy:
     """Any optimizer steps the parameters where they are."""
 
-    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def attach_optimizer(
+        self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Both as they are."""
         return wrapped, optimizer
 
@@ -19,6 +21,6 @@ class InPlace:
         """At once."""
         return clip_gradients(wrapped, max_norm)
 
-    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+    def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         """By the optimizer itself, or by taking its gradients away."""
-        withhold(optimizer, verdict)
+        skip_step(optimizer, skip)

@@ -41,7 +41,7 @@ class Group(NamedTuple):
         """[..., D / size] → [..., D], the columns of all processes."""
         return torch.cat(self.all_gather(x).chunk(self.size), dim=-1)
 
-    def own_columns(self, x: Tensor) -> Tensor:
+    def local_columns(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D / size], this process's columns."""
         return x.chunk(self.size, dim=-1)[self.rank].contiguous()
 
@@ -92,7 +92,7 @@ class GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[..., D] → [..., D / size]."""
-        return ctx.group.own_columns(gradient), None
+        return ctx.group.local_columns(gradient), None
 
 
 class ScatterToGroup(torch.autograd.Function):
@@ -102,7 +102,7 @@ class ScatterToGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """[..., D] → [..., D / size]."""
         ctx.group = group
-        return group.own_columns(x)
+        return group.local_columns(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

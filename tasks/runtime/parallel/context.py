@@ -18,17 +18,17 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.build import load_config
-from tasks.runtime.models.varlen_attention import Bounds, attend, obstacle
+from tasks.runtime.models.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
 from tasks.runtime.parallel.collectives import AllGather, Group
 from tasks.runtime.process.ranks import Processes
 
 _NAME = "strata_context"
 
 
-def require_attention(spec: RunSpec) -> None:
+def require_context_parallel_support(spec: RunSpec) -> None:
     """Raises ValueError when rows of the model cannot be cut by `parallel.context_parallel`. Reads no weights."""
     if spec.context_parallel > 1:
-        reason = _obstacle(load_config(spec))
+        reason = _unsupported_reason(load_config(spec))
         if reason is not None:
             raise ValueError(
                 f"parallel.context_parallel {spec.context_parallel} cuts rows, and model.name {spec.model.name!r} "
@@ -36,13 +36,13 @@ def require_attention(spec: RunSpec) -> None:
             )
 
 
-def _obstacle(config: PretrainedConfig) -> str | None:
+def _unsupported_reason(config: PretrainedConfig) -> str | None:
     """What of the model needs more of a row than the keys and values of attention."""
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"} or any(
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):
         return "has layers that are no attention and go through a row in order"
-    reason = obstacle(config)
+    reason = unsupported_reason(config)
     if reason is not None:
         return reason
     rope = getattr(config, "rope_parameters", None) or {}
@@ -54,7 +54,7 @@ def _obstacle(config: PretrainedConfig) -> str | None:
     return None
 
 
-def cut_rows(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
+def apply_context_parallel(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
     """Let the attention of `model` gather keys and values over the one dimension of `mesh`."""
     # No mask is registered under this name, so transformers, whose masks are for whole rows, makes none.
     AttentionInterface.register(_NAME, _Attention(Group.of(mesh), context_chunks(processes)))
@@ -75,9 +75,9 @@ class _Attention:
         value: Tensor,
         attention_mask: None,
         *,
-        document_begins: Tensor,
-        document_ends: Tensor,
-        late_document_ends: Tensor,
+        sequence_starts: Tensor,
+        cu_seqlens: Tensor,
+        late_cu_seqlens: Tensor,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -89,12 +89,12 @@ class _Attention:
         keys, values = whole.transpose(2, 3).unbind()
         length = query.shape[2] // 2
         attended = []
-        for chunk, (number, ends) in enumerate(zip(self._chunks, (document_ends, late_document_ends), strict=True)):
+        for chunk, (number, ends) in enumerate(zip(self._chunks, (cu_seqlens, late_cu_seqlens), strict=True)):
             own = slice(chunk * length, (chunk + 1) * length)
             seen = slice((number + 1) * length)
             rows = (query[:, :, own], keys[:, :, seen], values[:, :, seen])
-            bounds = Bounds(document_begins[:, own], ends, (length, seen.stop))
-            attended.append(attend(*rows, bounds, scaling, sliding_window, dropout))
+            bounds = VarlenLayout(sequence_starts[:, own], ends, (length, seen.stop))
+            attended.append(packed_attention(*rows, bounds, scaling, sliding_window, dropout))
         return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
     def _whole_rows(self, slices: Tensor) -> Tensor:

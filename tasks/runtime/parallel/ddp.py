@@ -11,21 +11,21 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Ddp as Settings
-from tasks.runtime.models.build import place
-from tasks.runtime.parallel.base import InPlace
+from tasks.runtime.models.build import move_to_device
+from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.process.ranks import Processes
 
 
-class Ddp(InPlace):
+class Ddp(BaseStrategy):
     """A replica of the model in each process."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._device = spec.parallel, processes.device
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
         """The model in DistributedDataParallel, which starts with the main process's weights."""
-        place(model, self._device)
+        move_to_device(model, self._device)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
@@ -33,7 +33,7 @@ class Ddp(InPlace):
             # Gradients live in the buckets that are reduced: no second copy of them.
             gradient_as_bucket_view=True,
         )
-        settle_buckets(wrapped)
+        fix_bucket_order(wrapped)
         return wrapped
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ class Ddp(InPlace):
         return nullcontext() if last else wrapped.no_sync()
 
 
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
+def fix_bucket_order(wrapped: DistributedDataParallel) -> None:
     """Have the buckets of gradients ordered before the first step, the same at every start.
 
     DistributedDataParallel orders them anew after its first backward pass, in the order in which gradients were ready.

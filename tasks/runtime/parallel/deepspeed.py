@@ -23,7 +23,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Deepspeed as Settings
 from tasks.runtime.checkpoint.flat_shard import FlatShard, register_flat_shard, shard_of
 from tasks.runtime.checkpoint.state import MASTER
-from tasks.runtime.models.build import is_empty, materialize, place
+from tasks.runtime.models.build import is_on_meta, materialize, move_to_device
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,20 @@ class Deepspeed:
         self._engine: Any = None
         self._optimizer: ZeroOptimizer | None = None
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
         """The model itself; it is split when there is an optimizer, which goes by the shapes of whole weights."""
         _require_one_dtype(model)
         if self._settings.stage < 3 or self._spec.is_quantized:
             # Weights are packed on the device, so packed ones are there whole before stage 3 splits them.
-            place(model, self._processes.device)
-        elif is_empty(model):
+            move_to_device(model, self._processes.device)
+        elif is_on_meta(model):
             # What is not written to takes no memory of the host.
             materialize(model, torch.device("cpu"))
         return model
 
-    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def attach_optimizer(
+        self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine, which starts with the main process's weights, and its steps."""
         assert isinstance(wrapped, PreTrainedModel)
         deepspeed, config = _import_deepspeed(self._processes.device), self._config(wrapped)
@@ -60,9 +62,9 @@ class Deepspeed:
             self._split(wrapped, config, deepspeed)
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config, dist_init_required=False)
         if self._settings.stage == 3:
-            self._say_where_weights_are(wrapped)
+            self._register_weight_shards(wrapped)
         self._engine, self._optimizer = engine, ZeroOptimizer(engine, self._processes.rank)
-        return _Driven(engine), self._optimizer
+        return _EngineModule(engine), self._optimizer
 
     @contextmanager
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:
@@ -75,10 +77,10 @@ class Deepspeed:
         assert self._optimizer is not None
         return self._optimizer.next_norm()
 
-    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
+    def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         """The engine waits for the device in every step anyway."""
         assert self._optimizer is not None
-        self._optimizer.withheld = bool(verdict)
+        self._optimizer.skip_next_step = bool(skip)
 
     def _config(self, model: PreTrainedModel) -> dict[str, Any]:
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -105,7 +107,7 @@ class Deepspeed:
             buffer.data = buffer.data.to(self._processes.device)
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
-    def _say_where_weights_are(self, model: PreTrainedModel) -> None:
+    def _register_weight_shards(self, model: PreTrainedModel) -> None:
         """Under stage 3 a parameter is empty but for the time that its layer runs."""
         for parameter in model.parameters():
             register_flat_shard(parameter, partial(_weights, parameter, self._processes.rank))
@@ -118,7 +120,7 @@ class Deepspeed:
             head._forward_hooks.clear()
 
 
-class _Driven(nn.Module):
+class _EngineModule(nn.Module):
     """The engine as any other module: a framework that knows DeepSpeed's own would drive it in a way of its own."""
 
     def __init__(self, engine: Any) -> None:
@@ -193,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Where layers compute with rounded weights, the exact ones are state as well.
         self._has_masters = any(parameter.dtype != span.flat.dtype for parameter, span in self._spans.items())
         self._norm: Tensor | None = None
-        self.withheld = False
+        self.skip_next_step = False
         """Whether the next step is not to be taken."""
 
     def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -231,7 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, update, and free the gradients; the latter alone where they are not finite or the step is withheld."""
         outcome = None if closure is None else closure()
-        with _withheld(self._engine.optimizer) if self.withheld else nullcontext() as norms:
+        with _skipping_step(self._engine.optimizer) if self.skip_next_step else nullcontext() as norms:
             self._engine.step()
         if self._norm is not None:
             self._norm.fill_(self._engine.get_global_grad_norm() if norms is None else _total(norms))
@@ -255,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 @contextmanager
-def _withheld(zero: Any) -> Iterator[list[float]]:
+def _skipping_step(zero: Any) -> Iterator[list[float]]:
     """Within, the engine takes its gradients for infinite, and frees them without a step; yields their norms."""
     norms: list[float] = []
     # Of stages 1 and 2 a norm, of stage 3 one for each group of parameters.

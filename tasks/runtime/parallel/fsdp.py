@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
-from tasks.runtime.models.activation_checkpointing import layers_of
-from tasks.runtime.models.build import compute_dtype, dtype_of, materialize, take_weights
-from tasks.runtime.models.quantization import Packed, lay_out, pack
-from tasks.runtime.parallel.base import InPlace
-from tasks.runtime.parallel.context import cut_rows
-from tasks.runtime.parallel.tensor import cut
+from tasks.runtime.models.activation_checkpointing import transformer_layers
+from tasks.runtime.models.build import compute_dtype, materialize, model_dtype, move_to_meta
+from tasks.runtime.models.quantization import PackedLayers, quantize_weight, set_packed_shapes
+from tasks.runtime.parallel.base import BaseStrategy
+from tasks.runtime.parallel.context import apply_context_parallel
+from tasks.runtime.parallel.tensor import apply_tensor_parallel
 from tasks.runtime.process.ranks import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Fsdp(InPlace):
+class Fsdp(BaseStrategy):
     """The model split over all processes, or each of several copies over its share of them."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
@@ -47,22 +47,22 @@ class Fsdp(InPlace):
             ]
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
         # Where nothing is to be converted, earlier versions would convert packed weights all the same.
-        converts = not self._quantized or compute_dtype(spec) != dtype_of(spec)
+        converts = not self._quantized or compute_dtype(spec) != model_dtype(spec)
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
         """The model itself, its parameters now parts of the whole ones."""
-        layers = layers_of(model, "parallel.type", "'ddp'")
+        layers = transformer_layers(model, "parallel.type", "'ddp'")
         require_one_dtype(model)
         # Before they are split: the main process hands out what only it has.
-        whole = take_weights(model)
-        packed = lay_out(model) if self._quantized else {}
+        whole = move_to_meta(model)
+        packed = set_packed_shapes(model) if self._quantized else {}
         if self._context_mesh is not None:
-            cut_rows(model, self._context_mesh, self._processes)
+            apply_context_parallel(model, self._context_mesh, self._processes)
         if self._tensor_mesh is not None:
-            cut(model, self._tensor_mesh, whole_logits=not self._fused_loss)
+            apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:
             self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
         # What no layer has: embeddings, the last norm and the head. In one group with the model, because the fused loss
@@ -70,8 +70,8 @@ class Fsdp(InPlace):
         self._split(model, reshard_after_forward=False)
         device = self._processes.device
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
-        if not weights_follow:
-            self._hand_out(model, whole, packed)
+        if not weights_loaded_later:
+            self._broadcast_weights(model, whole, packed)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Fsdp(InPlace):
             offload_policy=offload if self._settings.cpu_offload else OffloadPolicy(),
         )
 
-    def _hand_out(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: Packed) -> None:
+    def _broadcast_weights(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: PackedLayers) -> None:
         """Give every process its parts of the main process's weights, one tensor at a time. A collective."""
         for name, tensor in model_tensors(model).items():
             layer, like = packed.get(name.removeprefix(MODEL), (None, tensor))
@@ -96,7 +96,7 @@ class Fsdp(InPlace):
             sent = sent.to(self._processes.device)
             dist.broadcast(sent, src=0)
             if layer is not None:
-                sent = pack(layer, sent)
+                sent = quantize_weight(layer, sent)
             if isinstance(tensor, DTensor):
                 for chunk in tensor.__create_chunk_list__():
                     begins = zip(chunk.offsets, chunk.sizes, strict=True)

@@ -23,7 +23,7 @@ class ParallelLinear(nn.Linear):
     """A linear layer that was cut, in place of the whole one."""
 
     # How its weight is cut, and its bias.
-    cuts: tuple[Placement, Placement]
+    placements: tuple[Placement, Placement]
     group: Group
 
     def part(self) -> tuple[Tensor, Tensor | None]:
@@ -36,7 +36,7 @@ class ParallelLinear(nn.Linear):
 class ColumnParallelLinear(ParallelLinear):
     """Each process has some of the columns of the result."""
 
-    cuts = (Shard(0), Shard(0))
+    placements = (Shard(0), Shard(0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H / size]."""
@@ -65,7 +65,7 @@ def _summed(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
 class RowParallelLinear(ParallelLinear):
     """Each process has some of the columns of the input; all have the whole result."""
 
-    cuts = _ROWS
+    placements = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., H]."""
@@ -79,7 +79,7 @@ class RowParallelLinear(ParallelLinear):
 class SplitRowParallelLinear(ParallelLinear):
     """The same where every process has all columns of the input."""
 
-    cuts = _ROWS
+    placements = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
@@ -94,7 +94,7 @@ def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMes
     Raises ValueError when the parts would not be equal.
     """
     assert type(linear) is nn.Linear, type(linear)
-    cut = kind.cuts[0]
+    cut = kind.placements[0]
     assert isinstance(cut, Shard)
     if linear.weight.shape[cut.dim] % mesh.size():
         raise ValueError(
@@ -103,12 +103,12 @@ def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMes
         )
     linear.__class__ = kind
     linear.group = Group.of(mesh)  # type: ignore[assignment]
-    cut_parameters(linear, mesh, kind.cuts)
+    shard_parameters(linear, mesh, kind.placements)
 
 
-def cut_parameters(module: nn.Module, mesh: DeviceMesh, cuts: Sequence[Placement]) -> None:
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Make the parameters of `module`, which have no memory, DTensors, each cut as said; not those that are cut."""
-    for (name, parameter), cut in zip(module.named_parameters(recurse=False), cuts, strict=False):
+    for (name, parameter), cut in zip(module.named_parameters(recurse=False), placements, strict=False):
         if not isinstance(parameter, DTensor):
             # None: every process cuts its part out of what it has, which is nothing but shapes.
             part = distribute_tensor(parameter, mesh, [cut], src_data_rank=None)

@@ -25,8 +25,8 @@ from tasks.runtime.parallel.parallel_linear import (
     ParallelLinear,
     RowParallelLinear,
     SplitRowParallelLinear,
-    cut_parameters,
     make_parallel,
+    shard_parameters,
 )
 
 _KINDS: dict[str, type[ParallelLinear]] = {
@@ -37,20 +37,20 @@ _KINDS: dict[str, type[ParallelLinear]] = {
     "rowwise_split_input": SplitRowParallelLinear,
 }
 # Norms of heads, of which a process has some: whole weights, whose gradient is a sum over the processes.
-_OF_HEADS = "replicated_with_grad_allreduce"
+_HEAD_NORM = "replicated_with_grad_allreduce"
 
 # What must be cut in equal parts, by the names that configurations have for it.
-_CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_DIVISIBLE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def require_divisible(spec: RunSpec) -> None:
+def require_tensor_parallel_support(spec: RunSpec) -> None:
     """Raises ValueError when the model cannot be cut into `parallel.tensor_parallel` parts. Reads no weights."""
     ways = spec.tensor_parallel
     if ways == 1:
         return
     config = load_config(spec)
     _plan(config)
-    sizes = {name: getattr(config, name) for name in _CUT if getattr(config, name, None)}
+    sizes = {name: getattr(config, name) for name in _DIVISIBLE if getattr(config, name, None)}
     for name, size in sizes.items():
         if size % ways:
             others = ", ".join(str(n) for n in range(1, ways) if not any(size % n for size in sizes.values()))
@@ -60,7 +60,7 @@ def require_divisible(spec: RunSpec) -> None:
             )
 
 
-def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None:
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None:
     """Cut the weights of `model`, which has no memory for them, over the one dimension of `mesh`.
 
     With `whole_logits` the head gives those of the whole vocabulary to every process. Without, its weight is cut, and
@@ -69,27 +69,27 @@ def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None
     base, plan = model.base_model, _plan(model.config)
     paths = dict(_expanded(base, plan))
     for path, style in paths.items():
-        if style != _OF_HEADS:
+        if style != _HEAD_NORM:
             make_parallel(base.get_submodule(path), _KINDS[style], mesh)
     for parent in {path.rpartition(".")[0] for path, style in paths.items() if style in _KINDS}:
         # Its input goes to several projections: the sum over the processes of its gradient is taken once.
-        base.get_submodule(parent).register_forward_pre_hook(_Entering(mesh), with_kwargs=True)
+        base.get_submodule(parent).register_forward_pre_hook(_SumInputGradients(mesh), with_kwargs=True)
     of_heads: dict[str, list[nn.Module]] = {}
     for path, module in base.named_modules():
         # Between projections, and not said to have all columns: it has seen those of this process alone.
         known = paths.get(path)
         between = known is None and "colwise" in _styles_in(paths, path.rpartition(".")[0])
-        if known == _OF_HEADS or between:
+        if known == _HEAD_NORM or between:
             of_heads.setdefault(_layer_of(path), []).append(module)
     for layer, modules in of_heads.items():
         # Not on the modules: what a layer does inside may be compiled, or be a recomputation, which hooks nothing.
-        base.get_submodule(layer).register_forward_pre_hook(_Summing(mesh, modules))
+        base.get_submodule(layer).register_forward_pre_hook(_SumWeightGradients(mesh, modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
-    cut_parameters(embedding, mesh, (Shard(0),))
+    shard_parameters(embedding, mesh, (Shard(0),))
     if tied:
         head.weight = embedding.weight
-    cut_parameters(head, mesh, (Shard(0), Shard(0)))
+    shard_parameters(head, mesh, (Shard(0), Shard(0)))
     for module in (embedding, head) if whole_logits else (embedding,):
         module.register_forward_pre_hook(lambda _, args: (_as_replicated(args[0], mesh),))
         # Waits for it: a compiled layer gives no gradient to what is still under way.
@@ -101,7 +101,7 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
     told: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     # What it says of embeddings, in some versions, is left out.
     plan = {path: style for path, style in told.items() if path.startswith("layers.")}
-    unknown = sorted(set(plan.values()) - {*_KINDS, _OF_HEADS})
+    unknown = sorted(set(plan.values()) - {*_KINDS, _HEAD_NORM})
     # Gradients are summed where the input of a part of a layer comes in. Behind its row-cut projection all is whole
     # again; a part without one may have another input in the middle, which is nobody's.
     columns, rows = _parents(plan, ColumnParallelLinear), _parents(plan, RowParallelLinear, SplitRowParallelLinear)
@@ -146,7 +146,7 @@ def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
-class _Entering:
+class _SumInputGradients:
     """Adds up the gradients of a module's input, the first or that by name, over the processes of the mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -158,7 +158,7 @@ class _Entering:
         return args, {**kwargs, "hidden_states": CopyToGroup.apply(kwargs["hidden_states"], self._group)}
 
 
-class _Summing:
+class _SumWeightGradients:
     """Before a layer: sums the gradients of the weights of modules in it over the mesh, in every backward pass."""
 
     def __init__(self, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> None:

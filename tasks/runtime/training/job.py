@@ -29,9 +29,9 @@ from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.process.signals import Preempted, StopRequest
-from tasks.runtime.process.watchdog import SLOW_FACTOR, Watchdog
-from tasks.runtime.training.step_guard import Guard, RollBack
+from tasks.runtime.process.signals import Notice, Preempted
+from tasks.runtime.process.watchdog import SLOW, Watchdog
+from tasks.runtime.training.step_guard import RollBack, StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Job:
 
     spec: RunSpec
     processes: Processes
-    bare: PreTrainedModel
+    unwrapped_model: PreTrainedModel
     """The model as it was built; its parameters are those of `model`."""
     model: nn.Module
     """What a forward pass calls: `bare`, as the strategy wrapped it."""
@@ -63,7 +63,7 @@ class Job:
     recorder: Recorder
     writer: CheckpointWriter
     watchdog: Watchdog
-    guard: Guard
+    guard: StepGuard
     load: Callable[[Path | None], Callable[[], None]]
     """Loads a checkpoint, if there is one, and returns what sets the random states of its next step. A collective."""
     set_random_states: Callable[[], None]
@@ -76,7 +76,7 @@ class Job:
     """Share of the peak rate for the step after so many are done."""
     newest: int = field(init=False)
     """Step of the newest checkpoint, 0 for none."""
-    withheld: Tensor | None = field(init=False, default=None)
+    skipped: Tensor | None = field(init=False, default=None)
     """1 where the step that is open is not to be taken; None while that is not known."""
     _max_targets: deque[int | None] = field(default_factory=deque, init=False)
     """Of the micro-batches that were counted and have not come to their loss yet, in order."""
@@ -92,7 +92,7 @@ class Job:
             try:
                 return framework(self)
             except RollBack as fault:
-                self._go_back(fault)
+                self._roll_back(fault)
 
     def learning_rate(self, done: int) -> float:
         """For the step after `done` steps."""
@@ -142,7 +142,7 @@ class Job:
         The micro-batch's share of the step's loss, times the number of those that have one, because every strategy
         averages gradients over them: the average over them of the sum over micro-batches is the mean over the step.
         """
-        share = self.objective.share(model, batch, items, self._max_targets.popleft())
+        share = self.objective.micro_batch_loss(model, batch, items, self._max_targets.popleft())
         self.recorder.add_micro_batch(share, tokens=batch["input_ids"].numel())
         return share.loss * self.processes.dp_cp_size
 
@@ -154,8 +154,8 @@ class Job:
         if self.spec.optimizer.in_backward:
             return None
         norm = self.strategy.clip(self.model, self.spec.optimizer.max_grad_norm)
-        self.withheld = self.guard.judge(self.recorder.share, norm)
-        self.strategy.withhold(self.optimizer, self.withheld)
+        self.skipped = self.guard.decide(self.recorder.local_loss, norm)
+        self.strategy.skip_step(self.optimizer, self.skipped)
         return norm
 
     def end_step(self, step: int, grad_norm: Tensor | None, learning_rate: float) -> None:
@@ -165,8 +165,8 @@ class Job:
         `RollBack` when the run is to go back, which `run` does; ValueError when a step, or weights that are not finite,
         end it.
         """
-        self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.withheld))
-        self.withheld = None
+        self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
+        self.skipped = None
         self.step_ended()
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
@@ -186,19 +186,19 @@ class Job:
             self.watchdog.expect(f"step {step + 1}")
 
     def _follow(self, points: list[MetricPoint]) -> None:
-        self.guard.follow(points, newest=self.newest, steps=self.steps)
+        self.guard.apply_policy(points, newest=self.newest, steps=self.steps)
 
-    def _go_back(self, fault: RollBack) -> None:
+    def _roll_back(self, fault: RollBack) -> None:
         """To the newest whole checkpoint, which from now on says what data is passed over after it."""
-        self.watchdog.expect("the return to a checkpoint", SLOW_FACTOR)
-        self.withheld = None
+        self.watchdog.expect("the return to a checkpoint", SLOW)
+        self.skipped = None
         self.writer.wait()
         folder, metadata = self.processes.on_main(self._newest)
         if folder is None:
             raise ValueError(f"{fault}; and there is no whole checkpoint in {self.writer.root} to go back to")
         self.start = self.newest = checkpoint.step_of(folder)
-        self.guard.recall(metadata)
-        self.guard.pass_over(self.start, fault)
+        self.guard.restore(facts)
+        self.guard.skip_data(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.update_metadata(folder, self.guard.metadata())
         self.recorder.rolled_back()
@@ -213,7 +213,7 @@ class Job:
 
     def _require_finite(self, step: int) -> None:
         """Where steps are taken in the backward pass no norm tells that they ruined the weights."""
-        learned = [local_values(parameter) for parameter in self.bare.parameters() if parameter.requires_grad]
+        learned = [values_of(parameter) for parameter in self.unwrapped_model.parameters() if parameter.requires_grad]
         finite = [values.isfinite().all().to(self.processes.device) for values in learned]
         if not self.processes.all_true(bool(torch.stack(finite).all())):
             if self.spec.nonfinite == "rollback" and self.newest:

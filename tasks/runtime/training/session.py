@@ -18,14 +18,14 @@ from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
 from tasks.runtime.metrics.progress import tell
 from tasks.runtime.metrics.trackers import require_trackers
-from tasks.runtime.parallel import require_installed
+from tasks.runtime.parallel import require_packages
 from tasks.runtime.process.deterministic import deterministic
 from tasks.runtime.process.exit_codes import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.warmup.pod import ensure_warm
-from tasks.runtime.warmup.training_process import Warmed, warmed
+from tasks.runtime.warmup.pod import warm_up_pod
+from tasks.runtime.warmup.training_process import TrainingWarmup, training_warmup
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Session:
     spec: RunSpec
     folder: RunFolder
     processes: Processes
-    warmed: Warmed
-    uploader: CheckpointUploader | None
+    training_warmup: TrainingWarmup
+    mirror: Mirror | None
     """For the main process."""
 
 
@@ -50,8 +50,8 @@ def session(spec: RunSpec) -> Iterator[Session]:
     folder = RunFolder.of(spec)
     processes.require_world_size(spec)
     require_trackers(spec)
-    require_installed(spec)
-    uploader = uploader_for(spec, folder)
+    require_packages(spec)
+    mirror = mirror_of(spec, folder)
     if not torch.cuda.is_available():
         # Unset, accelerate makes a guess of its own and warns of it.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -61,25 +61,23 @@ def session(spec: RunSpec) -> Iterator[Session]:
             held.enter_context(deterministic())
         tell(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
-        report = ensure_warm(spec, folder)
+        report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        exclusive = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, uploader, exclusive=exclusive)))
-        if uploader is not None:
-            held.callback(uploader.close)
-        _require_shared(spec, folder, processes)
-        with _explained(spec, processes):
+        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: held.enter_context(_claim_folder(spec, folder, mirror, alone=alone)))
+        if mirror is not None:
+            held.callback(mirror.close)
+        _require_shared_folder(spec, folder, processes)
+        with _explain_errors(spec, processes):
             check_health(spec, folder, processes)
-            with warmed(spec, folder, processes, report) as warm:
-                yield Session(spec, folder, processes, warm, uploader)
+            with training_warmup(spec, folder, processes, report) as warm:
+                yield Session(spec, folder, processes, warm, mirror)
 
 
 @contextmanager
-def _claimed(
-    spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, exclusive: bool
-) -> Iterator[None]:
-    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: the folder's lock is held.
+def _claim_folder(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
+    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
 
     An object store has no locks. A start that ends before its first step therefore deletes the spec that it uploaded.
     """
@@ -97,7 +95,7 @@ def _claimed(
 
 
 @contextmanager
-def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
+def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
     """Say of errors of the GPU and its libraries what they mean and what to do; want of memory has one type."""
     try:
         yield
@@ -112,7 +110,7 @@ def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
         raise
 
 
-def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+def _require_shared_folder(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
     """Raises ValueError when the run's folder is not one and the same for all processes."""
     if processes.world_size == 1:
         return

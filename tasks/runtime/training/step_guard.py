@@ -37,17 +37,17 @@ class RollBack(Exception):
         self.bad = bad
 
 
-class Guard:
+class StepGuard:
     """Judges the steps of a run; every process has the same one."""
 
     def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
         """`metadata` are those of the checkpoint that the run continues from; none at its start."""
         self._spec, self._processes = spec, processes
-        self.recall(metadata)
+        self.restore(facts)
 
-    def recall(self, metadata: dict[str, Any]) -> None:
-        """Go on as at the checkpoint whose metadata this is."""
-        kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Go on as at the checkpoint that has these facts."""
+        kept = facts.get("guard", {"losses": [], "skips": 0, "passed_over": []})
         # Filled from the end; what is missing is NaN, and then so is every median.
         losses = kept["losses"][-self._spec.faults.spike_window :]
         missing = self._spec.faults.spike_window - len(losses)
@@ -60,7 +60,7 @@ class Guard:
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
 
-    def judge(self, share: Tensor, norm: Tensor) -> Tensor:
+    def decide(self, share: Tensor, norm: Tensor) -> Tensor:
         """Whether a step is not to be taken: 1 or 0, fp32, on the device. A collective that does not wait for it.
 
         `share` is this process's part of the step's loss, and `norm` that of its gradients.
@@ -69,14 +69,14 @@ class Guard:
         if self._processes.world_size > 1:
             dist.all_reduce(told)
         loss, ruined = told.unbind()
-        loss = loss / self._processes.tp_size
-        withheld = ~loss.isfinite() | (ruined > 0)
+        loss = loss / self._processes.copies
+        skipped = ~loss.isfinite() | (ruined > 0)
         if self._spec.faults.spike != "ignore":
-            withheld = withheld | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
-            self._losses = torch.where(withheld, self._losses, torch.cat([self._losses[1:], loss[None]]))
-        return withheld.float()
+            skipped = skipped | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
+            self._losses = torch.where(skipped, self._losses, torch.cat([self._losses[1:], loss[None]]))
+        return skipped.float()
 
-    def follow(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
+    def apply_policy(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
         """What follows steps that are done, of `steps` in all, with a checkpoint of step `newest`, 0 for none.
 
         Raises `RollBack` when the run is to go back, ValueError when it ends here; both on every process.
@@ -104,7 +104,7 @@ class Guard:
         if back is not None:
             raise back
 
-    def pass_over(self, step: int, fault: RollBack) -> None:
+    def skip_data(self, step: int, fault: RollBack) -> None:
         """After `step`, which has a checkpoint, leave out the data of the steps up to the one at fault.
 
         Raises ValueError when the run has gone back as often as it may.

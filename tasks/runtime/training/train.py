@@ -21,41 +21,41 @@ from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData, collator
-from tasks.runtime.metrics.mfu import mfu_of
+from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import tell
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.models.activation_checkpointing import compile_layers
 from tasks.runtime.models.build import (
-    adopt_tokenizer,
-    build_empty_model,
     build_model,
+    build_model_on_meta,
     build_saved_model,
-    freeze_beyond_texts,
+    freeze_non_text_parameters,
     has_fused_loss,
     prepare_for_training,
     require_embeddings,
     saved_dtype,
+    set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
-from tasks.runtime.models.packing_support import require_apart, require_positions
-from tasks.runtime.models.quantization import quantized
-from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document, with_documents
-from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
+from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
+from tasks.runtime.models.quantization import quantize_linear_layers
+from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
+from tasks.runtime.objectives import Objective, ObjectiveContext, build_objective, require_same_tokens
 from tasks.runtime.optim.optimizer import build_optimizer
-from tasks.runtime.parallel import strategy_of
-from tasks.runtime.parallel.context import require_attention
-from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.parallel import build_strategy
+from tasks.runtime.parallel.context import require_context_parallel_support
+from tasks.runtime.parallel.tensor import require_tensor_parallel_support
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, write_record
-from tasks.runtime.training.frameworks import framework_of
-from tasks.runtime.training.job import Framework, Job
+from tasks.runtime.training.frameworks import load_framework
+from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import Session
-from tasks.runtime.training.step_guard import Guard
+from tasks.runtime.training.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -71,23 +71,23 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             finite.
     """
     steps = total_steps(run.spec, len(data.train))
-    resume_from, finished = run.processes.on_main(lambda: _look_back(run, data, steps))
+    resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     run.processes.on_main(lambda: require_embeddings(run.spec, data))
     run.processes.on_main(lambda: require_same_tokens(run.spec, data))
-    run.processes.on_main(lambda: require_divisible(run.spec))
-    run.processes.on_main(lambda: require_attention(run.spec))
-    run.processes.on_main(lambda: require_positions(run.spec))
+    run.processes.on_main(lambda: require_tensor_parallel_support(run.spec))
+    run.processes.on_main(lambda: require_context_parallel_support(run.spec))
+    run.processes.on_main(lambda: require_position_embeddings(run.spec))
     if commit := data.manifest.commit:
         run.processes.on_main(lambda: run.folder.write_data_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
-    adopt_tokenizer(model, data.tokenizer())
-    freeze_beyond_texts(model)
+    set_special_tokens(model, data.tokenizer())
+    freeze_non_text_parameters(model)
     patched = prepare_for_training(model, run.spec)
-    _announce(run, model, patched, steps, resume_from)
+    _log_summary(run, model, patched, steps, resume_from)
     tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Now: some strategies leave a model that has no weights between its passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
@@ -96,34 +96,34 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         run.folder,
         run.processes,
         attempt,
-        mfu=mfu_of(model, run.spec, run.processes, device_name(run.processes)),
-        prometheus=serve_prometheus(run.spec, run.processes, run.warmed.to_dict),
+        mfu=build_mfu(model, run.spec, run.processes, device_name(run.processes)),
+        prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
-    objective = objective_of(run.spec, fused=has_fused_loss(patched))
+    objective = build_objective(run.spec, fused=has_fused_loss(patched))
     with closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
-            run.warmed.ready()
+            run.training_warmup.wait_until_loaded()
             job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
-                with stopping as job.stop_request:
-                    job.run(framework or framework_of(run.spec))
+                with stopping as job.notice:
+                    job.run(load_framework(run.spec))
                     job.watchdog.expect("the end", math.inf)
-                _stop_before_copying(run, job)
+                _stop_if_requested(run, job)
                 job.writer.finish()
-            run.warmed.close()
-            recorder.note("warmup", run.warmed.to_dict())
+            run.training_warmup.close()
+            recorder.note("warmup", run.training_warmup.to_dict())
         else:
             # The last checkpoint may be here and not in the store.
-            run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
-    warmup = run.warmed.to_dict()
+            run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
+    warmup = run.training_warmup.to_dict()
     return run.processes.on_main(
         lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
     )
 
 
-def _stop_before_copying(run: Session, job: Job) -> None:
+def _stop_if_requested(run: Session, job: Job) -> None:
     """Raises `Preempted`, on every process, when one was told to stop in the last step and copies may still wait.
 
     While they do nobody looks at the notice any more, and a store that is away is waited for.
@@ -150,20 +150,20 @@ def build_job(
     """
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     collate = collator(run.spec.model.attention)
-    if go_by_document(run.spec, model.config, run.processes.device):
+    if uses_varlen(run.spec, model.config, run.processes.device):
         log.info("attention: from document to document, without masks")
-        attend_by_document(model)
-        collate = with_documents(collate)
+        set_varlen_attention(model)
+        collate = with_cu_seqlens(collate)
     compile_layers(model, run.spec)
-    strategy = strategy_of(run.spec, run.processes)
-    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
-    wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
-    metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
+    strategy = build_strategy(run.spec, run.processes)
+    wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
+    wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
+    facts = checkpoint.facts_of(resume_from) if resume_from else {}
     continues = resume_from is not None
-    start = Start(
-        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
+    start = ObjectiveContext(
+        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts, collate=collate
     )
-    data = objective.begin(start)
+    data = objective.prepare(start)
     writer = CheckpointWriter(
         run.folder.checkpoints,
         model,
@@ -189,7 +189,7 @@ def build_job(
     return Job(
         spec=run.spec,
         processes=run.processes,
-        bare=model,
+        unwrapped_model=model,
         model=wrapped,
         strategy=strategy,
         objective=objective,
@@ -201,9 +201,9 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=Guard(run.spec, run.processes, metadata),
+        guard=StepGuard(run.spec, run.processes, facts),
         load=load,
-        step_ended=run.warmed.step_ended,
+        step_ended=run.training_warmup.step_ended,
         set_random_states=load(resume_from),
     )
 
@@ -220,11 +220,11 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     dtype = saved_dtype(resume_from) if resume_from else None
     # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
     reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
-    model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
+    model = build_model(spec, dtype=dtype) if reads else build_model_on_meta(spec, dtype=dtype)
     if not resume_from:
         # As it is: what is quantized computes nothing on the host.
-        run.processes.on_main(lambda: require_apart(model, spec))
-    with quantized(model, spec):
+        run.processes.on_main(lambda: require_packing_support(model, spec))
+    with quantize_linear_layers(model, spec):
         add_adapter(model, spec)
     if resume_from:
         expected = checkpoint.metadata_of(resume_from)["base"]
@@ -242,7 +242,7 @@ def _load(
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    continued = have_the_same_ranks(checkpoint.metadata_of(resume_from), run.processes)
+    continued = same_rank_layout(checkpoint.facts_of(resume_from), run.processes)
 
     def set_random_states() -> None:
         seed_generators(run.spec.seed, run.processes.dp_cp_rank, checkpoint.step_of(resume_from))
@@ -252,7 +252,7 @@ def _load(
     return set_random_states
 
 
-def have_the_same_ranks(metadata: Mapping[str, Any], processes: Processes) -> bool:
+def same_rank_layout(facts: Mapping[str, Any], processes: Processes) -> bool:
     """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
     there = metadata["world_size"], metadata.get("copies", processes.tp_size)
     return there == (processes.world_size, processes.tp_size)
@@ -272,7 +272,7 @@ def total_steps(spec: RunSpec, rows: int) -> int:
     return math.ceil(spec.epochs * rows / spec.rows_per_step)
 
 
-def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
+def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
     """The checkpoint to continue from, and the record of a run that is complete; clears away what a killed save left.
 
     For the main process: what it finds, the others are told.
@@ -313,7 +313,7 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     return latest, None
 
 
-def _announce(
+def _log_summary(
     run: Session, model: PreTrainedModel, patched: PatchReport | None, steps: int, resume_from: Path | None
 ) -> None:
     if not run.processes.is_main:

@@ -26,8 +26,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
-from tasks.runtime.warmup.plan import plan_of
-from tasks.runtime.warmup.pod import keeps_graphs
+from tasks.runtime.warmup.plan import plan_kernels
+from tasks.runtime.warmup.pod import caches_graphs
 from tasks.runtime.warmup.store import open_store
 
 log = logging.getLogger("tasks.runtime.warmup.compile_process")
@@ -38,9 +38,9 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[dict[str, Any], Pla
     patience = Patience(spec.kernels.store.timeout)
     with ThreadPoolExecutor(1) as beside:
         # Meanwhile: it waits for the store, and for nothing else.
-        taken = beside.submit(inductor_cache.take, spec, images, patience) if keeps_graphs(spec) else None
+        taken = beside.submit(inductor_cache.fetch_graphs, spec, images, patience) if caches_graphs(spec) else None
         start = time.perf_counter()
-        plan = plan_of(spec) if spec.kernels.enabled else Plan(())
+        plan = plan_kernels(spec) if spec.kernels.enabled else Plan(())
         plan_seconds = time.perf_counter() - start
         seeder = _seeder(spec, images, patience)
         with seeder.at_work():

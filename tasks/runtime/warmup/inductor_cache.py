@@ -50,7 +50,7 @@ def triton_directory() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
 
 
-def begin(directory: Path, name: str) -> None:
+def use_new_folder(directory: Path, name: str) -> None:
     """Let `torch.compile`, here and in processes started from here, work in a new folder called after `name`.
 
     It is in the folder that the environment gives to PyTorch, or in `directory`, where there is none or it takes
@@ -82,7 +82,7 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def key_of(spec: RunSpec) -> str:
+def graphs_key(spec: RunSpec) -> str:
     """Names the graphs of runs like this one. PyTorch's own keys decide which of them fit; this one finds the folder.
 
     Beside fields of the spec, what PyTorch's keys do not hold: the policy by which layers are recomputed.
@@ -100,13 +100,13 @@ def key_of(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
+def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
     """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report.
 
     {} where none could be made.
     """
     start = time.perf_counter()
-    folder, environment, key = _folder(), graphs.environment(), key_of(spec)
+    folder, environment, key = _folder(), graphs.environment(), graphs_key(spec)
     if folder is None:
         return {}
     origin, count = None, 0
@@ -158,7 +158,7 @@ def _pull(store: Store, key: str, problems: list[str]) -> graphs.Files | None:
         return None
 
 
-class Giver:
+class GraphArchiver:
     """Gives on what this process and those beside it compile. Training waits for it only at its end."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
@@ -204,7 +204,7 @@ class Giver:
         self._thread.start()
 
     def _archive(self, folder: Path) -> None:
-        environment, key = graphs.environment(), key_of(self._spec)
+        environment, key = graphs.environment(), graphs_key(self._spec)
         problems = self._patience.problems
         files: graphs.Files = {}
         try:

@@ -35,20 +35,20 @@ log = logging.getLogger(__name__)
 
 # Names the report of the warm-up that was made or tried, for the processes that are started from there.
 DONE = "STRATA_WARMUP_DONE"
-BAKED = "STRATA_BAKED_KERNELS"
+BAKED_KERNELS = "STRATA_BAKED_KERNELS"
 """Environment variable: the folder that kernels were baked into when the image was built."""
 
 # What a warm-up sets for all processes of its pod.
-_LEFT = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
+_SHARED_VARIABLES = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
 # How the names begin that `torch.compile` gives to its kernels.
 _GENERATED = "triton_"
 # What a cache directory must have room for: some hundred kernels.
-_ROOM = 32 << 20
+_REQUIRED_BYTES = 32 << 20
 # Where the pod may write, whatever becomes of its disk: memory first.
 _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
 
 
-def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
+def warm_up_pod(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
     """Warm up this pod, unless its launcher has done so, and return the report; {} on all but the pod's first process.
 
     The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR, and
@@ -56,38 +56,38 @@ def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
     training, nothing else.
     """
     reason = _reason_to_skip(spec)
-    report = report_in(folder)
+    report = report_path(folder)
     done = os.environ.get(DONE) == str(report)
     os.environ[DONE] = str(report)
     if reason is not None and not done:
         log.info("warm-up: %s", reason)
-    if reason is not None and not keeps_graphs(spec):
+    if reason is not None and not caches_graphs(spec):
         return {"skipped": reason}
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
         if not done:
-            with _one_of_the_pod(report) as turn:
+            with _first_in_pod(report) as turn:
                 if turn.is_mine:
-                    _warm_up(spec, report, reason)
+                    _run_warmup(spec, report, reason)
                 else:
                     os.environ.update(turn.variables)
         return _read(report) if first else {}
     except OSError as error:
-        return _given_up(f"its report was not to be had: {error}") if first else {}
+        return _skipped_warmup(f"its report was not to be had: {error}") if first else {}
 
 
-def keeps_graphs(spec: RunSpec) -> bool:
+def caches_graphs(spec: RunSpec) -> bool:
     """Whether the graphs of `torch.compile` are fetched and kept; otherwise PyTorch caches them by itself."""
     return spec.training.compile and spec.kernels.warmup
 
 
 @contextlib.contextmanager
-def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
+def late_compiles(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
     """Kernels that this process compiles while the context is open, each with how it differs from those planned.
 
     Those that `torch.compile` generates are left out: no plan can have them.
     """
-    planned = _planned(_kernels_of(report_in(folder)))
+    planned = _planned(_kernels_path(report_path(folder)))
     found: list[dict[str, str]] = []
 
     def heard(kernel: Description) -> None:
@@ -100,22 +100,22 @@ def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
         yield found
 
 
-def _warm_up(spec: RunSpec, report: Path, reason: str | None) -> None:
+def _run_warmup(spec: RunSpec, report: Path, reason: str | None) -> None:
     """Kernels, unless there is a reason not to, and graphs; write the report."""
     report.parent.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
-    if keeps_graphs(spec):
+    if caches_graphs(spec):
         try:
-            inductor_cache.begin(_own_folders()[-1] / "graphs", str(report))
+            inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(report))
         except (OSError, IndexError) as error:
             problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
     if torch.cuda.is_available():
-        result = _warm_kernels(spec, report)
+        result = _warm_up_kernels(spec, report)
     else:
         result = {"skipped": reason}
         if not problems:
             patience = Patience(spec.kernels.store.timeout, problems)
-            result |= inductor_cache.take(spec, _baked(), patience) | {"store_seconds": patience.spent}
+            result |= inductor_cache.fetch_graphs(spec, _baked(), patience) | {"store_seconds": patience.spent}
     if problems:
         log.warning("warm-up: %s", "; ".join(problems))
         result["problems"] = [*problems, *result.get("problems", ())]
@@ -125,17 +125,17 @@ def _warm_up(spec: RunSpec, report: Path, reason: str | None) -> None:
 
 
 def _baked() -> list[Path]:
-    return [Path(os.environ[BAKED])] if os.environ.get(BAKED) else []
+    return [Path(os.environ[BAKED_KERNELS])] if os.environ.get(BAKED_KERNELS) else []
 
 
-def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
+def _warm_up_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
     """Into the first directory that takes them; returns the report."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = inductor_cache.triton_directory()
     problems: list[str] = []
     result: dict[str, Any] = {}
-    for directory in [configured, *(folder / "triton" for folder in _own_folders())]:
-        problem = _no_room(directory)
+    for directory in [configured, *(folder / "triton" for folder in _private_folders())]:
+        problem = _space_problem(directory)
         if problem is None:
             os.environ["TRITON_CACHE_DIR"] = str(directory)
             # A directory that only cannot be written may still be read.
@@ -148,7 +148,7 @@ def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
         log.warning("warm-up: %s", problems[-1])
     else:
         os.environ["TRITON_CACHE_DIR"] = str(configured)
-        result = result or _given_up("no directory takes what Triton writes")
+        result = result or _skipped_warmup("no directory takes what Triton writes")
     if problems:
         result["problems"] = [*problems, *result.get("problems", ())]
     return result
@@ -156,7 +156,7 @@ def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
 
 def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dict[str, Any]:
     """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
-    paths = (report, _kernels_of(report), plan_in(report))
+    paths = (report, _kernels_path(report), plan_path(report))
     for path in paths:
         path.unlink(missing_ok=True)
     try:
@@ -167,20 +167,20 @@ def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dic
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return _given_up(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
+        return _skipped_warmup(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
     except OSError as error:
-        return _given_up(f"its process did not start: {error}")
+        return _skipped_warmup(f"its process did not start: {error}")
     if done.returncode != 0 or not report.exists():
-        return _given_up(f"its process ended with code {done.returncode}")
+        return _skipped_warmup(f"its process ended with code {done.returncode}")
     return _read(report)
 
 
-def _given_up(problem: str) -> dict[str, Any]:
+def _skipped_warmup(problem: str) -> dict[str, Any]:
     log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
     return {"skipped": problem}
 
 
-def report_in(folder: RunFolder) -> Path:
+def report_path(folder: RunFolder) -> Path:
     """This pod's report."""
     return folder.root / f"warmup-{socket.gethostname()}.json"
 
@@ -189,12 +189,12 @@ def _read(report: Path) -> dict[str, Any]:
     return dict(json.loads(report.read_text(encoding="utf-8")))
 
 
-def _kernels_of(report: Path) -> Path:
+def _kernels_path(report: Path) -> Path:
     """What was planned, as the process of the warm-up describes it; for `later_misses`."""
     return report.with_suffix(".kernels.json")
 
 
-def plan_in(report: Path) -> Path:
+def plan_path(report: Path) -> Path:
     """The plan, whose modules every process then loads."""
     return report.with_suffix(".plan.json")
 
@@ -221,13 +221,13 @@ class _Turn:
 
     def __init__(self, left: dict[str, str]) -> None:
         self.is_mine = left.get("launch") != _launch()
-        self.variables = {name: left[name] for name in _LEFT if name in left}
+        self.variables = {name: left[name] for name in _SHARED_VARIABLES if name in left}
 
 
 @contextlib.contextmanager
-def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
+def _first_in_pod(report: Path) -> Iterator[_Turn]:
     """Let one process of this pod in at a time; the kernel lets the next one in when the one before is killed."""
-    own = _own_folders()
+    own = _private_folders()
     if not own:
         # Nowhere to wait for each other: each process compiles by itself what it does not find.
         yield _Turn({})
@@ -241,7 +241,7 @@ def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
         yield turn
         if turn.is_mine:
             file.truncate(0)
-            left = {name: os.environ[name] for name in _LEFT if name in os.environ}
+            left = {name: os.environ[name] for name in _SHARED_VARIABLES if name in os.environ}
             json.dump({"launch": _launch(), **left}, file)
 
 
@@ -254,7 +254,7 @@ def _launch() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {parent} {started}"
 
 
-def _own_folders() -> list[Path]:
+def _private_folders() -> list[Path]:
     """Folders that this pod and this user alone have, the first in memory: also there when the disk is full."""
     found = []
     for parent in _TEMPORARY:
@@ -270,12 +270,12 @@ def _own_folders() -> list[Path]:
     return found
 
 
-def _no_room(directory: Path) -> str | None:
+def _space_problem(directory: Path) -> str | None:
     """Why a directory takes no kernels, found by writing as much; None for one that does."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:
-            for _ in range(_ROOM >> 20):
+            for _ in range(_REQUIRED_BYTES >> 20):
                 file = files.enter_context(tempfile.TemporaryFile(dir=directory))
                 os.posix_fallocate(file.fileno(), 0, 1 << 20)
     except OSError as error:

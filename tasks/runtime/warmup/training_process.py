@@ -16,19 +16,21 @@ from strata_kernels.warmup import Plan, warmup
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.warmup.inductor_cache import Giver
-from tasks.runtime.warmup.pod import keeps_graphs, later_misses, plan_in, report_in
+from tasks.runtime.warmup.inductor_cache import GraphArchiver
+from tasks.runtime.warmup.pod import caches_graphs, late_compiles, plan_path, report_path
 
 log = logging.getLogger(__name__)
 
 
-class Warmed:
+class TrainingWarmup:
     """This process's part in a warm-up, from its report to the record."""
 
-    def __init__(self, report: dict[str, Any], misses: list[dict[str, str]], loading: Loading, giver: Giver | None):
+    def __init__(
+        self, report: dict[str, Any], misses: list[dict[str, str]], loading: ModuleLoader, giver: GraphArchiver | None
+    ):
         self.report, self.misses, self._loading, self._giver = report, misses, loading, giver
 
-    def ready(self) -> None:
+    def wait_until_loaded(self) -> None:
         """Call before the first step: waits until all modules are loaded."""
         self._loading.wait()
 
@@ -54,21 +56,25 @@ class Warmed:
 
 
 @contextmanager
-def warmed(spec: RunSpec, folder: RunFolder, processes: Processes, report: dict[str, Any]) -> Iterator[Warmed]:
+def training_warmup(
+    spec: RunSpec, folder: RunFolder, processes: Processes, report: dict[str, Any]
+) -> Iterator[TrainingWarmup]:
     """Load the modules of what was planned while the model is built, and count what is compiled from now on.
 
     Call when this process has its GPU.
     """
-    with later_misses(folder) as misses:
+    with late_compiles(folder) as misses:
         planned = spec.kernels.enabled and spec.kernels.warmup
-        loading = Loading(plan_in(report_in(folder)) if planned else None, processes)
+        loading = ModuleLoader(plan_path(report_path(folder)) if planned else None, processes)
         try:
-            yield Warmed(report, misses, loading, Giver(spec, processes) if keeps_graphs(spec) else None)
+            yield TrainingWarmup(
+                report, misses, loading, GraphArchiver(spec, processes) if caches_graphs(spec) else None
+            )
         finally:
             loading.wait()
 
 
-class Loading:
+class ModuleLoader:
     """Every kernel of a plan is read and put onto this process's GPU, by a thread, while the model is built.
 
     Otherwise that happens at its first launch: in the first step, one after the other, while other processes wait in a

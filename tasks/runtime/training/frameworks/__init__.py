@@ -8,7 +8,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.training.job import Framework
 
 
-def framework_of(spec: RunSpec) -> Framework:
+def load_framework(spec: RunSpec) -> Framework:
     """The framework that `runtime.framework` names; the others are not loaded."""
     train: Framework = import_module(f"{__name__}.{spec.runtime.framework}").train
     return train

@@ -89,7 +89,7 @@ class _Trainer(Trainer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(
-            model=job.bare,
+            model=job.unwrapped_model,
             args=arguments(job.spec, job.writer.root, job.steps),
             train_dataset=job.data.train,
             optimizers=(
