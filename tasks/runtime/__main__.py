@@ -41,11 +41,10 @@ def main() -> int:
 
     from tasks.runtime.data import prepare, recipe_of
     from tasks.runtime.evaluation.evaluate_model import evaluate
-    from tasks.runtime.evaluation.lm_eval_harness import require_tasks
     from tasks.runtime.export.export_model import export
-    from tasks.runtime.export.publish import require_export_targets
     from tasks.runtime.faults.health_check import Unhealthy
     from tasks.runtime.metrics.progress import tell
+    from tasks.runtime.preflight import run_checks
     from tasks.runtime.process.errors import Unreachable
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -56,9 +55,8 @@ def main() -> int:
     log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:
-            run.processes.on_main(lambda: require_export_targets(spec))
-            run.processes.on_main(lambda: require_tasks(spec))
-            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
+            run.processes.on_main(lambda: run_checks("launch", "spec", spec=spec))
+            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             tell(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.

@@ -17,9 +17,10 @@ from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
-from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_export_targets
+from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.models.build import PRESETS, set_special_tokens
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
@@ -37,7 +38,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     Raises ValueError when the run did not finish, the folder is not the model, or a place does not take the copy.
     """
     record.require_complete()
-    require_export_targets(spec)
+    run_checks("export", "spec", spec=spec)
     folder = RunFolder.of(spec)
     folder.root.mkdir(parents=True, exist_ok=True)
     # A fixed name: what a killed export left is as large as the model, and goes with the next one.

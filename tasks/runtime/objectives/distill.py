@@ -65,8 +65,7 @@ class Distill:
         """
         spec, processes = self._teacher_spec(), context.processes
         try:
-            processes.on_main(lambda: require_position_embeddings(spec))
-            processes.on_main(lambda: require_embeddings(spec, context.data))
+            processes.on_main(lambda: _require_room(spec, context.data))
             teacher = build_model(spec) if processes.is_main else build_model_on_meta(spec)
             processes.on_main(lambda: require_packing_support(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
@@ -180,6 +179,12 @@ def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
             f"missing or have other numbers, such as {other[0]!r}; choose a teacher of the same family, or, for a "
             "model from scratch, set model.tokenizer to the teacher's"
         )
+
+
+def _require_room(spec: RunSpec, data: PreparedData) -> None:
+    """Raises ValueError if the teacher has too few positions or token embeddings for the rows."""
+    require_position_embeddings(spec)
+    require_embeddings(spec, data)
 
 
 def _broadcast_teacher(teacher: PreTrainedModel, processes: Processes) -> None:

@@ -17,8 +17,7 @@ from tasks.runtime.checkpoint.upload import CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
 from tasks.runtime.metrics.progress import tell
-from tasks.runtime.metrics.trackers import require_trackers
-from tasks.runtime.parallel import require_packages
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.deterministic import deterministic
 from tasks.runtime.process.exit_codes import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
@@ -48,9 +47,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     """
     processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     folder = RunFolder.of(spec)
-    processes.require_world_size(spec)
-    require_trackers(spec)
-    require_packages(spec)
+    run_checks("pod", "spec", spec=spec, processes=processes)
     mirror = mirror_of(spec, folder)
     if not torch.cuda.is_available():
         # Unset, accelerate makes a guess of its own and warns of it.

@@ -33,19 +33,16 @@ from tasks.runtime.models.build import (
     freeze_non_text_parameters,
     has_fused_loss,
     prepare_for_training,
-    require_embeddings,
     saved_dtype,
     set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
-from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
-from tasks.runtime.objectives import Objective, ObjectiveContext, build_objective, require_same_tokens
+from tasks.runtime.objectives import Objective, ObjectiveContext, build_objective
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import build_strategy
-from tasks.runtime.parallel.context import require_context_parallel_support
-from tasks.runtime.parallel.tensor import require_tensor_parallel_support
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
@@ -75,11 +72,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    run.processes.on_main(lambda: require_embeddings(run.spec, data))
-    run.processes.on_main(lambda: require_same_tokens(run.spec, data))
-    run.processes.on_main(lambda: require_tensor_parallel_support(run.spec))
-    run.processes.on_main(lambda: require_context_parallel_support(run.spec))
-    run.processes.on_main(lambda: require_position_embeddings(run.spec))
+    run.processes.on_main(lambda: run_checks("rank 0", "spec", "data", spec=run.spec, data=data))
     if commit := data.manifest.commit:
         run.processes.on_main(lambda: run.folder.write_data_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
@@ -223,7 +216,7 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
     model = build_model(spec, dtype=dtype) if reads else build_model_on_meta(spec, dtype=dtype)
     if not resume_from:
         # As it is: what is quantized computes nothing on the host.
-        run.processes.on_main(lambda: require_packing_support(model, spec))
+        run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))
     with quantize_linear_layers(model, spec):
         add_adapter(model, spec)
     if resume_from:

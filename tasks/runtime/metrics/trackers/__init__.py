@@ -62,6 +62,15 @@ def require_trackers(spec: RunSpec) -> None:
             raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
 
 
+def require_planned_trackers(spec: RunSpec) -> None:
+    """The part of `require_trackers` that a pod can answer for the pods that train.
+
+    With `resources.pod_template` they may have other environment variables. The image, and so the packages, are the
+    same.
+    """
+    (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
+
+
 def require_tracker_packages(spec: RunSpec) -> None:
     """Raises ValueError when one that the spec names is not installed."""
     for name in spec.tracking.report_to:
