@@ -68,7 +68,7 @@ def check(family, parallel, settings, changes=None):
     prepare_for_training(model, spec)
     expected, whole = gradients(model, spec, batch, Processes())
     model.zero_grad(set_to_none=True)
-    compile_layers(model, spec)
+    compile_layers(model, spec.training)
     Fsdp(spec, processes).wrap(model, weights_loaded_later=False)
     loss, found = gradients(model, spec, slice_of(batch, processes) if processes.slices > 1 else batch, processes)
     dist.all_reduce(loss)

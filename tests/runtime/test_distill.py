@@ -147,7 +147,7 @@ def test_a_batch_is_learned_from_the_teacher_document_by_document(folder, data, 
     expected[0].backward()
 
     model, processes = small(0), Processes()
-    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec)))
+    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     assert ours.prepare(ObjectiveContext(spec, processes, data, Single(processes), model, "-", continues=False)) is data
     items = ours.count(batch)
     total = {}

@@ -12,6 +12,7 @@ from strata_kernels.patch.table import ROWS
 from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
+from strata_platform.spec.training import Training
 from tasks.runtime.models.activation_checkpointing import _whole, compile_layers
 from tasks.runtime.models.build import build_planning_model, load_config
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
@@ -191,7 +192,7 @@ def test_two_graphs_are_compiled_however_many_documents_there_are(monkeypatch):
     with torch.device("meta"):
         model = build("llama", use_cache=False).bfloat16()
     set_varlen_attention(model)
-    compile_layers(model, RunSpec.model_validate({"training": {"compile": True}}))
+    compile_layers(model, Training(compile=True))
     for several, longest in itertools.product((1, 2, 5, 9), (600, 300, 100)):
         rows = [(longest, *itertools.repeat(50, several), 1200 - longest - 50 * several)] * 2
         for lengths in (rows, [(1200,), (1200,)]):
@@ -273,7 +274,7 @@ def test_the_warm_up_plans_for_it(tmp_path):
 @needs_gpu
 def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
     spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
-    assert uses_varlen(spec, load_config(spec), GPU)
+    assert uses_varlen(spec, load_config(spec.model), GPU)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     record = train_spec(spec)
     assert record.status == "complete" and record.warmup["later_compiles"] == 0

@@ -118,8 +118,8 @@ def test_loss_and_gradients_are_those_of_the_papers(folder, rows, objective, hea
     expected.backward()
 
     first, model = small_model(), small_model(0.1)
-    patch(first, spec)
-    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec)))
+    patch(first, spec.kernels)
+    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     items = sum(ours.count(collate([row])) for row in rows)
     assert int(items) == len(answers_of(rows)) / 2
     total = {}

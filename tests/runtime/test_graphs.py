@@ -228,7 +228,7 @@ report = pod.warm_up_pod(spec, RunFolder.of(spec))
 torch.manual_seed(0)
 model = torch.nn.Sequential(Layer())
 activation_checkpointing.recompute(model, spec)
-activation_checkpointing.compile_layers(model, spec)
+activation_checkpointing.compile_layers(model, spec.training)
 giver = inductor_cache.GraphArchiver(spec, Processes())
 for _ in range(3):
     loss = model(torch.arange(32.0).view(4, 8)).sum()

@@ -97,7 +97,7 @@ def test_every_start_has_a_place_of_its_own_for_what_hangs(tmp_path, monkeypatch
     monkeypatch.setattr("tasks.runtime.faults.health_check.Watchdog", noting)
     spec = RunSpec.model_validate({"output": str(tmp_path)})
     for _ in range(2):
-        check_health(spec, RunFolder.of(spec), Processes())
+        check_health(spec.faults, RunFolder.of(spec), Processes())
     assert len(set(places)) == 2 and {place.parent for place in places} == {RunFolder.of(spec).hangs}
 
 

@@ -1,6 +1,7 @@
 """Building models: presets, dtypes, tokenizers."""
 
 import json
+import os
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS as NAMES
+from strata_platform.spec.model import Model
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -23,6 +25,7 @@ from tasks.runtime.models.build import (
     build_planning_model,
     build_saved_model,
     freeze_non_text_parameters,
+    load_config,
     materialize,
     prepare_for_training,
     require_embeddings,
@@ -205,3 +208,17 @@ def test_a_model_that_sees_as_well_gets_special_tokens_where_its_text_has_none(s
     set_special_tokens(seeing, tokenizer)
     assert seeing.config.text_config.eos_token_id == tokenizer.eos_token_id
     assert not hasattr(seeing.config, "eos_token_id")
+
+
+def test_a_process_reads_a_configuration_once(tmp_path, monkeypatch):
+    LlamaConfig(vocab_size=11).save_pretrained(tmp_path)
+    os.utime(tmp_path / "config.json", ns=(0, 1))
+    read, reads = AutoConfig.from_pretrained, []
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", lambda *names, **rest: reads.append(names) or read(*names, **rest)
+    )
+    model = Model(name=str(tmp_path))
+    load_config(model).vocab_size = 12
+    assert (load_config(model).vocab_size, len(reads)) == (11, 1)
+    LlamaConfig(vocab_size=13).save_pretrained(tmp_path)
+    assert (load_config(model).vocab_size, len(reads)) == (13, 2)

@@ -143,7 +143,7 @@ def test_products_with_packed_weights_are_kept_per_op(output):
         model = build_model(spec)
         with quantize_linear_layers(model, spec):
             add_adapter(model, spec)
-        checkpoint_activations(model, spec.model_copy(update={"training": Training(gradient_checkpointing=kind)}))
+        checkpoint_activations(model, Training(gradient_checkpointing=kind))
         tokens = torch.arange(8)[None]
         loss = model.to("cpu").train()(input_ids=tokens, labels=tokens).loss
         with Count() as counted:

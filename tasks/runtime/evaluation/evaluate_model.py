@@ -101,7 +101,7 @@ def _measure(
     model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
     set_special_tokens(model, tokenizer)
     _disable_router_loss(model)
-    objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec)))
+    objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)

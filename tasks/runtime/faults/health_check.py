@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.faults import Faults
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.folder import RunFolder
@@ -48,24 +48,24 @@ class Finding:
     """Share of the device's memory."""
 
 
-def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+def check_health(faults: Faults, folder: RunFolder, processes: Processes) -> None:
     """Look at memory, arithmetic and connections, in well under two seconds. A collective.
 
     Raises `Unhealthy`, on every process, with the processes and nodes at fault.
     """
-    if not spec.faults.health_check:
+    if not faults.health_check:
         return
     began = time.monotonic()
-    limit = min(HANG_SECONDS, spec.faults.hang_timeout)
+    limit = min(HANG_SECONDS, faults.hang_timeout)
     # What an earlier start left there would be taken for what the processes say now.
     start = processes.on_main(lambda: f"start-{time.time_ns()}")
     watchdog = Watchdog(folder.hangs / start, processes.rank, processes.world_size, limit)
     with closing(watchdog):
         watchdog.start()
         watchdog.expect("the health check")
-        found = processes.gather(_look(spec, processes))
+        found = processes.gather(_look(faults, processes))
         _raise_if_unfit(processes, lambda: _problems(found or []))
-        speed = _connections(spec, processes) if processes.world_size > 1 else None
+        speed = _connections(faults, processes) if processes.world_size > 1 else None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if found:
@@ -91,15 +91,15 @@ def describe_process(processes: Processes) -> str:
     return f"process {processes.rank} ({where}{os.environ.get('NODE_NAME') or socket.gethostname()})"
 
 
-def _look(spec: RunSpec, processes: Processes) -> Finding:
+def _look(faults: Faults, processes: Processes) -> Finding:
     finding = Finding(describe_process(processes))
     try:
         if torch.cuda.is_available():
-            finding.free = _free_share(processes.device, spec.faults.min_free_memory)
-            if finding.free < spec.faults.min_free_memory:
+            finding.free = _free_share(processes.device, faults.min_free_memory)
+            if finding.free < faults.min_free_memory:
                 finding.problems.append(
                     f"{100 * finding.free:.0f} % of its memory is free, and faults.min_free_memory is "
-                    f"{spec.faults.min_free_memory}: something else runs on it"
+                    f"{faults.min_free_memory}: something else runs on it"
                 )
         wrong, finding.teraflops = _products(processes.device)
         if wrong:
@@ -156,7 +156,7 @@ def _raise_if_unfit(processes: Processes, told: Callable[[], str]) -> None:
         raise Unhealthy(f"not fit to train on: {problems}. Nothing was started; take the node out of the cluster")
 
 
-def _connections(spec: RunSpec, processes: Processes) -> float:
+def _connections(faults: Faults, processes: Processes) -> float:
     """Bus bandwidth of an all-reduce in GB/s, as NCCL's tests count it; refuses wrong sums and what is too slow."""
     device, number = processes.device, processes.world_size
     size = (64 << 20) if device.type == "cuda" else (64 << 10)
@@ -173,7 +173,7 @@ def _connections(spec: RunSpec, processes: Processes) -> float:
     # What decides must be one number: some wait for others.
     slowest = torch.tensor(speed)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
-    floor = spec.faults.min_bandwidth
+    floor = faults.min_bandwidth
     if floor is not None and float(slowest) < floor:
         links = processes.gather(_links(processes, values))
         places = processes.gather(describe_process(processes))

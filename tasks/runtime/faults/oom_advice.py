@@ -28,8 +28,8 @@ class _Change:
 def advice_for(spec: RunSpec, capacity: float) -> str:
     """`advise` for the spec's model and folder; for an error's message, which nothing here may take the place of."""
     try:
-        shape = from_config(load_config(spec).to_dict())
-        return advise(spec, shape, capacity, has_progress=RunFolder.of(spec).has_progress)
+        shape = from_config(load_config(spec.model).to_dict())
+        return advise(spec, shape, capacity, begun=RunFolder.of(spec).begun)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 

@@ -17,7 +17,7 @@ from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Training
 
 # What takes long: matrix products and attention, by all their implementations. Everything else is recomputed.
 _KEPT = (
@@ -46,9 +46,8 @@ def transformer_layers(model: nn.Module, field: str, instead: str) -> list[nn.Mo
     return layers
 
 
-def checkpoint_activations(model: nn.Module, spec: RunSpec) -> None:
+def checkpoint_activations(model: nn.Module, training: Training) -> None:
     """Let the layers that `training.gradient_checkpointing` wants compute activations again in the backward pass."""
-    training = spec.training
     if not training.recomputed_every:
         return
     context = partial(create_selective_checkpoint_contexts, _keep_products)
@@ -60,9 +59,9 @@ def checkpoint_activations(model: nn.Module, spec: RunSpec) -> None:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
 
 
-def compile_layers(model: nn.Module, spec: RunSpec) -> None:
+def compile_layers(model: nn.Module, training: Training) -> None:
     """Let `torch.compile` make a graph of each layer, when `training.compile` wants it; equal layers share one."""
-    if spec.training.compile:
+    if training.compile:
         # A header that is compiled once serves many kernels, but lies outside of the folder that is kept: where all
         # kernels are found, nothing else would need the C++ compiler.
         inductor.cpp_cache_precompile_headers = False

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import Model
+from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
@@ -53,31 +56,45 @@ PRESETS: dict[str, dict[str, Any]] = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_dtype(spec: RunSpec) -> torch.dtype:
-    """The dtype of weights and arithmetic; `auto` asks the GPU."""
-    if spec.model.dtype == "auto":
+def model_dtype(model: Model) -> torch.dtype:
+    """The dtype of the weights. `auto` is bfloat16 on a GPU that computes in it, and float32 elsewhere."""
+    if model.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
-    return _DTYPES[spec.model.dtype]
+    return _DTYPES[model.dtype]
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
     """The dtype that the forward and backward passes of training run in."""
     if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
         return _DTYPES[spec.parallel.compute_dtype]
-    return model_dtype(spec)
+    return model_dtype(spec.model)
 
 
-def load_config(spec: RunSpec) -> PretrainedConfig:
-    """The architecture alone; no weights are read."""
-    if spec.model.name in PRESETS:
-        return LlamaConfig(**PRESETS[spec.model.name])
-    with _readable(spec.model.name):
-        return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+def load_config(model: Model) -> PretrainedConfig:
+    """The configuration of `model.name`; reads no weights.
+
+    A process reads the same configuration once, and again if the file in a local folder changes. You get a copy.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+        Unreachable: the Hub does not answer.
+    """
+    if model.name in PRESETS:
+        return LlamaConfig(**PRESETS[model.name])
+    file = Path(model.name, "config.json")
+    return deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
+
+
+@lru_cache(maxsize=8)
+def _read_config(name: str, revision: str | None, modified: int | None) -> PretrainedConfig:
+    """`modified` is the time in ns at which a local file was written; a newer file is another entry of the cache."""
+    with _readable(name):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def has_router_loss(spec: RunSpec) -> bool:
     """Whether the model adds a loss of its routers to that of tokens: a mixture of experts that is told to."""
-    return bool(getattr(load_config(spec).get_text_config(), "output_router_logits", False))
+    return bool(getattr(load_config(spec.model).get_text_config(), "output_router_logits", False))
 
 
 def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -87,13 +104,13 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
     A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for a model that
     cannot be read, and for an adapter, which transformers would take for its model with the adapter in it.
     """
-    dtype = dtype or model_dtype(spec)
+    dtype = dtype or model_dtype(spec.model)
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
         # Initialised in fp32 and then rounded, so that every dtype starts from the same weights. Weights alone: what is
         # computed, such as the frequencies of rotary embeddings, has the type that the model gives it in any dtype.
-        model = AutoModelForCausalLM.from_config(load_config(spec), attn_implementation=spec.model.attention)
+        model = AutoModelForCausalLM.from_config(load_config(spec.model), attn_implementation=spec.model.attention)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
@@ -167,7 +184,7 @@ def _drop_idle_settings(config: GenerationConfig) -> None:
 
 def build_model_on_meta(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
-    return _model_on_meta(load_config(spec), dtype or model_dtype(spec), spec.model.attention)
+    return _model_on_meta(load_config(spec.model), dtype or model_dtype(spec.model), spec.model.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
@@ -237,7 +254,7 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
     """
     tokenizer, name = data.tokenizer(), spec.model.name
     # Of a model that sees as well, that of its text.
-    embedded = load_config(spec).get_text_config().vocab_size
+    embedded = load_config(spec.model).get_text_config().vocab_size
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
         raise ValueError(
@@ -286,7 +303,7 @@ def build_planning_model(spec: RunSpec) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             # Attention is not the kernel layer's, and this one runs on meta tensors.
-            load_config(spec),
+            load_config(spec.model),
             attn_implementation="sdpa",
             dtype=compute_dtype(spec),
         )
@@ -296,8 +313,8 @@ def build_planning_model(spec: RunSpec) -> PreTrainedModel:
 
 def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
     """Patch the model, and set what it recomputes in the backward pass."""
-    report = patch(model, spec)
-    checkpoint_activations(model, spec)
+    report = patch(model, spec.kernels)
+    checkpoint_activations(model, spec.training)
     return report
 
 
@@ -306,15 +323,16 @@ def has_fused_loss(report: PatchReport | None) -> bool:
     return report is not None and "linear_cross_entropy" in report.counts
 
 
-def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
-    """Replace the model's operators by the kernel layer's, unless the spec turns them off.
+def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
+    """Replace the model's operators by those of the kernel layer; None if `kernels.enabled` is false.
 
-    Raises ValueError where that cannot be done.
+    Raises:
+        ValueError: the model is of an unknown family, or an operator in `kernels.exclude` is unknown.
     """
-    if not spec.kernels.enabled:
+    if not kernels.enabled:
         return None
     try:
-        return patch_model(model, exclude=spec.kernels.exclude)
+        return patch_model(model, exclude=kernels.exclude)
     except ValueError as error:
         raise ValueError(
             f"kernels: {error}. In a spec, kernels.exclude leaves out operators, and kernels.enabled false all of them"

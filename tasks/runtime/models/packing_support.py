@@ -68,7 +68,7 @@ def supports_packing(model: PreTrainedModel) -> bool:
 
 def require_position_embeddings(spec: RunSpec) -> None:
     """Raises ValueError where rows are longer than the model has learned positions. Reads no weights."""
-    most = getattr(load_config(spec), "max_position_embeddings", None)
+    most = getattr(load_config(spec.model), "max_position_embeddings", None)
     if most is None or spec.data.sequence_length <= most:
         return
     learned = learned_position_count(build_model_on_meta(spec))

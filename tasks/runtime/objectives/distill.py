@@ -72,7 +72,7 @@ class Distill:
             self._adopt(teacher)
             self._varlen = all(
                 uses_varlen(each, config, processes.device)
-                for each, config in ((context.spec, load_config(context.spec)), (spec, teacher.config))
+                for each, config in ((context.spec, load_config(context.spec.model)), (spec, teacher.config))
             )
         except (ValueError, Unreachable) as error:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
@@ -156,7 +156,7 @@ class Distill:
     def _adopt(self, teacher: PreTrainedModel) -> None:
         teacher.requires_grad_(False)
         teacher.eval()
-        self._teacher_fused = has_fused_loss(patch(teacher, self._spec))
+        self._teacher_fused = has_fused_loss(patch(teacher, self._spec.kernels))
         self._teacher = teacher
 
     def _teacher_spec(self) -> RunSpec:

@@ -80,7 +80,7 @@ def require_packages(spec: RunSpec) -> None:
     if (
         spec.is_quantized
         and spec.parallel.type == "fsdp"
-        and compute_dtype(spec) != model_dtype(spec)
+        and compute_dtype(spec) != model_dtype(spec.model)
         # Whose FSDP is known to convert numbers alone.
         and torch.__version__ < "2.15"
     ):

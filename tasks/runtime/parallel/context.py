@@ -28,7 +28,7 @@ _NAME = "strata_context"
 def require_context_parallel_support(spec: RunSpec) -> None:
     """Raises ValueError when rows of the model cannot be cut by `parallel.context_parallel`. Reads no weights."""
     if spec.context_parallel > 1:
-        reason = _unsupported_reason(load_config(spec))
+        reason = _unsupported_reason(load_config(spec.model))
         if reason is not None:
             raise ValueError(
                 f"parallel.context_parallel {spec.context_parallel} cuts rows, and model.name {spec.model.name!r} "

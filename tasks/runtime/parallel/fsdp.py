@@ -47,7 +47,7 @@ class Fsdp(BaseStrategy):
             ]
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
         # Where nothing is to be converted, earlier versions would convert packed weights all the same.
-        converts = not self._quantized or compute_dtype(spec) != model_dtype(spec)
+        converts = not self._quantized or compute_dtype(spec) != model_dtype(spec.model)
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )

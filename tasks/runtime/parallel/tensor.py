@@ -48,7 +48,7 @@ def require_tensor_parallel_support(spec: RunSpec) -> None:
     ways = spec.tensor_parallel
     if ways == 1:
         return
-    config = load_config(spec)
+    config = load_config(spec.model)
     _plan(config)
     sizes = {name: getattr(config, name) for name in _DIVISIBLE if getattr(config, name, None)}
     for name, size in sizes.items():

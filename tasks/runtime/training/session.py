@@ -67,7 +67,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
             held.callback(mirror.close)
         _require_shared_folder(spec, folder, processes)
         with _explain_errors(spec, processes):
-            check_health(spec, folder, processes)
+            check_health(spec.faults, folder, processes)
             with training_warmup(spec, folder, processes, report) as warm:
                 yield Session(spec, folder, processes, warm, mirror)
 

@@ -147,7 +147,7 @@ def build_job(
         log.info("attention: from document to document, without masks")
         set_varlen_attention(model)
         collate = with_cu_seqlens(collate)
-    compile_layers(model, run.spec)
+    compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
