@@ -151,7 +151,13 @@ def test_so_do_tasks_end(tmp_path, monkeypatch):
     data = FlyteDirectory(str(tmp_path))
     for module in (prepare, evaluate, export, topology):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
-    for name in ("data.prepare", "evaluate.evaluate", "export.export", "session.session", "data.PreparedData.load"):
+    for name in (
+        "data.prepare",
+        "evaluation.evaluate_model.evaluate",
+        "export.export_model.export",
+        "training.session.session",
+        "data.PreparedData.load",
+    ):
         monkeypatch.setattr(f"tasks.runtime.{name}", unreachable)
     with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
         prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output)
