@@ -40,14 +40,12 @@ from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.models.build import (
     build_model_on_meta,
-    has_fused_loss,
     materialize,
-    prepare_for_training,
     set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.quantization import quantize_linear_layers
-from tasks.runtime.objectives import build_objective
+from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.run_folder.folder import data_folder
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.session import Session, session
@@ -194,12 +192,11 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     with quantize_linear_layers(model, run.spec):
         add_adapter(model, run.spec)
     set_special_tokens(model, data.tokenizer())
-    fused = has_fused_loss(prepare_for_training(model, run.spec))
+    step = build_training_step(model, run.spec, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):
-        objective = build_objective(run.spec, fused=fused)
-        job = build_job(run, data, model, "random", objective, recorder, steps=STEPS, resume_from=None)
+        job = build_job(run, data, step, "random", recorder, steps=STEPS, resume_from=None)
         job.writer.close()
         job.writer = _Nowhere()  # type: ignore[assignment]
         end_step = job.end_step

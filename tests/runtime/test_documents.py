@@ -167,12 +167,12 @@ def test_a_run_has_the_losses_that_it_has_under_masks(output, framework, trainin
     names = (f"{framework}-{way}" for way in ("masked", "ours"))
     masked, ours = (make_spec(output, name, framework, training=training) for name in names)
     train_spec(masked)
-    monkeypatch.setattr("tasks.runtime.training.train.uses_varlen", lambda *_: True)
+    monkeypatch.setattr("tasks.runtime.objectives.training_step.uses_varlen", lambda *_: True)
     # It would look at the positions, for which a host waits for its GPU.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     caplog.set_level("INFO")
     train_spec(ours)
-    assert caplog.messages.count("attention: from document to document, without masks") == 1
+    assert caplog.messages.count("attention: varlen, without masks") == 1
     for point, expected in zip(curve(ours), curve(masked), strict=True):
         assert point == pytest.approx(expected, rel=1e-5)
 

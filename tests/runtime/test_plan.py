@@ -11,8 +11,11 @@ from strata_kernels.targets import rounded_counts, rounded_targets
 from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import load_config, plan_model, plan_optimizer
 from strata_platform.spec import RunSpec
+from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.warmup.plan import plan_kernels
+from tests.runtime.test_matrix import make_spec
+from tests.runtime.train_only import train_spec
 
 CONFIG = {
     "model_type": "qwen3",
@@ -132,3 +135,18 @@ def test_a_plan_holds_every_number_of_targets(folder):
     )
     assert any(not launched <= whole for launched in fewer), "the shape no longer tells counts apart"
     assert kernels(plan) == whole.union(*fewer) | kernels(plan_optimizer())
+
+
+def test_training_and_the_plan_build_their_step_by_one_function(monkeypatch, tmp_path):
+    built = []
+
+    def build(model, spec, device):
+        built.append(device.type)
+        return build_training_step(model, spec, device)
+
+    for module in ("warmup.plan", "training.train"):
+        monkeypatch.setattr(f"tasks.runtime.{module}.build_training_step", build)
+    spec = make_spec(tmp_path, "one-step", "torch", "single", 1, steps=1)
+    plan_kernels(spec)
+    train_spec(spec)
+    assert built == ["cuda", "cpu"]

@@ -261,7 +261,7 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
     kernels = tmp_path / f"warmup-{socket.gethostname()}.kernels.json"
     kernels.write_text(json.dumps([kernel.to_dict() for kernel in planned]))
     copy_kernel.device_caches.clear()
-    with warm_pod.later_misses(RunFolder(tmp_path)) as misses:
+    with warm_pod.late_compiles(RunFolder(tmp_path)) as misses:
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
         copy_kernel.warmup(Pointer, Pointer, D=64, num_warps=8, enable_fp_fusion=True, grid=(1,))
     said = "D=64 (planned: 16), num_warps=8 (planned: 4)"

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strata_kernels import PatchReport
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.metrics.metrics_file import read_points
 from tasks.runtime.metrics.recorder import throughput, utilization
-from tasks.runtime.objectives import Objective
+from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord
 
@@ -26,8 +25,7 @@ def write_record(
     run: Session,
     data: PreparedData,
     parameters: tuple[int, int],
-    objective: Objective,
-    patched: PatchReport | None,
+    step: TrainingStep,
     steps: int,
     attempt: int,
     warmup: dict[str, Any],
@@ -48,7 +46,7 @@ def write_record(
         tokens=points[-1].tokens,
         target_tokens=points[-1].target_tokens,
         train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
-        loss_unit=objective.unit,
+        loss_unit=step.objective.unit,
         checkpoint=str(latest),
         restarts=attempt,
         skipped_steps=sum(point.skipped for point in points),
@@ -63,7 +61,7 @@ def write_record(
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),
-        kernels=dict(patched.counts) if patched else {},
+        kernels=dict(step.patched.counts) if step.patched else {},
         warmup=warmup,
         versions=versions(),
     )

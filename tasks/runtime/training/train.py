@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from strata_kernels import PatchReport
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.data import PreparedData, collator
+from tasks.runtime.data import PreparedData
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import tell
 from tasks.runtime.metrics.recorder import Recorder
@@ -30,16 +29,13 @@ from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
     build_saved_model,
-    freeze_non_text_parameters,
-    has_fused_loss,
-    prepare_for_training,
     saved_dtype,
     set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.models.quantization import quantize_linear_layers
-from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
-from tasks.runtime.objectives import Objective, ObjectiveContext, build_objective
+from tasks.runtime.objectives import ObjectiveContext
+from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import build_strategy
 from tasks.runtime.preflight import run_checks
@@ -78,9 +74,8 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     attempt = run.processes.on_main(run.folder.begin_attempt)
     model, base = _model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
-    freeze_non_text_parameters(model)
-    patched = prepare_for_training(model, run.spec)
-    _log_summary(run, model, patched, steps, resume_from)
+    step = build_training_step(model, run.spec, run.processes.device)
+    _log_summary(run, step, steps, resume_from)
     tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Now: some strategies leave a model that has no weights between its passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
@@ -92,13 +87,12 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         mfu=build_mfu(model, run.spec, run.processes, device_name(run.processes)),
         prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
-    objective = build_objective(run.spec, fused=has_fused_loss(patched))
     with closing(recorder):
         # Killed between the last checkpoint and the record: nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             run.training_warmup.wait_until_loaded()
-            job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
-            stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
+            job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
+            stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.notice:
                     job.run(load_framework(run.spec))
@@ -111,9 +105,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             # The last checkpoint may be here and not in the store.
             run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
     warmup = run.training_warmup.to_dict()
-    return run.processes.on_main(
-        lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
-    )
+    return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
 
 def _stop_if_requested(run: Session, job: Job) -> None:
@@ -129,9 +121,8 @@ def _stop_if_requested(run: Session, job: Job) -> None:
 def build_job(
     run: Session,
     data: PreparedData,
-    model: PreTrainedModel,
+    step: TrainingStep,
     base: str,
-    objective: Objective,
     recorder: Recorder,
     *,
     steps: int,
@@ -141,12 +132,8 @@ def build_job(
 
     `base` identifies the weights that the run started from, or trains an adapter in.
     """
-    set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
-    collate = collator(run.spec.model.attention)
-    if uses_varlen(run.spec, model.config, run.processes.device):
-        log.info("attention: from document to document, without masks")
-        set_varlen_attention(model)
-        collate = with_cu_seqlens(collate)
+    model, objective, collate = step.model, step.objective, step.collate
+    adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
@@ -306,11 +293,10 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
     return latest, None
 
 
-def _log_summary(
-    run: Session, model: PreTrainedModel, patched: PatchReport | None, steps: int, resume_from: Path | None
-) -> None:
+def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:
     if not run.processes.is_main:
         return
+    model, patched = step.model, step.patched
     log.info(
         "model %s, %.1f M parameters, %s, on %d x %s",
         run.spec.model.name,
@@ -324,6 +310,8 @@ def _log_summary(
         log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
+    if step.varlen:
+        log.info("attention: varlen, without masks")
     log.info("kernels: %s", patched.summary() if patched else "off")
     log.info(
         "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
