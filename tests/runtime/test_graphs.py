@@ -50,7 +50,7 @@ def take(spec: RunSpec, directory: Path, images: list[Path] = ()) -> tuple[dict,
     inductor_cache.use_new_folder(directory, "run")
     patience = Patience(5.0)
     report = inductor_cache.fetch_graphs(spec, images, patience)
-    return report, patience.problems
+    return report.to_dict(), patience.problems
 
 
 def here() -> Path:
@@ -149,9 +149,9 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "counted", lambda: next(counts))
     giver = inductor_cache.GraphArchiver(spec, Processes())
     giver.close()
-    assert giver.to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
+    assert giver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
     shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
-    assert inductor_cache.fetch_graphs(spec, [], Patience()) == {} and kept.read(here()) == FILES
+    assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and kept.read(here()) == FILES
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
@@ -200,7 +200,7 @@ def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeyp
     spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "training": {"compile": True}})
     # Of this process: others may have the machine meanwhile.
     start = time.process_time()
-    report = pod.warm_up_pod(spec, RunFolder.of(spec))
+    report = pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
     assert time.process_time() - start < 0.05
     assert report["skipped"].startswith("no GPU here") and report["graphs_from"] is None
 
@@ -224,10 +224,10 @@ class Layer(GradientCheckpointingLayer):
         return torch.nn.functional.silu(x @ self.weight)
 
 spec = RunSpec.model_validate_json(sys.argv[1])
-report = pod.warm_up_pod(spec, RunFolder.of(spec))
+report = pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
 torch.manual_seed(0)
 model = torch.nn.Sequential(Layer())
-activation_checkpointing.recompute(model, spec)
+activation_checkpointing.checkpoint_activations(model, spec.training)
 activation_checkpointing.compile_layers(model, spec.training)
 giver = inductor_cache.GraphArchiver(spec, Processes())
 for _ in range(3):
@@ -236,7 +236,7 @@ for _ in range(3):
     giver.step_ended()
 giver.close()
 from torch._dynamo.utils import counters
-print(json.dumps({**report, **giver.to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
+print(json.dumps({**report, **giver.facts().to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
 """
 
 
@@ -291,7 +291,7 @@ def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatc
         giver.step_ended()
         giver.step_ended()
         giver.close()
-        assert giver.to_dict()["graph_problems"] == []
+        assert giver.facts().to_dict()["graph_problems"] == []
         return list(tmp_path.rglob("*.tar.gz"))
 
     assert given(Processes(9, 1, 16)) == []

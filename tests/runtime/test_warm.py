@@ -13,12 +13,14 @@ import pytest
 import torch
 import triton
 
-from strata_kernels.warmup.describe import hearing_misses
+from strata_kernels.warmup import Plan
+from strata_kernels.warmup.describe import Description, hearing_misses
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import pod as warm_pod
 from tasks.runtime.warmup.compile_process import warm_kernels
+from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
 from tasks.runtime.warmup.plan import plan_kernels
 from tasks.runtime.warmup.store import open_store
 from tests.kernels.races import Driver, Pointer, copy_kernel
@@ -56,7 +58,7 @@ def test_recomputation_adds_no_other_kernels(kind):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to compile")
 def test_nothing_to_warm_is_said(tmp_path, changes, reason):
     spec = RunSpec.model_validate({"output": str(tmp_path), **changes})
-    assert reason in warm_pod.warm_up_pod(spec, RunFolder.of(spec))["skipped"]
+    assert reason in warm_up_pod(spec)["skipped"]
 
 
 def test_on_a_machine_without_a_gpu_it_takes_no_time(tmp_path):
@@ -81,7 +83,7 @@ def pod(tmp_path, monkeypatch) -> RunSpec:
 
 
 def write_script(path: Path, script: str) -> Path:
-    """A shell script in place of the warm-up's Python; $3 is the report, from $6 on are the images."""
+    """A shell script in place of the warm-up's Python; $3 is the report, from $4 on are the images."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
@@ -92,7 +94,7 @@ def stand_in(monkeypatch, path: Path, script: str) -> None:
 
 
 def warm_up_pod(spec: RunSpec) -> dict:
-    return warm_pod.warm_up_pod(spec, RunFolder.of(spec))
+    return warm_pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
 
 
 def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, caplog):
@@ -124,8 +126,10 @@ def test_a_warm_up_that_does_not_start_is_reported(monkeypatch, pod):
 
 
 def test_the_report_is_what_the_process_says(tmp_path, monkeypatch, pod):
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\", \"in\": \"$TRITON_CACHE_DIR\"}" > $3')
-    assert warm_up_pod(pod) == {"images": "/baked ", "in": str(tmp_path / "cache")}
+    stand_in(
+        monkeypatch, tmp_path / "python", r'echo "{\"device\": \"$4 $5\", \"directory\": \"$TRITON_CACHE_DIR\"}" > $3'
+    )
+    assert warm_up_pod(pod) == {"device": "/baked ", "directory": str(tmp_path / "cache")}
 
 
 @pytest.fixture
@@ -146,9 +150,9 @@ def test_a_disk_that_takes_nothing_is_only_read(tmp_path, monkeypatch, pod, smal
     (small_disk / "cache").mkdir()
     if read_only:
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\"}" > $3')
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"device\": \"$4 $5\"}" > $3')
     report = warm_up_pod(pod)
-    assert report["images"] == f"/baked {small_disk / 'cache'}"
+    assert report["device"] == f"/baked {small_disk / 'cache'}"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "memory" / f"strata-{os.getuid()}" / "triton")
     reason = "Read-only file system" if read_only else "No space left on device"
     assert f"{small_disk / 'cache'} cannot be used" in report["problems"][0] and reason in report["problems"][0]
@@ -191,7 +195,7 @@ children = []
 for rank in range(8):
     if (child := os.fork()) == 0:
         os.environ["LOCAL_RANK"] = str(rank)
-        report = warm_pod.warm_up_pod(spec, RunFolder.of(spec))
+        report = warm_pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
         assert report == ({"skipped": "its process ended with code -9"} if rank == 0 else {}), report
         assert os.environ["TRITON_CACHE_DIR"] == str(root / "cache")
         # Made once, for what all of them compile.
@@ -215,9 +219,9 @@ def test_one_of_eight_processes_warms_up_and_the_others_wait(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_process_of_the_warm_up_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    report, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
-    assert report["planned"] == len(plan) > 5 and report["skipped"].startswith("no GPU here") and kernels == []
-    assert report["problems"] == [] and report["store_hits"] == 0
+    facts, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
+    assert facts.planned == len(plan) > 5 and facts.skipped.startswith("no GPU here") and kernels == []
+    assert facts.problems == () and facts.store_hits == 0
 
 
 def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkeypatch):
@@ -265,5 +269,32 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
         copy_kernel.warmup(Pointer, Pointer, D=64, num_warps=8, enable_fp_fusion=True, grid=(1,))
     said = "D=64 (planned: 16), num_warps=8 (planned: 4)"
-    assert misses == [{"kernel": "copy_kernel", "difference": said}]
+    assert misses == [LateCompile(kernel="copy_kernel", difference=said)]
     assert f"compiled during training: copy_kernel: {said}" in caplog.text
+
+
+def test_facts_are_the_same_after_their_way_through_the_files(tmp_path):
+    files = WarmupFiles(tmp_path / "warmup-pod.json")
+    facts = WarmupFacts.model_validate(
+        {
+            "device": "GPU",
+            "planned": 2,
+            "compiled": [{"name": "a", "signature": "x", "seconds": 0.1, "hit": True}],
+            "failed": [{"name": "b", "signature": "x", "error": "no room"}],
+            "graphs_from": None,
+        }
+    )
+    plan = Plan(())
+    files.write(facts, plan, [Description("a", {"D": "16"})])
+    assert files.read_report() == facts and files.read_kernels() == [Description("a", {"D": "16"})]
+    assert Plan.from_json(files.plan.read_text()) == plan
+    # A field that is not known is absent; one that is known to be nothing is null.
+    assert set(json.loads(files.report.read_text())) == {"device", "planned", "compiled", "failed", "graphs_from"}
+    files.remove()
+    assert list(tmp_path.iterdir()) == [] and files.read_kernels() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"planed": 3}'], ids=["empty", "torn", "unknown"])
+def test_a_report_that_cannot_be_read_costs_no_start(tmp_path, monkeypatch, pod, text):
+    stand_in(monkeypatch, tmp_path / "python", f"printf '%s' '{text}' > $3")
+    assert "its report cannot be read" in warm_up_pod(pod)["skipped"]

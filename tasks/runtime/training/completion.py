@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,7 @@ from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.warmup.facts import WarmupFacts
 
 if TYPE_CHECKING:
     from tasks.runtime.training.session import Session
@@ -28,7 +29,7 @@ def write_record(
     step: TrainingStep,
     steps: int,
     attempt: int,
-    warmup: dict[str, Any],
+    warmup: WarmupFacts,
 ) -> CompletionRecord:
     """What the run did, by its metrics and its last checkpoint; written to its folder. For the main process.
 
@@ -62,7 +63,7 @@ def write_record(
         world_size=run.processes.world_size,
         data=_counts(data),
         kernels=dict(step.patched.counts) if step.patched else {},
-        warmup=warmup,
+        warmup=warmup.to_dict(),
         versions=versions(),
     )
     record.save(run.folder.record)

@@ -104,7 +104,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             # The last checkpoint may be here and not in the store.
             run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
-    warmup = run.training_warmup.to_dict()
+    warmup = run.training_warmup.facts()
     return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
 

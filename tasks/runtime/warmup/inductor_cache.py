@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from strata_kernels.warmup import graphs
 from strata_kernels.warmup.blobs import Folder
@@ -26,6 +25,7 @@ from strata_kernels.warmup.budget import Patience
 from strata_kernels.warmup.store import Store
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
+from tasks.runtime.warmup.facts import WarmupFacts
 from tasks.runtime.warmup.store import open_store
 
 log = logging.getLogger(__name__)
@@ -100,15 +100,15 @@ def graphs_key(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
+def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> WarmupFacts:
     """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report.
 
-    {} where none could be made.
+    An empty report where none could be made.
     """
     start = time.perf_counter()
     folder, environment, key = _folder(), graphs.environment(), graphs_key(spec)
     if folder is None:
-        return {}
+        return WarmupFacts()
     origin, count = None, 0
     for name, store in _places(spec, environment, images, patience):
         if name == "store":
@@ -128,7 +128,7 @@ def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> d
             if name == "store":
                 patience.ask("renew marks in", store.renew)
             break
-    return {"graphs_from": origin, "graph_files": count, "graph_seconds": time.perf_counter() - start}
+    return WarmupFacts(graphs_from=origin, graph_files=count, graph_seconds=time.perf_counter() - start)
 
 
 def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: Patience) -> Iterator[tuple[str, Store]]:
@@ -182,16 +182,16 @@ class GraphArchiver:
         if self._thread is not None:
             self._thread.join()
 
-    def to_dict(self) -> dict[str, Any]:
+    def facts(self) -> WarmupFacts:
         """For the record: what this process found and compiled, and the archives that it gave to the store."""
         now = graphs.counted()
-        return {
-            "graphs_found": now.found - self._before.found,
-            "graphs_compiled": now.compiled - self._before.compiled,
-            "graphs_not_kept": now.not_kept - self._before.not_kept,
-            "graphs_pushed": self._pushed,
-            "graph_problems": self._patience.problems,
-        }
+        return WarmupFacts(
+            graphs_found=now.found - self._before.found,
+            graphs_compiled=now.compiled - self._before.compiled,
+            graphs_not_kept=now.not_kept - self._before.not_kept,
+            graphs_pushed=self._pushed,
+            graph_problems=tuple(self._patience.problems),
+        )
 
     def _give(self) -> None:
         compiled = graphs.counted().compiled - self._before.compiled

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
+from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
 
 log = logging.getLogger(__name__)
 
@@ -48,32 +48,34 @@ _REQUIRED_BYTES = 32 << 20
 _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
 
 
-def warm_up_pod(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
-    """Warm up this pod, unless its launcher has done so, and return the report; {} on all but the pod's first process.
+def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
+    """Warm up this pod, unless the agent that started this process has done so.
 
-    The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR, and
-    TORCHINDUCTOR_CACHE_DIR where graphs are compiled. Never raises: a failed warm-up costs compile time during
-    training, nothing else.
+    The first process that gets the pod's lock warms up, and the others wait for it. Sets TRITON_CACHE_DIR, and
+    TORCHINDUCTOR_CACHE_DIR for graphs. Never raises: after a failed warm-up, training compiles as it goes.
+
+    Returns:
+        The facts in the pod's first process, and empty ones in the others.
     """
     reason = _reason_to_skip(spec)
-    report = report_path(folder)
-    done = os.environ.get(DONE) == str(report)
-    os.environ[DONE] = str(report)
+    files = warmup_files(folder)
+    done = os.environ.get(DONE) == str(files.report)
+    os.environ[DONE] = str(files.report)
     if reason is not None and not done:
         log.info("warm-up: %s", reason)
     if reason is not None and not caches_graphs(spec):
-        return {"skipped": reason}
+        return WarmupFacts(skipped=reason)
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
         if not done:
-            with _first_in_pod(report) as turn:
+            with _first_in_pod(files.report) as turn:
                 if turn.is_mine:
-                    _run_warmup(spec, report, reason)
+                    _run_warmup(spec, files, reason)
                 else:
                     os.environ.update(turn.variables)
-        return _read(report) if first else {}
-    except OSError as error:
-        return _skipped_warmup(f"its report was not to be had: {error}") if first else {}
+        return files.read_report() if first else WarmupFacts()
+    except (OSError, ValueError) as error:
+        return _skipped_warmup(f"its report cannot be read: {error}") if first else WarmupFacts()
 
 
 def caches_graphs(spec: RunSpec) -> bool:
@@ -82,86 +84,88 @@ def caches_graphs(spec: RunSpec) -> bool:
 
 
 @contextlib.contextmanager
-def late_compiles(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
+def late_compiles(folder: RunFolder) -> Iterator[list[LateCompile]]:
     """Kernels that this process compiles while the context is open, each with how it differs from those planned.
 
     Those that `torch.compile` generates are left out: no plan can have them.
     """
-    planned = _planned(_kernels_path(report_path(folder)))
-    found: list[dict[str, str]] = []
+    planned = warmup_files(folder).read_kernels()
+    found: list[LateCompile] = []
 
     def heard(kernel: Description) -> None:
         if kernel.name.startswith(_GENERATED):
             return
-        found.append({"kernel": kernel.name, "difference": difference(kernel, planned)})
-        log.warning("compiled during training: %s: %s", kernel.name, found[-1]["difference"])
+        found.append(LateCompile(kernel=kernel.name, difference=difference(kernel, planned)))
+        log.warning("compiled during training: %s: %s", kernel.name, found[-1].difference)
 
     with hearing_misses(heard):
         yield found
 
 
-def _run_warmup(spec: RunSpec, report: Path, reason: str | None) -> None:
+def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
     """Kernels, unless there is a reason not to, and graphs; write the report."""
-    report.parent.mkdir(parents=True, exist_ok=True)
+    files.report.parent.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
     if caches_graphs(spec):
         try:
-            inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(report))
+            inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(files.report))
         except (OSError, IndexError) as error:
             problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
     if torch.cuda.is_available():
-        result = _warm_up_kernels(spec, report)
+        report = _warm_up_kernels(spec, files)
     else:
-        result = {"skipped": reason}
+        report = WarmupFacts(skipped=reason)
         if not problems:
             patience = Patience(spec.kernels.store.timeout, problems)
-            result |= inductor_cache.fetch_graphs(spec, _baked(), patience) | {"store_seconds": patience.spent}
+            fetched = inductor_cache.fetch_graphs(spec, _baked(), patience)
+            report = report.updated(fetched, store_seconds=patience.spent)
     if problems:
         log.warning("warm-up: %s", "; ".join(problems))
-        result["problems"] = [*problems, *result.get("problems", ())]
-    if origin := result.get("graphs_from"):
-        log.info("warm-up: graphs of torch.compile came from the %s, %d files", origin, result["graph_files"])
-    write_json(report, result)
+        report = _with_problems(report, problems)
+    if report.graphs_from:
+        log.info("warm-up: %d files of torch.compile's graphs, from the %s", report.graph_files, report.graphs_from)
+    write_json(files.report, report.to_dict())
+
+
+def _with_problems(report: WarmupFacts, problems: list[str]) -> WarmupFacts:
+    return report.updated(problems=(*problems, *(report.problems or ())))
 
 
 def _baked() -> list[Path]:
     return [Path(os.environ[BAKED_KERNELS])] if os.environ.get(BAKED_KERNELS) else []
 
 
-def _warm_up_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
+def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
     """Into the first directory that takes them; returns the report."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = inductor_cache.triton_directory()
     problems: list[str] = []
-    result: dict[str, Any] = {}
+    report: WarmupFacts | None = None
     for directory in [configured, *(folder / "triton" for folder in _private_folders())]:
         problem = _space_problem(directory)
         if problem is None:
             os.environ["TRITON_CACHE_DIR"] = str(directory)
             # A directory that only cannot be written may still be read.
             images = [*_baked(), *([] if directory == configured else [configured])]
-            result = _run(spec, report, images, max(deadline - time.monotonic(), 1.0))
-            problem = result.get("unwritable")
+            report = _run(spec, files, images, max(deadline - time.monotonic(), 1.0))
+            problem = report.unwritable
         if problem is None:
             break
         problems.append(f"{directory} cannot be used: {problem}")
         log.warning("warm-up: %s", problems[-1])
     else:
         os.environ["TRITON_CACHE_DIR"] = str(configured)
-        result = result or _skipped_warmup("no directory takes what Triton writes")
-    if problems:
-        result["problems"] = [*problems, *result.get("problems", ())]
-    return result
+    if report is None:
+        report = _skipped_warmup("no directory takes what Triton writes")
+    return _with_problems(report, problems) if problems else report
 
 
-def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dict[str, Any]:
+def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) -> WarmupFacts:
     """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
-    paths = (report, _kernels_path(report), plan_path(report))
-    for path in paths:
-        path.unlink(missing_ok=True)
+    files.remove()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.warmup.compile_process", *map(str, paths), *map(str, images)],
+            [sys.executable, "-m", "tasks.runtime.warmup.compile_process", *map(str, (files.report, *images))],
             input=spec.model_dump_json(),
             text=True,
             timeout=timeout,
@@ -170,40 +174,22 @@ def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dic
         return _skipped_warmup(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
     except OSError as error:
         return _skipped_warmup(f"its process did not start: {error}")
-    if done.returncode != 0 or not report.exists():
+    if done.returncode != 0 or not files.report.exists():
         return _skipped_warmup(f"its process ended with code {done.returncode}")
-    return _read(report)
-
-
-def _skipped_warmup(problem: str) -> dict[str, Any]:
-    log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
-    return {"skipped": problem}
-
-
-def report_path(folder: RunFolder) -> Path:
-    """This pod's report."""
-    return folder.root / f"warmup-{socket.gethostname()}.json"
-
-
-def _read(report: Path) -> dict[str, Any]:
-    return dict(json.loads(report.read_text(encoding="utf-8")))
-
-
-def _kernels_path(report: Path) -> Path:
-    """What was planned, as the process of the warm-up describes it; for `later_misses`."""
-    return report.with_suffix(".kernels.json")
-
-
-def plan_path(report: Path) -> Path:
-    """The plan, whose modules every process then loads."""
-    return report.with_suffix(".plan.json")
-
-
-def _planned(kernels: Path) -> list[Description]:
     try:
-        return [Description.from_dict(data) for data in json.loads(kernels.read_text(encoding="utf-8"))]
-    except FileNotFoundError:
-        return []
+        return files.read_report()
+    except ValueError as error:
+        return _skipped_warmup(f"its report cannot be read: {error}")
+
+
+def _skipped_warmup(problem: str) -> WarmupFacts:
+    log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
+    return WarmupFacts(skipped=problem)
+
+
+def warmup_files(folder: RunFolder) -> WarmupFiles:
+    """The files that this pod's warm-up writes to the run's folder."""
+    return WarmupFiles(folder.root / f"warmup-{socket.gethostname()}.json")
 
 
 def _reason_to_skip(spec: RunSpec) -> str | None:
