@@ -13,7 +13,7 @@ from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from strata_platform.spec.training import Training
-from tasks.runtime.models.activation_checkpointing import _whole, compile_layers
+from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
 from tasks.runtime.models.build import build_planning_model, load_config
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.varlen_attention import (
@@ -217,7 +217,7 @@ def test_slices_of_rows_with_any_number_of_documents_are_one_graph():
     )
     for documents in range(2, 14):
         early, late = (torch.arange(number + 1).expand(2, -1).contiguous() for number in (documents, 20 - documents))
-        found = _whole(compiled)(torch.ones(1), cu_seqlens=early, late_cu_seqlens=late)
+        found = _full_graph(compiled)(torch.ones(1), cu_seqlens=early, late_cu_seqlens=late)
         assert found.item() == documents * (20 - documents) + 1
     assert len(graphs) == 1
 

@@ -1,4 +1,4 @@
-"""Build the model a spec names: a preset from scratch, or a pretrained one from the Hub or a folder."""
+"""Build the model of a spec: a preset with random weights, or a pretrained model from the Hub or a folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
 
-# 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
+# 4.2 million parameters: after a few minutes on two CPU cores it writes plausible docstrings.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama": {
         "vocab_size": 4096,
@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        # Those of the tokenizer that is trained on the data; see `set_special_tokens`.
+        # Set to those of the tokenizer that is trained on the data; see `set_special_tokens`.
         "bos_token_id": None,
         "eos_token_id": None,
     },
@@ -64,7 +64,7 @@ def model_dtype(model: Model) -> torch.dtype:
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
-    """The dtype that the forward and backward passes of training run in."""
+    """The dtype of forward and backward passes in training."""
     if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
         return _DTYPES[spec.parallel.compute_dtype]
     return model_dtype(spec.model)
@@ -93,23 +93,28 @@ def _read_config(name: str, revision: str | None, modified: int | None) -> Pretr
 
 
 def has_router_loss(spec: RunSpec) -> bool:
-    """Whether the model adds a loss of its routers to that of tokens: a mixture of experts that is told to."""
+    """Whether the model is a mixture of experts whose configuration adds an auxiliary loss of its routers."""
     return bool(getattr(load_config(spec.model).get_text_config(), "output_router_logits", False))
 
 
 def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model on the CPU, in `dtype`, by default the spec's.
+    """The model on the CPU.
 
-    `weights`, a folder in Hugging Face format, replaces the spec's own start: the same architecture, later weights.
-    A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for a model that
-    cannot be read, and for an adapter, which transformers would take for its model with the adapter in it.
+    Args:
+        spec: names the model. A preset gets random weights from `seed`, the same on every machine.
+        weights: a folder in Hugging Face format, whose weights replace those of `model.name`.
+        dtype: of the weights; by default that of the spec.
+
+    Raises:
+        ValueError: the model cannot be read, or it is an adapter, which transformers would load with its base model.
+        Unreachable: the Hub does not answer.
     """
     dtype = dtype or model_dtype(spec.model)
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
-        # Initialised in fp32 and then rounded, so that every dtype starts from the same weights. Weights alone: what is
-        # computed, such as the frequencies of rotary embeddings, has the type that the model gives it in any dtype.
+        # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
+        # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
         model = AutoModelForCausalLM.from_config(load_config(spec.model), attn_implementation=spec.model.attention)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -129,16 +134,16 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
                 f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
                 "merge_and_unload, save that, and give its folder"
             )
-        _freeze_as_made(model)
+        _freeze_as_the_class_does(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
-    _drop_idle_settings(model.generation_config)
+    _reset_unused_settings(model.generation_config)
     return model
 
 
-def _freeze_as_made(model: PreTrainedModel) -> None:
-    """What its family does not have learn, such as biases that balance experts, transformers lets learn as it loads it.
+def _freeze_as_the_class_does(model: PreTrainedModel) -> None:
+    """Freeze parameters that the model class itself freezes, such as biases that balance experts.
 
-    Processes without weights, and a run that continues, have it as it was made.
+    `from_pretrained` makes all of them trainable. Ranks with a meta model and resumed runs do not go through it.
     """
     with init_empty_weights(include_buffers=False):
         made = type(model)(deepcopy(model.config))
@@ -149,11 +154,11 @@ def _freeze_as_made(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _readable(source: str) -> Iterator[None]:
-    """Name the model where it cannot be read; what the libraries say of it are their own words."""
+    """Turn errors of transformers into a ValueError that names the model; an unreachable Hub stays `Unreachable`."""
     try:
         with asking_hub(f"model.name {source!r}"):
             yield
-    # ImportError: of a package that the weights need, such as those that are quantized.
+    # ImportError: the weights need a package, for example for their quantization.
     except (OSError, ImportError, ValueError, SafetensorError) as error:
         said = " ".join(str(error).split())
         raise ValueError(
@@ -162,10 +167,10 @@ def _readable(source: str) -> Iterator[None]:
         ) from error
 
 
-def _drop_idle_settings(config: GenerationConfig) -> None:
-    """Leave out settings without effect, such as how to sample where nothing is sampled, and padding by no token.
+def _reset_unused_settings(config: GenerationConfig) -> None:
+    """Reset generation settings that have no effect, such as `temperature` without sampling.
 
-    transformers loads such settings, and does not save them beside one that was changed.
+    transformers loads such settings, but rejects them when it saves the model.
     """
     idle: tuple[str, ...] = ()
     if not config.do_sample:
@@ -183,12 +188,12 @@ def _drop_idle_settings(config: GenerationConfig) -> None:
 
 
 def build_model_on_meta(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
+    """The model of `build_model` with its parameters on the meta device and its buffers on the CPU."""
     return _model_on_meta(load_config(spec.model), dtype or model_dtype(spec.model), spec.model.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of a checkpoint, likewise without memory for its weights."""
+    """The model of a checkpoint, with its parameters on the meta device."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = _model_on_meta(config, config.dtype, attention)
     index = Index(folder)
@@ -198,7 +203,7 @@ def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def saved_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the model of a checkpoint."""
+    """The dtype of a checkpoint's model."""
     dtype: torch.dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
     return dtype
 
@@ -212,12 +217,13 @@ def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str)
 
 
 def is_on_meta(model: PreTrainedModel) -> bool:
-    """Whether the model has no memory for its weights yet."""
+    """Whether the parameters are on the meta device, without memory."""
     return next(model.parameters()).is_meta
 
 
 def move_to_meta(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of `model_tensors`, of a model that is then empty; {} of one that is so already."""
+    """Move the parameters to the meta device and return the tensors of `model_tensors`; {} if they were there already.
+    """
     if is_on_meta(model):
         return {}
     taken = model_tensors(model)
@@ -229,7 +235,7 @@ def move_to_meta(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: torch.device | None = None) -> None:
-    """Give an empty model memory on `device` for weights that are read next; its buffers keep their values."""
+    """Allocate memory for the parameters of a meta model on `device`, uninitialized. Buffers keep their values."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     for path, buffer in buffers.items():
@@ -239,7 +245,7 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: tor
 
 
 def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the model to `device`; one that is empty gets its memory there."""
+    """Move the model to `device`; the parameters of a meta model get uninitialized memory there."""
     if is_on_meta(model):
         materialize(model, device)
     else:
@@ -247,13 +253,13 @@ def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
-    """Raises ValueError when the model has no embedding for a token that it may come to read. Reads no weights.
+    """Raises ValueError if the rows contain a token that the model does not embed. Reads no weights.
 
-    A model's own tokenizer may have more than it embeds, as Gemma 3's has one for images: tokens that no plain text
-    becomes, and that the data must not have.
+    A model's own tokenizer may have more tokens than the model embeds, for example one for images in Gemma 3. No plain
+    text becomes such a token, and prepared rows must not contain it.
     """
     tokenizer, name = data.tokenizer(), spec.model.name
-    # Of a model that sees as well, that of its text.
+    # A multimodal model has its text configuration in a part of its own.
     embedded = load_config(spec.model).get_text_config().vocab_size
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
@@ -274,8 +280,8 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
 
 
 def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own."""
-    # Of a model that sees as well, those of its text; the whole one's configuration need not have any.
+    """Give a model from scratch the special tokens of its tokenizer; a pretrained model keeps its own."""
+    # Of a multimodal model, only the text configuration always has these fields.
     for config in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:
@@ -283,9 +289,9 @@ def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def freeze_non_text_parameters(model: PreTrainedModel) -> None:
-    """Let learn of a model that sees or hears as well only what texts come to.
+    """Freeze the parameters of a multimodal model that text does not reach.
 
-    Others never have a gradient: `ddp` would wait for it, and where gradients lie in flat memory they would decay.
+    They never get a gradient: `ddp` would wait for one, and in flat buffers weight decay would shrink them.
     """
     if model.config.get_text_config() is model.config:
         return
@@ -299,10 +305,10 @@ def freeze_non_text_parameters(model: PreTrainedModel) -> None:
 
 
 def build_planning_model(spec: RunSpec) -> PreTrainedModel:
-    """The same modules without memory: for planning what a run will compile."""
+    """The model with everything on the meta device, in the compute dtype, for planning kernels."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            # Attention is not the kernel layer's, and this one runs on meta tensors.
+            # Attention is not an operator of the kernel layer, and sdpa runs on meta tensors.
             load_config(spec.model),
             attn_implementation="sdpa",
             dtype=compute_dtype(spec),
@@ -312,14 +318,14 @@ def build_planning_model(spec: RunSpec) -> PreTrainedModel:
 
 
 def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
-    """Patch the model, and set what it recomputes in the backward pass."""
+    """Patch the operators and set up activation checkpointing."""
     report = patch(model, spec.kernels)
     checkpoint_activations(model, spec.training)
     return report
 
 
 def has_fused_loss(report: PatchReport | None) -> bool:
-    """Whether a model that was patched with this report computes its loss without logits."""
+    """Whether the patched model computes its loss without materializing logits."""
     return report is not None and "linear_cross_entropy" in report.counts
 
 

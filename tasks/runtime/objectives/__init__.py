@@ -1,4 +1,4 @@
-"""What is minimized: a file for each objective, chosen by `objective.type`."""
+"""Training objectives: one file for each value of `objective.type`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
-    """The objective that `objective.type` names; with `fused`, for a model whose loss the kernel layer computes."""
+    """The objective that `objective.type` names. `fused`: the patched model computes the loss without logits."""
     match spec.objective.type:
         case "dpo":
             return Dpo(spec, fused=fused)
@@ -31,7 +31,7 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
 
 
 def build_validation_objective(spec: RunSpec, *, fused: bool) -> Objective:
-    """What the trained model is measured by: by itself, where a teacher helped."""
+    """The objective that measures the trained model. A distilled model is measured without its teacher."""
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec))
     return build_objective(spec, fused=fused)

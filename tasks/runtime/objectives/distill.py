@@ -1,4 +1,4 @@
-"""`distill`: learn the distributions of a teacher, a larger model of the same vocabulary, beside the next token."""
+"""`distill`: learn the distributions of a teacher with the same vocabulary, in addition to the next token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import NATS
 
-# By which a checkpoint notes the teacher.
+# Key of the teacher's fingerprint in a checkpoint's metadata.
 _FACT = "teacher"
 
 
@@ -58,10 +58,13 @@ class Distill:
         self._fingerprint = ""
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
-        """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere.
+        """Load the teacher: sharded like the model under `fsdp`, replicated under other strategies.
 
-        Raises ValueError when it has too few positions or embeddings for the rows, or its weights are not those that a
-        run which continues has learned from.
+        Raises:
+            ValueError: the teacher has too few positions or token embeddings for the rows, or other weights than at the
+            start
+                of the run.
+            Unreachable: the Hub does not answer.
         """
         spec, processes = self._teacher_spec(), context.processes
         try:
@@ -77,7 +80,7 @@ class Distill:
         except (ValueError, Unreachable) as error:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
-        # Checkpoints of runs that did not look at it note none.
+        # Checkpoints of earlier versions have no fingerprint of the teacher.
         expected = context.facts.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
         adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
@@ -94,25 +97,25 @@ class Distill:
         return {_FACT: self._fingerprint}
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """The rows bring all that is needed."""
+        """Return the data unchanged."""
         return data
 
     def example_row(self, tokens: Tensor) -> Batch:
-        """What rows are made of; the teacher comes without memory."""
+        """The columns of a row. Loads the teacher on the meta device."""
         self._adopt(build_planning_model(self._teacher_spec()))
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
     def count(self, batch: Batch) -> Tensor:
-        """Target tokens."""
+        """The number of target tokens."""
         return target_tokens(batch)
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
     ) -> MicroBatchLoss:
-        """Loss, cross entropy and divergence, divided by the targets of the whole step."""
+        """Loss, cross entropy and divergence, divided by the target tokens of the whole step."""
         labels = next_labels(batch).flatten()
-        # Positions with a label first, in order: the others add nothing.
-        kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
+        # Positions with a label first, in order; the others add nothing.
+        kept = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:max_targets]
         labels = labels[kept]
         teacher_x, teacher = self._run_teacher(batch)
         teacher_x = teacher_x[kept]
@@ -129,7 +132,7 @@ class Distill:
 
     @torch.no_grad()
     def _run_teacher(self, batch: Batch) -> tuple[Tensor, Head]:
-        """Rows of the teacher, and what makes logits of them."""
+        """The teacher's hidden states [N, H], and the head that turns them into logits."""
         assert self._teacher is not None
         found: list[Head] = []
 
@@ -137,7 +140,7 @@ class Distill:
             found.append(Head(*head))
             return hidden
 
-        # Of a family that does not go by them it would not be known what it does with bounds.
+        # Without varlen attention, a model may not accept these inputs.
         inputs = model_inputs(batch) if self._varlen else without_varlen_inputs(model_inputs(batch))
         if not self._teacher_fused:
             return self._teacher(**inputs).logits.flatten(0, 1), Head()
@@ -160,13 +163,13 @@ class Distill:
         self._teacher = teacher
 
     def _teacher_spec(self) -> RunSpec:
-        """The spec of a run of the teacher."""
+        """The spec of a run whose model is the teacher."""
         named = {"name": self._settings.teacher, "revision": self._settings.teacher_revision}
         return self._spec.model_copy(update={"model": self._spec.model.model_copy(update=named)})
 
 
 def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
-    """Raises ValueError when there is a teacher, and a token of the data is another one to it."""
+    """Raises ValueError if a token of the data has another number in the teacher's vocabulary."""
     if not isinstance(spec.objective, Settings):
         return
     name = spec.objective.teacher
@@ -188,7 +191,7 @@ def _require_room(spec: RunSpec, data: PreparedData) -> None:
 
 
 def _broadcast_teacher(teacher: PreTrainedModel, processes: Processes) -> None:
-    """Put the main process's teacher on the device of every process. A collective."""
+    """Copy the teacher of rank 0 to the device of every rank. A collective."""
     move_to_device(teacher, processes.device)
     if processes.world_size > 1:
         for tensor in model_tensors(teacher).values():

@@ -1,11 +1,11 @@
-"""`dpo`: of two answers, make the chosen one likelier than the model had it at first, and the rejected one less so.
+"""`dpo`: make the chosen of two answers likelier than under the reference model, and the rejected one less likely.
 
-    r = log p(answer | prompt) - log p_first(answer | prompt)
+    r = log p(answer | prompt) - log p_reference(answer | prompt)
     sigmoid    loss = -(1 - ε) log sigma(β (r_chosen - r_rejected)) - ε log sigma(-β (r_chosen - r_rejected))
     ipo        loss = (r_chosen / tokens_chosen - r_rejected / tokens_rejected - 1 / (2β))²
 
-with ε the label smoothing. Source: Rafailov et al. (arXiv:2305.18290), Azar et al. (arXiv:2310.12036), whose log-ratios
-are taken per token here, as its authors advise, or long answers would weigh more.
+with ε the label smoothing. Sources: Rafailov et al. (arXiv:2305.18290), Azar et al. (arXiv:2310.12036). For IPO the
+log-ratios are per token, as its authors advise; otherwise long answers would weigh more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from tasks.runtime.process.ranks import Processes
 
 
 class Dpo:
-    """The loss of pairs of answers, averaged over the pairs.
+    """The DPO loss, averaged over pairs of answers.
 
-    The first model's log-probabilities are in the batch, or are those of the model without its adapter.
+    The batch has the log-probabilities of the reference model; with an adapter, the base model can compute them in each
+    step instead.
     """
 
     unit = "per pair"
@@ -41,17 +42,17 @@ class Dpo:
         self._disables_adapter = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
-        """With the first model's log-probabilities, unless the adapter is switched off to get them in every step."""
+        """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""
         if self._disables_adapter:
             return context.data
         return with_reference(context, lambda batch: self.scores(context.model, batch))
 
-    def metadata(self) -> dict[str, Any]:
-        """None: the data and the first model have theirs."""
+    def facts(self) -> dict[str, Any]:
+        """Empty: the data and the base weights have their own metadata."""
         return {}
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """With the log-probabilities of `model`; rows that evaluation does not read are left out."""
+        """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows."""
         rows, size = data.validation, spec.training.micro_batch_size
         read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
         collate = collator(spec.model.attention)
@@ -60,25 +61,25 @@ class Dpo:
         return data.with_reference_log_probs(validation=found)
 
     def example_row(self, tokens: Tensor) -> Batch:
-        """With whose answer a token is, and the reference if rows bring it."""
+        """A row with `sides`, which tells the answers of a pair apart, and with `reference` if rows have it."""
         batch = dict.fromkeys(("input_ids", "labels", "position_ids", "sides"), tokens)
         return batch if self._disables_adapter else batch | {"reference": tokens.float()}
 
     def count(self, batch: Batch) -> Tensor:
-        """Pairs of answers."""
+        """The number of pairs."""
         return (_begins(batch) & (batch["sides"] == 1)).sum()
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
     ) -> MicroBatchLoss:
-        """Loss and rewards of the pairs of the batch, divided by those of the whole step."""
+        """Loss and rewards of the batch's pairs, divided by the pairs of the whole step."""
         if "reference" not in batch:
             with without_adapter(model):
                 batch = {**batch, "reference": self.log_probs(model, batch, max_targets)}
         growth = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
         chosen, rejected = (_sum_by_answer(growth, batch, side) for side in (1, -1))
         losses = self._losses(chosen, rejected, batch)
-        # There is room for more answers than there are: how many is known to the device alone.
+        # The tensors have space for more pairs than there are, because only the device knows their number.
         real = torch.arange(losses.numel(), device=losses.device) < self.count(batch)
         beta = self._settings.beta
         told = {
@@ -99,7 +100,7 @@ class Dpo:
 
     @torch.no_grad()
     def log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None = None) -> Tensor:
-        """What `model`, without dropout, gives the label that each position predicts: [B, T], fp32."""
+        """Log-probability of the label that each position predicts, without dropout: [B, T], fp32."""
         training = model.training
         model.eval()
         try:
@@ -122,7 +123,7 @@ def _begins(batch: Batch) -> Tensor:
 
 
 def _sum_by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
-    """Sums over each answer of a side, in their order, then zeros: [B T // 4], since a pair has four tokens or more.
+    """Sums over each answer of a side, in order, then zeros: [B T // 4], since a pair has at least four tokens.
 
     In fp64: the sums are differences of large numbers, and must not depend on the order in which a GPU adds them.
     """

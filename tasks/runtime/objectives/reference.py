@@ -1,4 +1,4 @@
-"""What the first model gives the answers, computed once for all passes over the data."""
+"""Log-probabilities of the reference model, computed once for all epochs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# The model's sums of log-probabilities for the answers of a batch, in their order, then anything: [D].
+# Sums of log-probabilities for each answer of a batch, in order; the values after them are ignored: [D].
 Score = Callable[[Batch], Tensor]
 
 
 def with_reference(context: ObjectiveContext, score: Score) -> PreparedData:
-    """The data whose rows to train on bring what the first model gives their answers. A collective.
+    """Add the reference model's log-probabilities to the training rows. A collective.
 
-    It is kept in the output folder, for every attempt and for every run of the same model and data.
+    A file in the output folder keeps them for every attempt, and for every run with the same model and data.
 
-    Raises ValueError when a run that continues finds it gone: the model is not the first one any more.
+    Raises:
+        ValueError: a resumed run finds no file. Its model is not the reference model any more.
     """
     spec, data = context.spec, context.data
     path = reference_file(spec, data.manifest.content_hash, context.base)
@@ -49,20 +50,21 @@ def with_reference(context: ObjectiveContext, score: Score) -> PreparedData:
 
 
 def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
-    """Where runs keep what the model of fingerprint `base` gives the answers of these data, as they compute it."""
+    """The file with log-probabilities of the model with fingerprint `base`, for this data and compute dtype."""
     weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if spec.is_quantized else "")
     return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}.safetensors"
 
 
 def score_rows(
-    rows: RowDataset, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
-) -> ReferenceLogProbs | None:
-    """Scores of the answers of the first `count` rows, `size` rows at a time; for the main process. A collective."""
+    rows: Rows, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
+) -> Reference | None:
+    """Score the answers of the first `count` rows, `size` rows at a time. Returns None except on rank 0. A collective.
+    """
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
     rounds = -(-len(batches) // processes.world_size)
     found: dict[int, tuple[list[int], list[float]]] = {}
     for number in range(processes.rank, rounds * processes.world_size, processes.world_size):
-        # All processes go through the model as often: those that have no batch left repeat the last one.
+        # All ranks run the same number of passes. A rank without a batch of its own repeats the last one.
         read = [rows[index] for index in batches[min(number, len(batches) - 1)]]
         batch = {name: tensor.to(processes.device) for name, tensor in collate(read).items()}
         answers = [int(((row["position_ids"] == 0) & (row["sides"] != 0)).sum()) for row in read]
@@ -81,7 +83,7 @@ def score_rows(
 def _save(path: Path, reference: ReferenceLogProbs | None) -> None:
     assert reference is not None
     path.parent.mkdir(exist_ok=True)
-    # A name of its own: another run may be at the same work.
+    # A unique name, because another run may write the same file.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     save_file(reference._asdict(), temporary)
     temporary.replace(path)

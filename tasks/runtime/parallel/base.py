@@ -1,4 +1,4 @@
-"""What strategies share under which parameters have their gradients, whole or a part of them."""
+"""What the strategies have in common whose parameters hold their own gradients, whole or sharded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tasks.runtime.optim.gradients import clip_gradients, skip_step
 
 
 class BaseStrategy:
-    """Any optimizer steps the parameters where they are."""
+    """Steps the model's parameters in place, with any optimizer."""
 
     def attach_optimizer(
         self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as they are."""
+        """Return both unchanged."""
         return wrapped, optimizer
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """At once."""
+        """Clip immediately."""
         return clip_gradients(wrapped, max_norm)
 
     def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-        """By the optimizer itself, or by taking its gradients away."""
+        """Skip it in the optimizer's kernel, or drop the gradients."""
         skip_step(optimizer, skip)

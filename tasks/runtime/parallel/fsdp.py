@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state are split over the processes, and gathered layer by layer."""
+"""FSDP2: parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Fsdp(BaseStrategy):
-    """The model split over all processes, or each of several copies over its share of them."""
+    """Shards the model over all ranks, or each of `parallel.replicas` replicas over its part of the ranks."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
         replicas, ways = self._settings.replicas, self._settings.tensor_parallel
-        sizes = {"replicate": replicas, "shard": processes.dp_cp_size // replicas, "tensor": ways}
-        # No dimension where there is one copy: PyTorch then leaves out what copies say to each other.
+        sizes = {"replicate": replicas, "shard": processes.shares // replicas, "tensor": ways}
+        # With one replica the mesh has no replicate dimension, and PyTorch skips the all-reduce between replicas.
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
         self._tensor_mesh = mesh["tensor"] if ways > 1 else None
@@ -46,17 +46,17 @@ class Fsdp(BaseStrategy):
                 "context"
             ]
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
-        # Where nothing is to be converted, earlier versions would convert packed weights all the same.
+        # Without a conversion to make, versions before 2.15 would still convert packed 4-bit weights.
         converts = not self._quantized or compute_dtype(spec) != model_dtype(spec.model)
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
     def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
-        """The model itself, its parameters now parts of the whole ones."""
+        """Shard the model's parameters in place."""
         layers = transformer_layers(model, "parallel.type", "'ddp'")
         require_one_dtype(model)
-        # Before they are split: the main process hands out what only it has.
+        # Taken before sharding: rank 0 broadcasts its weights to the shards below.
         whole = move_to_meta(model)
         packed = set_packed_shapes(model) if self._quantized else {}
         if self._context_mesh is not None:
@@ -65,8 +65,8 @@ class Fsdp(BaseStrategy):
             apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:
             self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
-        # What no layer has: embeddings, the last norm and the head. In one group with the model, because the fused loss
-        # reads the head's weight without calling it; kept whole until the backward pass, which follows at once.
+        # Embeddings, last norm and head belong to no layer. They share the root group, because the fused loss reads the
+        # head's weight without calling the head. They stay gathered until the backward pass, which follows at once.
         self._split(model, reshard_after_forward=False)
         device = self._processes.device
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
@@ -75,7 +75,9 @@ class Fsdp(BaseStrategy):
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are split after every backward pass: kept whole until the last one, they would not fit."""
+        """Reduce-scatter gradients after every backward pass: unsharded gradients would not fit in memory until the
+        last.
+        """
         return nullcontext()
 
     def _split(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
@@ -89,7 +91,7 @@ class Fsdp(BaseStrategy):
         )
 
     def _broadcast_weights(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: PackedLayers) -> None:
-        """Give every process its parts of the main process's weights, one tensor at a time. A collective."""
+        """Broadcast the weights of rank 0, one tensor at a time; each rank keeps its shard. A collective."""
         for name, tensor in model_tensors(model).items():
             layer, like = packed.get(name.removeprefix(MODEL), (None, tensor))
             sent = whole[name] if self._processes.is_main else torch.empty(like.shape, dtype=like.dtype)
@@ -106,7 +108,7 @@ class Fsdp(BaseStrategy):
 
 
 def require_one_dtype(model: PreTrainedModel) -> None:
-    """Raises ValueError where weights that learn, of which a layer's gradients are summed together, are not alike."""
+    """Raises ValueError if trainable weights differ in dtype, because a layer's gradients are reduced together."""
     learned = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     others = [name for name, dtype in learned.items() if dtype != model.dtype]
     if others:

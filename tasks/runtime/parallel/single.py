@@ -1,4 +1,4 @@
-"""One process: nothing is split."""
+"""One process: no sharding and no communication."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tasks.runtime.process.ranks import Processes
 
 
 class Single(BaseStrategy):
-    """The whole model in one process."""
+    """Keeps the whole model on one device."""
 
     def __init__(self, processes: Processes) -> None:
         self._device = processes.device
 
     def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
-        """The model itself, on this process's device."""
+        """Move the model to the device."""
         move_to_device(model, self._device)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Nothing to average."""
+        """Do nothing: there is nothing to average."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The completion record of a run that is at its end: what it did, on what, with what."""
+"""The completion record of a finished run: steps, losses, throughput, data, kernels and versions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def write_record(
     attempt: int,
     warmup: WarmupFacts,
 ) -> CompletionRecord:
-    """What the run did, by its metrics and its last checkpoint; written to its folder. For the main process.
+    """Build the record from the run's metrics and its last checkpoint, and write it to the run's folder. Runs on rank
+    0.
 
-    `parameters` are all, and those that learn.
+    `parameters`: the number of all parameters, and of the trainable ones.
     """
     points = read_points(run.folder.metrics)
     latest = checkpoint.folders(run.folder.checkpoints)[-1]
@@ -71,7 +72,7 @@ def write_record(
 
 
 def _counts(data: PreparedData) -> dict[str, int]:
-    """Every sample that was read is used or in one of the skips."""
+    """Counts of samples: each sample that was read is either used or skipped for one reason."""
     manifest = data.manifest
     return {
         "read": manifest.samples_read,
@@ -87,14 +88,14 @@ def _counts(data: PreparedData) -> dict[str, int]:
 
 
 def device_name(processes: Processes) -> str:
-    """The device by the name its maker gave it."""
+    """The device's name as its vendor gives it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(processes.device)
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that decides the numbers."""
+    """Versions of everything that can change the results."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in ("strata", "torch", "triton", "transformers", "accelerate", "lightning", "peft", "tokenizers"):
         try:

@@ -1,4 +1,4 @@
-"""A process in a job: its shape checked, warmed up, connected, alone in its folder; and what leaves that again."""
+"""Set up a training process and tear it down: checks, warm-up, process group, lock of the run's folder."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from tasks.runtime.warmup.training_process import TrainingWarmup, training_warmu
 
 @dataclass(frozen=True)
 class Session:
-    """This process's place in the job, for as long as the job runs."""
+    """What one process of the job has while the job runs."""
 
     spec: RunSpec
     folder: RunFolder
     processes: Processes
     training_warmup: TrainingWarmup
     mirror: Mirror | None
-    """For the main process."""
+    """Uploads checkpoints; None on other ranks than 0, or without `checkpoint.url`."""
 
 
 @contextmanager
 def session(spec: RunSpec) -> Iterator[Session]:
-    """Check the job's shape, warm up, join the process group, lock the run; leave all at the end.
+    """Check the spec, warm up, join the process group and lock the run's folder. Undo all of it at the end.
 
-    SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
+    SIGTERM raises `Preempted`. If the elastic agent dies, this process ends too.
     """
     processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     folder = RunFolder.of(spec)
     run_checks("pod", "spec", spec=spec, processes=processes)
     mirror = mirror_of(spec, folder)
     if not torch.cuda.is_available():
-        # Unset, accelerate makes a guess of its own and warns of it.
+        # Without it, accelerate guesses a value and warns.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     die_with_agent()
     with raise_on_sigterm(), ExitStack() as held:
@@ -74,9 +74,11 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
 @contextmanager
 def _claim_folder(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
-    """Make the run's folder this spec's own, here and where it is copied to; `alone` is what the folder's lock says.
+    """Claim the run's folder for this spec, on disk and in the object store. `alone`: this process holds the folder's
+    lock.
 
-    An object store has no locks. A start that ends before its first step therefore deletes the spec that it uploaded.
+    A store has no lock that shows whether another run is active. A start that fails before its first step therefore
+    removes its claim from the store.
     """
     if uploader is not None:
         uploader.download_run_files()
@@ -93,7 +95,9 @@ def _claim_folder(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, al
 
 @contextmanager
 def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
-    """Say of errors of the GPU and its libraries what they mean and what to do; want of memory has one type."""
+    """Explain errors of the GPU and its libraries; every out-of-memory error becomes `torch.OutOfMemoryError` with
+    advice.
+    """
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -108,10 +112,10 @@ def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
 
 
 def _require_shared_folder(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
-    """Raises ValueError when the run's folder is not one and the same for all processes."""
+    """Raises ValueError if the processes see different folders."""
     if processes.world_size == 1:
         return
-    # A new name: a network file system may remember for seconds that a file of an old name was not there.
+    # A new file name each time: a network file system may cache for seconds that an old name did not exist.
     mark = folder.root / processes.on_main(lambda: f".shared-{uuid4().hex}")
     if processes.is_main:
         mark.touch()

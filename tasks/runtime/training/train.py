@@ -1,4 +1,4 @@
-"""Train: look back, build, load, train, record."""
+"""Train a run: find its checkpoint, build and load the model, train, write the record."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ from tasks.runtime.training.step_guard import StepGuard
 log = logging.getLogger(__name__)
 
 
-def train(run: Session, data: PreparedData, framework: Framework | None = None) -> CompletionRecord:
-    """Train to the spec's last step, from the newest whole checkpoint if there is one, and return the record.
+def train(run: Session, data: PreparedData) -> CompletionRecord:
+    """Train to the spec's last step and return the record. Resumes from the newest complete checkpoint.
 
-    Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
-    `framework` replaces that of `runtime.framework`, by default.
+    Every process of the job calls it; rank 0 writes. A finished run is not trained again.
 
     Raises:
-        ValueError: the data has too few rows for one batch, the run's folder may not be continued, or the loss is not
-            finite.
+        ValueError: the data has fewer rows than one batch, the folder holds a run that must not continue, a check of
+            `tasks.runtime.preflight` fails, or the loss is not finite.
     """
     steps = total_steps(run.spec, len(data.train))
     resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
@@ -77,7 +76,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     step = build_training_step(model, run.spec, run.processes.device)
     _log_summary(run, step, steps, resume_from)
     tell(stage=Stage.TRAINING, steps=steps, attempt=attempt)
-    # Now: some strategies leave a model that has no weights between its passes.
+    # Counted now: some strategies leave parameters empty between passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
     recorder = Recorder(
         run.spec,
@@ -88,7 +87,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
     with closing(recorder):
-        # Killed between the last checkpoint and the record: nothing is left to train.
+        # After a kill between the last checkpoint and the record, nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             run.training_warmup.wait_until_loaded()
             job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
@@ -102,16 +101,16 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             run.training_warmup.close()
             recorder.note("warmup", run.training_warmup.to_dict())
         else:
-            # The last checkpoint may be here and not in the store.
+            # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
     warmup = run.training_warmup.facts()
     return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
 
 def _stop_if_requested(run: Session, job: Job) -> None:
-    """Raises `Preempted`, on every process, when one was told to stop in the last step and copies may still wait.
+    """Raises `Preempted` on every rank if one received SIGTERM in the last step and uploads may be pending.
 
-    While they do nobody looks at the notice any more, and a store that is away is waited for.
+    Later, no rank looks at the stop request, and an upload waits as long as the store is away.
     """
     if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
         log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
@@ -128,9 +127,9 @@ def build_job(
     steps: int,
     resume_from: Path | None,
 ) -> Job:
-    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective.
+    """Shard the model, attach its optimizer, and load the checkpoint into both. A collective.
 
-    `base` identifies the weights that the run started from, or trains an adapter in.
+    `base`: fingerprint of the weights that the run started from, or trains an adapter in.
     """
     model, objective, collate = step.model, step.objective, step.collate
     adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
@@ -189,20 +188,21 @@ def build_job(
 
 
 def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
-    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them.
+    """The model and the fingerprint of its initial weights. A collective.
 
-    Under an adapter a checkpoint has no other weights: they are read anew. Also says which weights the run started
-    from. A collective.
+    Rank 0 has the initial weights. The other ranks, and all ranks of a resumed run, have a meta model. An adapter's
+    checkpoint has no base weights, so a resumed run reads those again.
     """
     spec = run.spec
     if spec.adapter.type == "none" and resume_from:
         return build_saved_model(resume_from, spec.model.attention), checkpoint.metadata_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
-    # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
+    # Under FSDP, rank 0 broadcasts exact weights. Otherwise every rank reads its own: a 4-bit weight cannot be
+    # broadcast without the scales that its layer keeps.
     reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
     model = build_model(spec, dtype=dtype) if reads else build_model_on_meta(spec, dtype=dtype)
     if not resume_from:
-        # As it is: what is quantized computes nothing on the host.
+        # Checked before quantization: quantized layers do not run on the CPU.
         run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))
     with quantize_linear_layers(model, spec):
         add_adapter(model, spec)
@@ -215,7 +215,7 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
 def _load(
     run: Session, model: PreTrainedModel, optimizer: torch.optim.Optimizer, resume_from: Path | None
 ) -> Callable[[], None]:
-    """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
+    """Load the checkpoint, if there is one. Returns a function that sets the random states of the next step."""
     rank = run.processes.rank
     if resume_from is None:
         return lambda: seed_generators(run.spec.seed, run.processes.dp_cp_rank, 0)
@@ -233,14 +233,16 @@ def _load(
 
 
 def same_rank_layout(facts: Mapping[str, Any], processes: Processes) -> bool:
-    """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
-    there = metadata["world_size"], metadata.get("copies", processes.tp_size)
-    return there == (processes.world_size, processes.tp_size)
+    """Whether each rank may use its own random states of a checkpoint: the job has the same size and tensor
+    parallelism.
+    """
+    there = facts["world_size"], facts.get("copies", processes.copies)
+    return there == (processes.world_size, processes.copies)
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:
-    """Optimizer steps of the run: those that read as many rows as its passes have."""
-    if rows < spec.training.micro_batch_size * spec.dp_size:
+    """Optimizer steps of the run; `training.epochs` is converted by the number of rows."""
+    if rows < spec.training.micro_batch_size * spec.readers:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
             f"{spec.training.micro_batch_size} x {spec.dp_size} processes that read rows; "
@@ -253,9 +255,9 @@ def total_steps(spec: RunSpec, rows: int) -> int:
 
 
 def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
-    """The checkpoint to continue from, and the record of a run that is complete; clears away what a killed save left.
+    """The checkpoint to resume from, and the record if the run is complete. Removes what a killed save left.
 
-    For the main process: what it finds, the others are told.
+    Runs on rank 0, which sends the result to the others.
     """
     root = run.folder.checkpoints
     # One or the other: each of them reads and digests the whole checkpoint.
@@ -275,7 +277,7 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
     if done in (0, steps) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
         if record.status == "complete" and latest:
-            # The folder may have another place since.
+            # The folder may have moved since.
             return latest, record.model_copy(update={"checkpoint": str(latest)})
         if record.status == "complete":
             raise ValueError(

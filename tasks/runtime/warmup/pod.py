@@ -1,8 +1,8 @@
-"""Compile a run's kernels once per pod, before its training processes start, and fetch the graphs of `torch.compile`.
+"""Compile a run's kernels once per pod, before its training processes start, and fetch graphs of `torch.compile`.
 
-The warm-up is a process of its own (`tasks.runtime.warmup.compile_process`): its crash, its hang or its CUDA context
-stays out of the training processes. Whatever happens there, training starts, and the report says what happened. Without
-a GPU there are no kernels, and graphs alone are fetched without a process.
+Kernels compile in a process of their own (`tasks.runtime.warmup.compile_process`), so that its crash, hang or CUDA
+context does not affect training. Training starts in any case, and the facts say what happened. Without a GPU there are
+no kernels, and this process fetches the graphs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
 
 log = logging.getLogger(__name__)
 
-# Names the report of the warm-up that was made or tried, for the processes that are started from there.
+# Names the report of a finished or failed warm-up, for the processes that this one starts.
 DONE = "STRATA_WARMUP_DONE"
 BAKED_KERNELS = "STRATA_BAKED_KERNELS"
-"""Environment variable: the folder that kernels were baked into when the image was built."""
+"""Environment variable with the folder of kernels in the image."""
 
-# What a warm-up sets for all processes of its pod.
+# Variables that the pod's first process sets for the others.
 _SHARED_VARIABLES = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
-# How the names begin that `torch.compile` gives to its kernels.
+# Prefix of the kernels that `torch.compile` generates.
 _GENERATED = "triton_"
-# What a cache directory must have room for: some hundred kernels.
+# Space that a cache directory must have: a few hundred kernels.
 _REQUIRED_BYTES = 32 << 20
-# Where the pod may write, whatever becomes of its disk: memory first.
+# Where a pod can write. Memory comes first: it is there even if the disk is full.
 _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
 
 
@@ -79,15 +79,15 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
 
 
 def caches_graphs(spec: RunSpec) -> bool:
-    """Whether the graphs of `torch.compile` are fetched and kept; otherwise PyTorch caches them by itself."""
+    """Whether Strata fetches and archives graphs of `torch.compile`; otherwise only PyTorch caches them."""
     return spec.training.compile and spec.kernels.warmup
 
 
 @contextlib.contextmanager
 def late_compiles(folder: RunFolder) -> Iterator[list[LateCompile]]:
-    """Kernels that this process compiles while the context is open, each with how it differs from those planned.
+    """Record the kernels that this process compiles within the block, and how they differ from the planned ones.
 
-    Those that `torch.compile` generates are left out: no plan can have them.
+    Skips kernels that `torch.compile` generates, because no plan can contain them.
     """
     planned = warmup_files(folder).read_kernels()
     found: list[LateCompile] = []
@@ -103,7 +103,7 @@ def late_compiles(folder: RunFolder) -> Iterator[list[LateCompile]]:
 
 
 def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
-    """Kernels, unless there is a reason not to, and graphs; write the report."""
+    """Compile kernels, unless there is a `reason` to skip them, fetch graphs, and write the report."""
     files.report.parent.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
     if caches_graphs(spec):
@@ -136,7 +136,7 @@ def _baked() -> list[Path]:
 
 
 def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
-    """Into the first directory that takes them; returns the report."""
+    """Run the compile process with the first cache directory that can be written."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = inductor_cache.triton_directory()
     problems: list[str] = []
@@ -145,7 +145,7 @@ def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
         problem = _space_problem(directory)
         if problem is None:
             os.environ["TRITON_CACHE_DIR"] = str(directory)
-            # A directory that only cannot be written may still be read.
+            # A directory that cannot be written may still be readable.
             images = [*_baked(), *([] if directory == configured else [configured])]
             report = _run(spec, files, images, max(deadline - time.monotonic(), 1.0))
             problem = report.unwritable
@@ -161,7 +161,7 @@ def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
 
 
 def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) -> WarmupFacts:
-    """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
+    """Run the compile process and return its facts; if it fails, `skipped` says why."""
     files.remove()
     try:
         done = subprocess.run(
@@ -203,7 +203,7 @@ def _reason_to_skip(spec: RunSpec) -> str | None:
 
 
 class _Turn:
-    """What a process of the pod finds when it is its turn: that it is the first, or what the first one left."""
+    """A process's turn in the pod: whether it is the first, or the variables that the first one set."""
 
     def __init__(self, left: dict[str, str]) -> None:
         self.is_mine = left.get("launch") != _launch()
@@ -212,10 +212,10 @@ class _Turn:
 
 @contextlib.contextmanager
 def _first_in_pod(report: Path) -> Iterator[_Turn]:
-    """Let one process of this pod in at a time; the kernel lets the next one in when the one before is killed."""
+    """Let the pod's processes in one at a time; if one is killed, the operating system lets the next one in."""
     own = _private_folders()
     if not own:
-        # Nowhere to wait for each other: each process compiles by itself what it does not find.
+        # Without a folder for the lock, each process compiles the kernels that it does not find.
         yield _Turn({})
         return
     name = hashlib.sha256(str(report).encode()).hexdigest()[:16]
@@ -232,7 +232,7 @@ def _first_in_pod(report: Path) -> Iterator[_Turn]:
 
 
 def _launch() -> str:
-    """Names the start of this pod's processes: the same for all that one torchrun starts, restarts included."""
+    """An identifier of this start of the pod's processes, the same for all that one torchrun starts or restarts."""
     if "LOCAL_RANK" not in os.environ:
         return f"alone {os.getpid()} {time.time_ns()}"
     parent = os.getppid()
@@ -241,7 +241,7 @@ def _launch() -> str:
 
 
 def _private_folders() -> list[Path]:
-    """Folders that this pod and this user alone have, the first in memory: also there when the disk is full."""
+    """Folders that only this pod and this user can write, the first of them in memory."""
     found = []
     for parent in _TEMPORARY:
         folder = parent / f"strata-{os.getuid()}"
@@ -250,14 +250,14 @@ def _private_folders() -> list[Path]:
             status = folder.lstat()
         except OSError:
             continue
-        # Somebody else may have made it first: shared objects are loaded from there.
+        # Another user may have created the folder, and shared objects are loaded from it.
         if status.st_uid == os.getuid() and status.st_mode & 0o7777 == 0o700 and os.access(folder, os.W_OK):
             found.append(folder)
     return found
 
 
 def _space_problem(directory: Path) -> str | None:
-    """Why a directory takes no kernels, found by writing as much; None for one that does."""
+    """Why a directory cannot hold the kernels, found by writing as many bytes; None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:

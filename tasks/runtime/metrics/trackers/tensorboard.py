@@ -12,7 +12,7 @@ from tasks.runtime.run_folder.folder import RunFolder
 
 
 class TensorBoard:
-    """A file of events; those of steps that are done once more are hidden."""
+    """Writes event files, and hides events of steps that run again."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
         self._folder = str(folder.tensorboard)
@@ -20,10 +20,10 @@ class TensorBoard:
         self._newest: dict[str, int] = {}
 
     def log(self, values: Sequence[Values]) -> None:
-        """Write them."""
+        """Write the values."""
         for step, time, told in values:
             if any(step <= self._newest.get(name, 0) for name in told):
-                # The run went back to a checkpoint. Only the beginning of a file hides what others have.
+                # The run returned to a checkpoint. Only a new file's purge_step hides events of earlier files.
                 self._writer.close()
                 self._writer = SummaryWriter(self._folder, purge_step=step)
                 self._newest.clear()

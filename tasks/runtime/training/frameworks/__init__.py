@@ -1,4 +1,4 @@
-"""What drives the training loop: one file for each value of `runtime.framework`, each a `Framework` called `train`."""
+"""Training loops: one file for each value of `runtime.framework`, with a `Framework` called `train`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from tasks.runtime.training.job import Framework
 
 
 def load_framework(spec: RunSpec) -> Framework:
-    """The framework that `runtime.framework` names; the others are not loaded."""
+    """Import the framework that `runtime.framework` names, and no other."""
     train: Framework = import_module(f"{__name__}.{spec.runtime.framework}").train
     return train
