@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, done by a model in memory."""
+"""Score a model in memory with EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Draws for the standard errors that no formula gives.
+# Bootstrap samples, for standard errors without a formula.
 _DRAWS = 100
 
 
 class Score(NamedTuple):
-    """What a model came to in a task, by one of its metrics."""
+    """A model's result in a task, by one metric."""
 
     value: float
     error: float | None
-    """Its standard error, where there is one."""
+    """Standard error, if the harness computes one."""
     higher_is_better: bool | None
 
 
 def require_tasks(spec: RunSpec) -> None:
-    """Raises ValueError when `evaluation.tasks` has any that are not known: before anything is trained."""
+    """Raises ValueError if the harness is not installed, or does not know a name in `evaluation.tasks`."""
     tasks = spec.evaluation.tasks
     if not tasks:
         return
@@ -58,16 +58,17 @@ def require_tasks(spec: RunSpec) -> None:
 def task_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: RunSpec
 ) -> dict[tuple[str, str], Score]:
-    """Scores by task and metric; of a group of tasks those of the group, where it has some.
+    """Scores by task and metric. A group with its own scores replaces those of its tasks.
 
-    Raises ValueError when a task cannot be loaded, which may need the Hub.
+    Raises:
+        ValueError: a task cannot be loaded, which may need the Hub.
     """
     evaluation = spec.evaluation
     if not evaluation.tasks:
         return {}
-    # Else it forks a process per core to draw samples.
+    # Otherwise the harness forks a process per core for bootstrap samples.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    # It warns that a model which is loaded already is taken as it is: that is meant.
+    # Hides a warning that a loaded model is used as it is, which is intended.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -90,7 +91,7 @@ def task_scores(
 
 
 def scores_of(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
-    """Scores by task and metric, of what `simple_evaluate` returns."""
+    """Scores by task and metric, from the result of `simple_evaluate`."""
     found = {task: _numbers(values) for task, values in results["results"].items()}
     inside = {part for group, parts in results["group_subtasks"].items() if found.get(group) for part in parts}
     scores = {}
@@ -106,7 +107,7 @@ def scores_of(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """By metric and filter, which the harness joins by a comma; what else it tells of a task has none."""
+    """Numbers by metric and filter. The harness joins the two with a comma; its other keys have none."""
     split = {tuple(name.split(",", 1)): value for name, value in values.items() if "," in name}
     return {
         (metric, filtered): float(value)
@@ -120,17 +121,17 @@ def _is_file(task: str) -> bool:
 
 
 def _task_manager(tasks: tuple[str, ...]) -> TaskManager:
-    """What finds tasks; to look through the harness's own takes many seconds."""
+    """A task manager. Indexing the harness's own tasks takes many seconds, so it is skipped if every task is a file."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=not all(map(_is_file, tasks)))
 
 
 def _load(manager: TaskManager, task: str) -> list[Any]:
-    """A task, the tasks of a tag, or a group, with their data."""
+    """Load a task, the tasks of a tag, or a group, with their data."""
     try:
         loaded = manager.load([task])
-    # Errors of the Hub's client, of data sets and of a task's own code have no common class.
+    # Errors of the Hub's client, of `datasets` and of a task's own code have no common base class.
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(
