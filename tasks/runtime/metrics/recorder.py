@@ -116,7 +116,9 @@ class Recorder:
     def end_step(
         self, step: int, grad_norm: Tensor | float | None, learning_rate: float, skipped: Tensor | None
     ) -> list[MetricPoint]:
-        """Record an optimizer step; `skipped` is 1 if it changed nothing. Returns the points that were written, if any."""
+        """Record an optimizer step; `skipped` is 1 if it changed nothing. Returns the points that were written,
+        if any.
+        """
         assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
         self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, skipped))

@@ -75,7 +75,9 @@ def _set_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _full_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, with an error that says what to do if the layer is not one graph. Several graphs would only be slow."""
+    """`compiled`, with an error that says what to do if the layer is not one graph. Several graphs would only
+    be slow.
+    """
 
     @wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:

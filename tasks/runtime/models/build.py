@@ -222,7 +222,9 @@ def is_on_meta(model: PreTrainedModel) -> bool:
 
 
 def move_to_meta(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Move the parameters to the meta device and return the tensors of `model_tensors`; {} if they were there already."""
+    """Move the parameters to the meta device and return the tensors of `model_tensors`; {} if they were there
+    already.
+    """
     if is_on_meta(model):
         return {}
     taken = model_tensors(model)

@@ -26,7 +26,9 @@ CHUNK_BYTES = 128 * 2**20
 
 
 class Head(NamedTuple):
-    """Turns rows [N, H] into logits: softcap · tanh((x Wᵀ + b) / softcap). Without a weight, rows are logits already."""
+    """Turns rows [N, H] into logits: softcap · tanh((x Wᵀ + b) / softcap). Without a weight, rows are logits
+    already.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None

@@ -58,7 +58,9 @@ def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
 def score_rows(
     rows: Rows, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
 ) -> Reference | None:
-    """Score the answers of the first `count` rows, `size` rows at a time. Returns None except on rank 0. A collective."""
+    """Score the answers of the first `count` rows, `size` rows at a time. Returns None except on rank 0. A
+    collective.
+    """
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
     rounds = -(-len(batches) // processes.world_size)
     found: dict[int, tuple[list[int], list[float]]] = {}

@@ -50,7 +50,9 @@ class Strategy(Protocol):
         """
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Wrap the forward and backward pass of a micro-batch. Only the `last` one of a step has to average gradients."""
+        """Wrap the forward and backward pass of a micro-batch. Only the `last` one of a step has to average
+        gradients.
+        """
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
         """Scale the step's gradients down to a global norm of `max_norm`; 0 sets no limit. A collective.

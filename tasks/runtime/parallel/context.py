@@ -37,7 +37,9 @@ def require_context_parallel_support(spec: RunSpec) -> None:
 
 
 def _unsupported_reason(config: PretrainedConfig) -> str | None:
-    """The operation of the model that needs more of a row than the keys and values of attention; None if there is none."""
+    """The operation of the model that needs more of a row than the keys and values of attention; None if there
+    is none.
+    """
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"} or any(
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):

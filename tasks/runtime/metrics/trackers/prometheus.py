@@ -62,7 +62,9 @@ class Prometheus:
     """The metrics, and the endpoint that serves them."""
 
     def __init__(self, spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> None:
-        """If the port is taken, there is a warning and no endpoint. `warmup` returns the current facts at each scrape."""
+        """If the port is taken, there is a warning and no endpoint. `warmup` returns the current facts at each
+        scrape.
+        """
         assert spec.tracking.prometheus_port is not None
         self._registry = CollectorRegistry()
         self._labels = {"run": spec.name, "rank": str(processes.rank), "framework": spec.runtime.framework}

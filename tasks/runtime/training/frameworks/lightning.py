@@ -46,7 +46,9 @@ def train(job: Job) -> None:
 
 
 class _MicroBatches:
-    """The job's micro-batches. It reads all of a step together, because the loss of each depends on the count of all."""
+    """The job's micro-batches. It reads all of a step together, because the loss of each depends on the count
+    of all.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job, self._loader = job, job.loader()
@@ -178,7 +180,9 @@ class _Strategy(ParallelStrategy):
         return objects[0]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Re-raise Ctrl-C and restore its handler. Lightning would exit, and a notebook would ignore the next Ctrl-C."""
+        """Re-raise Ctrl-C and restore its handler. Lightning would exit, and a notebook would ignore the next
+        Ctrl-C.
+        """
         if isinstance(exception, KeyboardInterrupt):
             signal.signal(signal.SIGINT, self._on_interrupt)
             raise exception
