@@ -105,13 +105,13 @@ def test_skips_in_a_row_are_limited():
 
 
 def test_a_run_that_took_no_step_does_not_end_well():
-    with pytest.raises(ValueError, match=r"step 3: .* none of them was taken"):
+    with pytest.raises(ValueError, match=r"step 3: .* all of them were skipped"):
         guard().apply_policy([nan(1), nan(2), nan(3)], newest=0, steps=3)
 
 
 def test_stop_says_how_to_go_on():
     with pytest.raises(
-        ValueError, match=r"step 2: the loss is nan.*was not taken, and faults\.nonfinite is 'stop'.*'rollback'"
+        ValueError, match=r"step 2: the loss is nan.*was skipped, and faults\.nonfinite is 'stop'.*'rollback'"
     ):
         guard(nonfinite="stop").apply_policy([point(1), nan(2)], newest=0, steps=9)
     with pytest.raises(ValueError, match=r"loss of 9\.0000 is far above.*faults\.spike is 'stop'"):
@@ -126,7 +126,7 @@ def test_rollback_passes_over_all_that_is_bad_so_often_as_it_may():
     returning.skip_data(4, caught.value)
     returning.skip_data(4, RollBack(5, ""))
     assert returning.passed_over == [(4, 3), (4, 1)]
-    with pytest.raises(ValueError, match=r"gone back 2 times already, and faults\.max_rollbacks"):
+    with pytest.raises(ValueError, match=r"returned to a checkpoint 2 times already, and faults\.max_rollbacks"):
         returning.skip_data(4, RollBack(5, "the loss is nan"))
 
 
@@ -140,7 +140,7 @@ def test_of_steps_that_follow_lost_weights_none_is_to_blame():
 
 def test_before_the_first_checkpoint_rollback_skips_what_was_not_taken():
     guard(nonfinite="rollback").apply_policy([nan(1)], newest=0, steps=9)
-    with pytest.raises(ValueError, match=r"weights are lost.*There is no checkpoint to go back to"):
+    with pytest.raises(ValueError, match=r"weights are lost.*There is no checkpoint to return to"):
         guard(nonfinite="rollback").apply_policy([point(1, math.nan, None)], newest=0, steps=9)
 
 

@@ -36,7 +36,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
             "tracking": {"report_to": []},
         }
     )
-    with pytest.raises(ValueError, match=r"step 1: the weights are not finite.*max_grad_norm above 0"):
+    with pytest.raises(ValueError, match=r"step 1: the weights are no longer finite.*max_grad_norm above 0"):
         train_spec(spec)
     assert checkpoint.latest(RunFolder.of(spec).checkpoints) is None
     assert not RunFolder.of(spec).record.exists()

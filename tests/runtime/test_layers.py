@@ -131,6 +131,6 @@ def test_a_layer_that_is_no_graph_is_refused(monkeypatch):
 def test_a_model_that_does_not_tell_its_layers_is_refused(training):
     settings = Training(**training)
     field = f"training.{next(iter(training))}"
-    with pytest.raises(ValueError, match=rf"{field} goes by a model's layers, and Linear .* set {field} to"):
+    with pytest.raises(ValueError, match=rf"{field} needs the model's layers, and Linear .* set {field} to"):
         activation_checkpointing.checkpoint_activations(nn.Linear(2, 2), settings)
         activation_checkpointing.compile_layers(nn.Linear(2, 2), settings)

@@ -172,7 +172,7 @@ def prepared(folder, model, text):
 
 def test_a_token_that_the_model_does_not_embed_is_warned_of_where_no_row_has_it(beyond, tmp_path, caplog):
     require_embeddings(*prepared(tmp_path, beyond, "2 + 2 = 4"))
-    assert "has no embedding for '<image>' of the tokenizer, which no row has" in caplog.text
+    assert "has no embedding for '<image>' of the tokenizer; no row contains them" in caplog.text
     spec, data = prepared(tmp_path, beyond, "2 + 2 = <image>")
     with pytest.raises(ValueError, match=r"data\.source: its rows have the token '<image>', number \d+, but model"):
         require_embeddings(spec, data)

@@ -44,7 +44,7 @@ def test_a_family_of_the_kernel_layer_that_does_not_is_probed():
 def test_a_state_that_goes_on_is_refused_where_rows_are_shared():
     packed = RunSpec.model_validate({"model": {"name": "org/mamba"}, "kernels": {"enabled": False}})
     with pytest.raises(
-        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM lets a text see.*false"
+        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM mixes the sequences.*false"
     ):
         require_packing_support(mamba(), packed)
     alone = RunSpec.model_validate({**packed.model_dump(), "data": {"packing": False}})
@@ -91,7 +91,7 @@ def test_positions_that_were_learned_are_counted():
 def test_rows_that_are_longer_than_learned_positions_are_refused(tmp_path):
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path / "gpt2")
     spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gpt2")}, "data": {"sequence_length": 64}})
-    with pytest.raises(ValueError, match=r"data\.sequence_length 64 is more than the 48 positions.*48 or less"):
+    with pytest.raises(ValueError, match=r"data\.sequence_length 64 exceeds the 48 learned positions.*48 or less"):
         require_position_embeddings(spec)
     require_position_embeddings(RunSpec.model_validate({**spec.model_dump(), "data": {"sequence_length": 48}}))
     # Any number of positions that are computed.

@@ -94,7 +94,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("falcon_h1", {}, r"has layers that are no attention and go through a row in order; set parallel\.context"),
+        ("falcon_h1", {}, r"has layers other than attention that process a row in order; set parallel\.context"),
         ("gemma2", {}, r"caps the scores of attention"),
         (
             "gemma3_text",
@@ -144,8 +144,8 @@ def test_the_spec_refuses_what_cannot_be(sections, message):
         ("llama", {"num_attention_heads": 2}, 4, r"4 does not divide num_attention_heads 2 .*; set it to one of 1, 2"),
         ("qwen2", {"num_key_value_heads": 2}, 4, r"4 does not divide num_key_value_heads 2 .*; set it to one of 1, 2"),
         ("phi3", {"intermediate_size": 33}, 2, r"2 does not divide intermediate_size 33"),
-        ("falcon_h1", {}, 2, r"for model type 'falcon_h1' it does not say how; set parallel\.tensor_parallel to 1"),
-        ("qwen3_5_text", {}, 2, r"it cuts only columns of linear_attn, of which gradients are not known here; set"),
+        ("falcon_h1", {}, 2, r"for model type 'falcon_h1' it does not exist; set parallel\.tensor_parallel to 1"),
+        ("qwen3_5_text", {}, 2, r"shards only the columns of linear_attn, whose gradients would be incomplete; set"),
     ],
 )
 def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, sizes, ways, message):

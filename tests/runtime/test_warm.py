@@ -101,7 +101,7 @@ def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     report = warm_up_pod(pod)
     assert report == {"skipped": "its process ended with code 1"}
-    assert "training starts all the same" in caplog.text
+    assert "training starts anyway" in caplog.text
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert warm_up_pod(pod) == report
 
@@ -169,7 +169,7 @@ def test_with_no_place_at_all_training_starts(tmp_path, monkeypatch, pod):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(warm_pod, "_TEMPORARY", ())
     report = warm_up_pod(pod)
-    assert report["skipped"] == "no directory takes what Triton writes" and "Not a directory" in report["problems"][0]
+    assert report["skipped"] == "no directory can hold Triton's cache" and "Not a directory" in report["problems"][0]
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "cache")
 
 

@@ -38,20 +38,20 @@ def require_tasks(spec: RunSpec) -> None:
         return
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or leave "
-            "evaluation.tasks out"
+            "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or remove "
+            "evaluation.tasks"
         )
     known = set(_task_manager(tasks).all_tasks)
     for task in tasks:
         if _is_file(task):
             if not Path(task).is_file():
-                raise ValueError(f"evaluation.tasks: there is no file {task!r}, seen from {Path.cwd()}")
+                raise ValueError(f"evaluation.tasks: there is no file {task!r} in {Path.cwd()}")
         elif task not in known:
             close = get_close_matches(task, known, n=3)
             meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             raise ValueError(
-                f"evaluation.tasks: {task!r} is no task, group or tag of lm-evaluation-harness; {meant}'lm-eval ls "
-                "tasks' shows all of them; a task of your own is named by its YAML file"
+                f"evaluation.tasks: {task!r} is not a task, group or tag of lm-evaluation-harness; {meant}'lm-eval ls "
+                "tasks' shows all of them; for a task of your own, give its YAML file"
             )
 
 
@@ -86,7 +86,9 @@ def task_scores(
     )
     for task, shown in results["n-shot"].items():
         if evaluation.few_shot not in (None, shown):
-            log.warning("evaluation.few_shot %d: task %s shows %d all the same", evaluation.few_shot, task, shown)
+            log.warning(
+                "evaluation.few_shot %d: task %s sets the number itself, to %d", evaluation.few_shot, task, shown
+            )
     return scores_of(results)
 
 
@@ -136,7 +138,7 @@ def _load(manager: TaskManager, task: str) -> list[Any]:
         said = " ".join(str(error).split())
         raise ValueError(
             f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {said}. The trained model is "
-            "saved; mend that, or leave the task out, and start the run again, which evaluates it"
+            "saved. Fix the cause or remove the task, and start the run again, which evaluates it"
         ) from error
     children = {child for names in loaded["group_map"].values() for child in names}
     groups = [group for name, group in loaded["groups"].items() if name not in children]

@@ -66,8 +66,8 @@ def verify(folder: Path, expected: dict[str, Tensor], device: torch.device, atte
         wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
     if wrong is not None:
         raise ValueError(
-            f"the exported model in {folder} is not the trained one: {wrong}. It is not put in place; the run's "
-            "checkpoints are whole. Start the run again to export once more"
+            f"the exported model in {folder} is not the trained one: {wrong}. It replaces no earlier export, and the "
+            "run's checkpoints are complete. Start the run again to export once more"
         )
 
 

@@ -96,8 +96,8 @@ def _copy_processor(spec: RunSpec, folder: Path) -> None:
             kept.append(shutil.copyfile(found, folder / file))
     if not kept:
         log.warning(
-            "model.name %r takes more than texts, and none of %s could be read; who serves the exported model may want "
-            "them: put them into its folder", name, ", ".join(PROCESSOR_FILES),
+            "model.name %r is multimodal, but none of %s could be read; servers may need them: copy them into the "
+            "exported folder", name, ", ".join(PROCESSOR_FILES),
         )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _origin(spec: RunSpec) -> dict[str, Any]:
         known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     # There is no card, no network, or the card's YAML is invalid.
     except Exception as error:
-        log.info("model card: without a licence, as no card of %s could be read (%s)", name, type(error).__name__)
+        log.info("model card: no license, because the card of %s could not be read (%s)", name, type(error).__name__)
         return origin
     licence = {
         key: known[key] for key in ("license", "license_name", "license_link") if isinstance(known.get(key), str)

@@ -31,8 +31,8 @@ def require_export_targets(spec: RunSpec) -> None:
 
         if get_token() is None:
             raise ValueError(
-                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token that may write there; set the "
-                "environment variable HF_TOKEN, also where the model is exported, or leave export.push_to_hub out"
+                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token with write access; set the environment "
+                "variable HF_TOKEN here and where the model is exported, or remove export.push_to_hub"
             )
     if spec.export.url is not None:
         address, store, root = _place(spec)
@@ -41,8 +41,8 @@ def require_export_targets(spec: RunSpec) -> None:
         # Clients of stores raise errors without a common base class.
         except Exception as error:
             raise ValueError(
-                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; mend that, choose another "
-                "export.url, or leave it out"
+                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; fix the cause, choose "
+                "another export.url, or remove it"
             ) from error
         _require_exported(address, there)
 
@@ -68,8 +68,8 @@ def _attempt(field: str, model: Path, copy: Callable[[], str]) -> str:
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(
-            f"{field}: the model could not be copied: {type(error).__name__}: {said}. It is in {model}, whole; mend "
-            "that and start the run again, which copies once more"
+            f"{field}: the model could not be copied: {type(error).__name__}: {said}. It is complete in {model}; fix "
+            "the cause and start the run again, which copies it again"
         ) from error
     log.info("copied to %s", place)
     return place
@@ -128,8 +128,8 @@ def _require_exported(address: str, there: list[str]) -> None:
     if foreign:
         more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
         raise ValueError(
-            f"export.url: {address} is to be the exported model's alone, and has what no export wrote: "
-            f"{foreign[0] or 'it is a file'}{more}; choose another export.url or name, or move that away"
+            f"export.url: {address} has files that no export wrote: {foreign[0] or 'it is a file'}{more}; choose "
+            "another export.url or name, or move them away"
         )
 
 

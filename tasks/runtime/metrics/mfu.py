@@ -51,10 +51,12 @@ def build_mfu(model: PreTrainedModel, spec: RunSpec, processes: Processes, devic
             device,
         )
     elif compute_dtype(spec) != torch.bfloat16:
-        log.info("mfu: not measured, because the peak of %s is known for bfloat16 alone", device)
+        log.info("mfu: not measured, because only the bfloat16 peak of %s is known", device)
         return None
     elif flops is None:
-        log.info("mfu: not measured, because %s does not say how many experts a token is sent to", type(model).__name__)
+        log.info(
+            "mfu: not measured, because %s does not configure the number of experts per token", type(model).__name__
+        )
     return Mfu(flops, peak * processes.world_size) if peak and flops else None
 
 

@@ -41,8 +41,7 @@ def transformer_layers(model: nn.Module, field: str, instead: str) -> list[nn.Mo
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"{field} goes by a model's layers, and {type(model).__name__} does not say which they are; "
-            f"set {field} to {instead}"
+            f"{field} needs the model's layers, and {type(model).__name__} does not mark them; set {field} to {instead}"
         )
     return layers
 
@@ -89,8 +88,8 @@ def _full_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
         except Unsupported as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"training.compile is true, but layers of this model do not make one graph each: {reason}. "
-                "Set training.compile to false"
+                f"training.compile is true, but a layer of this model does not compile to one graph: {reason}. Set "
+                "training.compile to false"
             ) from error
 
     return forward

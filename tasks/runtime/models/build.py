@@ -272,12 +272,12 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
     if largest in others:
         raise ValueError(
             f"data.source: its rows have the token {others[largest]!r}, number {largest}, but model.name {name!r} "
-            f"embeds {embedded}; leave it out of the texts, or, where it pads or ends them, name another in the "
+            f"embeds {embedded}; remove it from the texts; if it is the padding or end token, set another one in the "
             "tokenizer's tokenizer_config.json"
         )
     if others:
         shown = ", ".join(map(repr, list(others.values())[:3])) + (", …" if len(others) > 3 else "")
-        log.warning("model.name %r has no embedding for %s of the tokenizer, which no row has", name, shown)
+        log.warning("model.name %r has no embedding for %s of the tokenizer; no row contains them", name, shown)
 
 
 def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -302,7 +302,7 @@ def freeze_non_text_parameters(model: PreTrainedModel) -> None:
     for parameter in beyond:
         parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in beyond)
-    log.info("model: %.1f M of its parameters are for other input than texts, and do not learn", total / 1e6)
+    log.info("model: %.1f M parameters for other input than text are frozen", total / 1e6)
 
 
 def build_planning_model(spec: RunSpec) -> PreTrainedModel:
@@ -342,5 +342,5 @@ def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
         return patch_model(model, exclude=kernels.exclude)
     except ValueError as error:
         raise ValueError(
-            f"kernels: {error}. In a spec, kernels.exclude leaves out operators, and kernels.enabled false all of them"
+            f"kernels: {error}. Set kernels.exclude to leave out operators, or kernels.enabled to false for all of them"
         ) from error

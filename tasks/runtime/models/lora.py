@@ -96,8 +96,8 @@ def require_base(model: PreTrainedModel, spec: RunSpec, expected: str) -> None:
     """Raises ValueError if `model` has other weights than the one in which the adapter was trained."""
     if base_fingerprint(model) != expected:
         raise ValueError(
-            f"model.name {spec.model.name!r} has other weights now than those that the adapter was trained in; restore "
-            "them, pin a Hub model by model.revision, or choose another name and train anew"
+            f"model.name {spec.model.name!r} has other weights than those that the adapter was trained in; restore "
+            "them, pin a Hub model with model.revision, or choose another name and train again"
         )
 
 
@@ -109,5 +109,6 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
             raise ValueError(
-                f"adapter.target_modules: {target!r} is no linear layer of the model, its head aside; it has {known}"
+                f"adapter.target_modules: {target!r} is not a linear layer of the model, or is its head; choose from "
+                f"{known}"
             )

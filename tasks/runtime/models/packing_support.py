@@ -27,15 +27,15 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
         return
     if supports_packing(model):
         return
-    why = f"{type(model).__name__} lets a text see those before it in its row, wherever positions begin again"
+    why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
     if pairs:
         raise ValueError(
-            f"objective.type 'dpo' puts both answers of a pair into one row, and model.name {spec.model.name!r} cannot "
-            f"do with that: {why}; choose a model of another family"
+            f"objective.type 'dpo' puts both answers of a pair into one row, but model.name {spec.model.name!r} does "
+            f"not support packed rows: {why}; choose a model of another family"
         )
     raise ValueError(
-        f"data.packing is true, and model.name {spec.model.name!r} cannot do with that: {why}; set data.packing to "
-        "false"
+        f"data.packing is true, but model.name {spec.model.name!r} does not support packed rows: {why}; set "
+        "data.packing to false"
     )
 
 
@@ -74,8 +74,8 @@ def require_position_embeddings(spec: RunSpec) -> None:
     learned = learned_position_count(build_model_on_meta(spec))
     if learned is not None and spec.data.sequence_length > learned:
         raise ValueError(
-            f"data.sequence_length {spec.data.sequence_length} is more than the {learned} positions that model.name "
-            f"{spec.model.name!r} has learned; set data.sequence_length to {learned} or less"
+            f"data.sequence_length {spec.data.sequence_length} exceeds the {learned} learned positions of model.name "
+            f"{spec.model.name!r}; set data.sequence_length to {learned} or less"
         )
 
 

@@ -46,7 +46,7 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
             continue
         if layer.weight.numel() % _BLOCK:
             log.warning(
-                "adapter.quantization: %s, whose weights are no whole blocks of %d, is not packed", path, _BLOCK
+                "adapter.quantization: %s is not quantized, because its size is not a multiple of %d", path, _BLOCK
             )
             continue
         parent, _, name = path.rpartition(".")

@@ -65,7 +65,7 @@ def unsupported_reason(config: PretrainedConfig) -> str | None:
     # These layers do not pass their sliding window to attention. SmolLM3 does if `use_sliding_window` is true.
     silent = config.model_type == "qwen2_moe" or (config.model_type == "smollm3" and not config.use_sliding_window)
     if silent and "sliding_attention" in (config.layer_types or ()):
-        return "has windows in its masks alone (layer_types)"
+        return "has sliding windows only in its masks (layer_types)"
     return None
 
 

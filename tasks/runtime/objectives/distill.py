@@ -150,9 +150,9 @@ class Distill:
     def _same(self, found: str, expected: str) -> str:
         if found != expected:
             raise ValueError(
-                f"objective.teacher {self._settings.teacher!r} has other weights now than those that the run has "
-                "learned from so far; restore them, pin a teacher on the Hub by objective.teacher_revision, or choose "
-                "another name and train anew"
+                f"objective.teacher {self._settings.teacher!r} has other weights than at the start of the run; "
+                "restore them, pin a teacher on the Hub with objective.teacher_revision, or choose another name and "
+                "train again"
             )
         return found
 

@@ -38,8 +38,8 @@ def with_reference(context: ObjectiveContext, score: Score) -> PreparedData:
     if not context.processes.on_main(path.is_file):
         if context.continues:
             raise ValueError(
-                f"{path} is gone: the log-probabilities that objective.reference 'precomputed' compares with; restore "
-                "it to continue this run, or choose another name and train anew"
+                f"{path} is missing: it holds the log-probabilities for objective.reference 'precomputed'; restore it "
+                "to continue this run, or choose another name and train again"
             )
         log.info("reference: reading %d rows once", len(data.train))
         size = spec.training.micro_batch_size

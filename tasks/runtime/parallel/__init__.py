@@ -79,8 +79,8 @@ def require_packages(spec: RunSpec) -> None:
     """Raises ValueError if an optional package that the spec needs is not installed."""
     if spec.parallel.type == "deepspeed" and find_spec("deepspeed") is None:
         raise ValueError(
-            "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install strata[deepspeed], "
-            "or set parallel.type to 'fsdp', which splits as much"
+            "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install "
+            "strata[deepspeed], or set parallel.type to 'fsdp', which shards as much"
         )
     if spec.is_quantized and find_spec("bitsandbytes") is None:
         raise ValueError(
@@ -95,8 +95,8 @@ def require_packages(spec: RunSpec) -> None:
         and torch.__version__ < "2.15"
     ):
         raise ValueError(
-            f"parallel.compute_dtype {spec.parallel.compute_dtype!r} beside adapter.quantization 'nf4' needs PyTorch "
-            f"2.15, and this is {torch.__version__}, whose FSDP would convert packed weights, too; set model.dtype to "
+            f"parallel.compute_dtype {spec.parallel.compute_dtype!r} with adapter.quantization 'nf4' needs PyTorch "
+            f"2.15, because FSDP of {torch.__version__} would convert packed weights; set model.dtype to "
             f"{spec.parallel.compute_dtype!r}"
         )
     if spec.optimizer.type == "adamw_8bit" and find_spec("bitsandbytes") is None:

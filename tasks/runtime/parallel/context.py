@@ -31,7 +31,7 @@ def require_context_parallel_support(spec: RunSpec) -> None:
         reason = _unsupported_reason(load_config(spec.model))
         if reason is not None:
             raise ValueError(
-                f"parallel.context_parallel {spec.context_parallel} cuts rows, and model.name {spec.model.name!r} "
+                f"parallel.context_parallel {spec.context_parallel} splits rows, but model.name {spec.model.name!r} "
                 f"{reason}; set parallel.context_parallel to 1"
             )
 
@@ -43,7 +43,7 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"} or any(
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):
-        return "has layers that are no attention and go through a row in order"
+        return "has layers other than attention that process a row in order"
     reason = unsupported_reason(config)
     if reason is not None:
         return reason
@@ -52,7 +52,7 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             kind = parameters["rope_type"]
-            return f"has rotary embeddings that go by the length of a row (rope_type {kind!r})"
+            return f"has rotary embeddings that depend on the length of a row (rope_type {kind!r})"
     return None
 
 

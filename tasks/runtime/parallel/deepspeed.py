@@ -152,8 +152,9 @@ def _require_one_dtype(model: PreTrainedModel) -> None:
     others = [name for name, parameter in model.named_parameters() if parameter.dtype != model.dtype]
     if others:
         raise ValueError(
-            f"parallel.type 'deepspeed' trains a model in one type, and {others[0]!r} is not {str(model.dtype)[6:]} "
-            "like the rest; set model.dtype to 'float32', beside which parallel.type 'fsdp' has parallel.compute_dtype"
+            f"parallel.type 'deepspeed' needs all weights in one dtype, but {others[0]!r} is not "
+            f"{str(model.dtype)[6:]} like the rest; set model.dtype to 'float32', or parallel.type to 'fsdp', which "
+            "has parallel.compute_dtype"
         )
 
 

@@ -113,6 +113,7 @@ def require_one_dtype(model: PreTrainedModel) -> None:
     others = [name for name, dtype in learned.items() if dtype != model.dtype]
     if others:
         raise ValueError(
-            f"parallel.type 'fsdp' trains weights of one type, and {others[0]!r} is not {str(model.dtype)[6:]} like "
-            "the rest; set model.dtype to 'float32', and parallel.compute_dtype to 'bfloat16' to compute in that"
+            f"parallel.type 'fsdp' needs all trainable weights in one dtype, but {others[0]!r} is not "
+            f"{str(model.dtype)[6:]} like the rest; set model.dtype to 'float32', and parallel.compute_dtype to "
+            "'bfloat16' to compute in bfloat16"
         )

@@ -107,14 +107,14 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
     columns, rows = _parents(plan, ColumnParallelLinear), _parents(plan, RowParallelLinear, SplitRowParallelLinear)
     unclosed = sorted(columns - rows)
     if not plan or unknown or unclosed:
-        reason = "does not say how"
+        reason = "does not exist"
         if unknown:
-            reason = f"cuts it in ways that are not known here: {', '.join(unknown)}"
+            reason = f"has unknown styles: {', '.join(unknown)}"
         elif unclosed:
-            reason = f"cuts only columns of {', '.join(unclosed)}, of which gradients are not known here"
+            reason = f"shards only the columns of {', '.join(unclosed)}, whose gradients would be incomplete"
         raise ValueError(
-            f"parallel.tensor_parallel cuts the matrices of a model as transformers says, and for model type "
-            f"{config.model_type!r} it {reason}; set parallel.tensor_parallel to 1"
+            "parallel.tensor_parallel needs a sharding plan of transformers, and that for model type "
+            f"{config.model_type!r} {reason}; set parallel.tensor_parallel to 1"
         )
     return plan
 

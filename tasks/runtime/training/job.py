@@ -185,7 +185,7 @@ class Job:
             self.recorder.restart_clock()
         if stop and step < self.steps:
             self.writer.wait()
-            log.info("told to stop: step %d is done and saved", step)
+            log.info("received SIGTERM: step %d is done and saved", step)
             raise Preempted("SIGTERM")
         if step < self.steps:
             self.watchdog.expect(f"step {step + 1}")
@@ -200,7 +200,7 @@ class Job:
         self.writer.wait()
         folder, metadata = self.processes.on_main(self._newest)
         if folder is None:
-            raise ValueError(f"{fault}; and there is no whole checkpoint in {self.writer.root} to go back to")
+            raise ValueError(f"{fault}; and there is no complete checkpoint in {self.writer.root} to return to")
         self.start = self.newest = checkpoint.step_of(folder)
         self.guard.restore(facts)
         self.guard.skip_data(self.start, fault)
@@ -208,7 +208,7 @@ class Job:
         self.writer.update_metadata(folder, self.guard.metadata())
         self.recorder.rolled_back()
         if self.processes.is_main:
-            log.warning("%s; back to step %d, and past the data up to there", fault, self.start)
+            log.warning("%s; returning to step %d and skipping the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)
 
     def _newest(self) -> tuple[Path | None, dict[str, Any]]:
@@ -224,7 +224,7 @@ class Job:
             if self.spec.nonfinite == "rollback" and self.newest:
                 raise RollBack(step, "the weights are not finite")
             raise ValueError(
-                f"step {step}: the weights are not finite any more, so they are not saved; start anew under another "
+                f"step {step}: the weights are no longer finite, so they are not saved; start again under another "
                 "name with a lower optimizer.lr, a higher schedule.warmup_ratio, or optimizer.max_grad_norm above 0"
             )
 

@@ -118,9 +118,9 @@ class StepGuard:
         limit = self._spec.faults.max_rollbacks
         if len(self.data_skips) >= limit:
             raise ValueError(
-                f"{fault}; the run has gone back {limit} times already, and faults.max_rollbacks allows no more. Start "
-                "anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio, look at the "
-                "data, or raise faults.max_rollbacks and start it again"
+                f"{fault}; the run has returned to a checkpoint {limit} times already, and faults.max_rollbacks "
+                "allows no more. Start again under another name with a lower optimizer.lr or a higher "
+                "schedule.warmup_ratio, look at the data, or raise faults.max_rollbacks and start it again"
             )
         self.data_skips.append((step, fault.bad - step))
 
@@ -129,9 +129,9 @@ class StepGuard:
         limit = self._spec.faults.max_skips
         if self._skips > limit or self._skips == steps:
             raise ValueError(
-                f"step {point.step}: {why}, as in the {self._skips - 1} steps before; none of them was taken, and "
-                f"faults.max_skips is {limit}. Start anew under another name with a lower optimizer.lr or a higher "
-                "schedule.warmup_ratio, or look at the data; the last checkpoint is of before"
+                f"step {point.step}: {why}, as in the {self._skips - 1} steps before; all of them were skipped, and "
+                f"faults.max_skips is {limit}. Start again under another name with a lower optimizer.lr or a higher "
+                "schedule.warmup_ratio, or look at the data; the last checkpoint is from before these steps"
             )
         if self._processes.is_main:
             log.warning("step %d is skipped: %s (%d in a row)", point.step, why, self._skips)
@@ -156,12 +156,12 @@ def _reason(point: MetricPoint) -> tuple[str, str] | None:
 
 
 def _end(point: MetricPoint, field: str, why: str, action: str) -> str:
-    state = "the step was not taken" if point.skipped else "the weights are lost"
+    state = "the step was skipped" if point.skipped else "the weights are lost"
     if action == "rollback":
-        more = "There is no checkpoint to go back to; lower checkpoint.every, or start"
+        more = "There is no checkpoint to return to; lower checkpoint.every, or start"
     else:
         more = f"Set faults.{field} to 'rollback' and start it again, to continue from its last checkpoint; or start"
     return (
-        f"step {point.step}: {why}; {state}, and faults.{field} is {action!r}. {more} anew under another name with a "
+        f"step {point.step}: {why}; {state}, and faults.{field} is {action!r}. {more} again under another name with a "
         "lower optimizer.lr or a higher schedule.warmup_ratio"
     )

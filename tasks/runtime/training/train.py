@@ -112,8 +112,8 @@ def _stop_if_requested(run: Session, job: Job) -> None:
 
     Later, no rank looks at the stop request, and an upload waits as long as the store is away.
     """
-    if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
-        log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
+    if run.spec.checkpoint.url and not run.processes.all_true(not job.notice.given):
+        log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.steps)
         raise Preempted("SIGTERM")
 
 
@@ -270,8 +270,8 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
     if latest and checkpoint.metadata_of(latest)["data_hash"] != data.manifest.content_hash:
         raise ValueError(
             f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
-            "tokenizer, what the chat template prints, Python or a package changed. Restore them, or the folder of the "
-            f"prepared data, to continue that run, choose another name, or remove {run.folder.root}"
+            "tokenizer, the output of the chat template, Python or a package changed. Restore them, or the folder of "
+            f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
     if done in (0, steps) and run.folder.record.exists():
@@ -281,11 +281,11 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
             return latest, record.model_copy(update={"checkpoint": str(latest)})
         if record.status == "complete":
             raise ValueError(
-                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has no "
-                f"whole checkpoint; restore that, choose another name, or remove {run.folder.root} to train anew"
+                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
+                f"no complete checkpoint; restore it, choose another name, or remove {run.folder.root} to train again"
             )
-    if not latest and run.folder.has_progress:
-        log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
+    if not latest and run.folder.begun:
+        log.warning("%s has recorded steps but no complete checkpoint: the run starts again", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.uploader is not None:
         run.uploader.discard_after(done)

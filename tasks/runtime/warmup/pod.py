@@ -110,7 +110,7 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
         try:
             inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(files.report))
         except (OSError, IndexError) as error:
-            problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
+            problems.append(f"graphs are compiled but not kept: no folder can be written ({error})")
     if torch.cuda.is_available():
         report = _warm_up_kernels(spec, files)
     else:
@@ -156,7 +156,7 @@ def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
     else:
         os.environ["TRITON_CACHE_DIR"] = str(configured)
     if report is None:
-        report = _skipped_warmup("no directory takes what Triton writes")
+        report = _skipped_warmup("no directory can hold Triton's cache")
     return _with_problems(report, problems) if problems else report
 
 
@@ -183,7 +183,7 @@ def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) 
 
 
 def _skipped_warmup(problem: str) -> WarmupFacts:
-    log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
+    log.warning("warm-up: %s; training starts anyway and compiles as it goes", problem)
     return WarmupFacts(skipped=problem)
 
 

@@ -35,7 +35,7 @@ def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[s
         )
     # The clients of stores raise errors of many classes.
     except Exception as error:
-        problems.append(f"the store was left alone: {type(error).__name__}: {error}")
+        problems.append(f"the store cannot be opened: {type(error).__name__}: {error}")
         return None
 
 

@@ -59,7 +59,7 @@ def require_trackers(spec: RunSpec) -> None:
         variables = _ENVIRONMENT.get(name, {})
         if variables and not any(os.environ.get(variable) for variable in variables):
             advice = " or ".join(f"{variable} to {value}" for variable, value in variables.items())
-            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
+            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or remove it")
 
 
 def require_planned_trackers(spec: RunSpec) -> None:
@@ -79,7 +79,7 @@ def require_tracker_packages(spec: RunSpec) -> None:
         if found is None or found.origin is None:
             package = f"'strata[{name}]'" if name in _ENVIRONMENT else name
             raise ValueError(
-                f"tracking.report_to has {name!r}, which is not installed; pip install {package}, or take it out"
+                f"tracking.report_to has {name!r}, which is not installed; pip install {package}, or remove it"
             )
 
 

@@ -67,7 +67,7 @@ class Channel:
         self._warned = True
         since = f"from step {self._waiting[0].step} on " if self._waiting else ""
         log.warning(
-            "tracking: %s failed and is tried again at every report (%s: %s); training goes on, and metrics.jsonl has "
-            "what it misses %suntil then",
+            "tracking: %s failed and is tried again at every report (%s: %s); training continues, and metrics.jsonl "
+            "has the values that it misses %suntil then",
             self._name, type(error).__name__, error, since,
         )  # fmt: skip

@@ -119,8 +119,8 @@ class Prometheus:
             self._server, self._thread = start_http_server(port, registry=self._registry)
         except OSError as error:
             log.warning(
-                "tracking.prometheus_port: no metrics are served by this process, because it cannot listen on port %d "
-                "(%s); choose another port, of which a pod takes one for each of its processes",
+                "tracking.prometheus_port: this process serves no metrics, because it cannot listen on port %d (%s); "
+                "choose another port, the first of one for each process of a pod",
                 port,
                 error,
             )
