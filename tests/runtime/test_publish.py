@@ -118,7 +118,7 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
 
 def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
     with pytest.raises(
-        ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is in {model}, whole"
+        ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is complete in {model}"
     ):
         publish(spec_of(push_to_hub="other/model"), model)
     assert (model / "config.json").exists()
