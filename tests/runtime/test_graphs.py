@@ -147,9 +147,9 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     kept.write(here(), FILES)
     counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 3)
     monkeypatch.setattr(kept, "counted", lambda: next(counts))
-    giver = inductor_cache.GraphArchiver(spec, Processes())
-    giver.close()
-    assert giver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
+    archiver = inductor_cache.GraphArchiver(spec, Processes())
+    archiver.close()
+    assert archiver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
     shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
     assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and kept.read(here()) == FILES
 
@@ -287,11 +287,11 @@ def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatc
     def given(processes: Processes) -> list[Path]:
         nonlocal counts
         counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 20)
-        giver = inductor_cache.GraphArchiver(spec, processes)
-        giver.step_ended()
-        giver.step_ended()
-        giver.close()
-        assert giver.facts().to_dict()["graph_problems"] == []
+        archiver = inductor_cache.GraphArchiver(spec, processes)
+        archiver.step_ended()
+        archiver.step_ended()
+        archiver.close()
+        assert archiver.facts().to_dict()["graph_problems"] == []
         return list(tmp_path.rglob("*.tar.gz"))
 
     assert given(Processes(9, 1, 16)) == []

@@ -135,9 +135,9 @@ def _load(manager: TaskManager, task: str) -> list[Any]:
         loaded = manager.load([task])
     # Errors of the Hub's client, of `datasets` and of a task's own code have no common base class.
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {said}. The trained model is "
+            f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {reason}. The trained model is "
             "saved. Fix the cause or remove the task, and start the run again, which evaluates it"
         ) from error
     children = {child for names in loaded["group_map"].values() for child in names}

@@ -180,9 +180,9 @@ def _losses(record: CompletionRecord) -> str:
     before, after = record.eval_loss_before, record.eval_loss_after
     if before is None or after is None:
         return "It was not validated."
-    told = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
-    told += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
-    return ", ".join(told) + "."
+    sentences = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
+    sentences += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
+    return ", ".join(sentences) + "."
 
 
 def _scores(record: CompletionRecord) -> str:

@@ -66,9 +66,9 @@ def _attempt(field: str, model: Path, copy: Callable[[], str]) -> str:
         place = copy()
     # The clients of the Hub and of stores raise errors without a common base class.
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{field}: the model could not be copied: {type(error).__name__}: {said}. It is complete in {model}; fix "
+            f"{field}: the model could not be copied: {type(error).__name__}: {reason}. It is complete in {model}; fix "
             "the cause and start the run again, which copies it again"
         ) from error
     log.info("copied to %s", place)
@@ -82,8 +82,8 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
     hub, name = HfApi(), spec.export.push_to_hub
     # An existing repository keeps its visibility.
     address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
-    told = f"Add the model of run {spec.name}"
-    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_EARLIER))
+    message = f"Add the model of run {spec.name}"
+    hub.upload_folder(repo_id=name, folder_path=model, commit_message=message, delete_patterns=list(_EARLIER))
     return str(address)
 
 

@@ -153,9 +153,9 @@ def _problems(found: list[Finding]) -> str:
     return "; ".join(f"{finding.place}: {problem}" for finding in found for problem in finding.problems)
 
 
-def _raise_if_unfit(processes: Processes, told: Callable[[], str]) -> None:
+def _raise_if_unfit(processes: Processes, message: Callable[[], str]) -> None:
     """Raise `Unhealthy` on every rank if the text from rank 0 is not empty."""
-    problems = processes.on_main(told)
+    problems = processes.on_main(message)
     if problems:
         raise Unhealthy(f"not fit to train on: {problems}. Nothing was started; take the node out of the cluster")
 

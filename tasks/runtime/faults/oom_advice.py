@@ -51,7 +51,7 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, begun: bool = T
         after = memory_of(changed, shape).peak
         if after < now.peak - 0.05 * GIB:
             lines.append(
-                f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
+                f"  {_describe(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
                 f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
                 f"{'; choose another name' if has_progress and changed_fixed_fields(spec, changed) else ''}"
             )
@@ -118,15 +118,15 @@ def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
     return None if changed == spec else changed
 
 
-def _said(spec: RunSpec, change: _Change) -> str:
+def _describe(spec: RunSpec, change: _Change) -> str:
     values = spec.model_dump()
-    said = []
+    changed = []
     for section, fields in change.fields.items():
         for field, value in fields.items():
             old = values[section].get(field)
             if old != value:
-                said.append(f"{section}.{field} {_yaml(old)} -> {_yaml(value)}")
-    return ", ".join(said)
+                changed.append(f"{section}.{field} {_yaml(old)} -> {_yaml(value)}")
+    return ", ".join(changed)
 
 
 def _yaml(value: Any) -> str:

@@ -98,9 +98,9 @@ class Recorder:
         """Start a step with `targets` target tokens on all ranks together."""
         self._values, self._targets, self._tokens = {}, targets, 0
 
-    def add_micro_batch(self, share: MicroBatchLoss, *, tokens: int) -> None:
+    def add_micro_batch(self, part: MicroBatchLoss, *, tokens: int) -> None:
         """Add a micro-batch with `tokens` tokens to the current step."""
-        for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
+        for name, value in {_LOSS: part.loss.detach(), **part.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.dp_cp_size
 
@@ -133,13 +133,13 @@ class Recorder:
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
         memory, data_wait = _peak_memory(self._processes), self._data_wait
-        most = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
+        maxima = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
             # Each rank has divided its sums by the item count of all ranks, so their sum is the mean.
             dist.all_reduce(sums)
-            sums /= self._processes.tp_size
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], most.tolist())
+            sums /= self._processes.copies
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], maxima.tolist())
         self._data_wait = 0.0
         if self._file is not None and self._trackers is not None:
             self._file.write(points)
@@ -151,7 +151,7 @@ class Recorder:
             self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)
         return points
 
-    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[MetricPoint]:
+    def _points(self, steps: list[_Step], values: list[dict[str, float]], maxima: list[float]) -> list[MetricPoint]:
         """Points of `steps`, which took until now. `most`: the highest peak memory and data wait of any rank."""
         now, count = time.monotonic(), steps[-1].step - self._flushed_step
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
@@ -160,25 +160,25 @@ class Recorder:
             "time": time.time(),
             "tokens_per_second": rate,
             "step_seconds": (now - self._flushed_at) / count,
-            "memory_bytes": int(most[0]),
-            "data_wait_seconds": most[1] / count,
+            "memory_bytes": int(maxima[0]),
+            "data_wait_seconds": maxima[1] / count,
             "mfu": self._mfu.of(rate) if self._mfu else None,
         }
         points = []
         tokens, targets = self._totals
-        for step, told in zip(steps, values, strict=True):
+        for step, step_values in zip(steps, values, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
             norm = None if step.grad_norm is None else float(step.grad_norm)
             # DeepSpeed finds non-finite gradients itself, inside its step.
             ruined = norm is not None and not math.isfinite(norm)
             point = MetricPoint(
                 step=step.step,
-                loss=told.pop(_LOSS),
+                loss=step_values.pop(_LOSS),
                 learning_rate=step.learning_rate,
                 grad_norm=norm,
                 tokens=tokens,
                 target_tokens=targets,
-                metrics=told,
+                metrics=step_values,
                 skipped=int(ruined or (step.skipped is not None and bool(step.skipped))),
                 **of_all,
             )

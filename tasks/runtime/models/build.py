@@ -160,10 +160,10 @@ def _readable(source: str) -> Iterator[None]:
             yield
     # ImportError: the weights need a package, for example for their quantization.
     except (OSError, ImportError, ValueError, SafetensorError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model.name {source!r} cannot be read: {said}; give the name of a model on the Hub, or a folder with its "
-            "config.json and weights as safetensors"
+            f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
+            "its config.json and weights as safetensors"
         ) from error
 
 

@@ -93,9 +93,9 @@ class _Distillation(torch.autograd.Function):
         gradients = (dx, None if dw is None else dw.to(x.dtype), None if db is None else db.to(x.dtype))
         ctx.present = [gradient is not None for gradient in gradients]
         ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
-        loss, *told = sums.unbind()
-        ctx.mark_non_differentiable(*told)
-        return loss.clone(), *(value.clone() for value in told)
+        loss, *metrics = sums.unbind()
+        ctx.mark_non_differentiable(*metrics)
+        return loss.clone(), *(value.clone() for value in metrics)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:

@@ -76,13 +76,13 @@ class Dpo:
         if "reference" not in batch:
             with without_adapter(model):
                 batch = {**batch, "reference": self.log_probs(model, batch, max_targets)}
-        growth = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
-        chosen, rejected = (_sum_by_answer(growth, batch, side) for side in (1, -1))
+        log_ratios = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
+        chosen, rejected = (_sum_by_answer(log_ratios, batch, side) for side in (1, -1))
         losses = self._losses(chosen, rejected, batch)
         # The tensors have space for more pairs than there are, because only the device knows their number.
         real = torch.arange(losses.numel(), device=losses.device) < self.count(batch)
         beta = self._settings.beta
-        told = {
+        metrics = {
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
             "reward_margin": beta * (chosen - rejected),
@@ -90,7 +90,7 @@ class Dpo:
         }
         return MicroBatchLoss(
             (losses.where(real, 0.0).sum() / items).float(),
-            {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in told.items()},
+            {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in metrics.items()},
         )
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:

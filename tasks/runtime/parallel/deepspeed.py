@@ -59,7 +59,7 @@ class Deepspeed:
         assert isinstance(wrapped, PreTrainedModel)
         deepspeed, config = _import_deepspeed(self._processes.device), self._config(wrapped)
         if self._settings.stage == 3:
-            self._split(wrapped, config, deepspeed)
+            self._partition(wrapped, config, deepspeed)
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config, dist_init_required=False)
         if self._settings.stage == 3:
             self._register_weight_shards(wrapped)
@@ -102,7 +102,7 @@ class Deepspeed:
             "steps_per_print": None,
         }
 
-    def _split(self, model: PreTrainedModel, config: dict[str, Any], deepspeed: ModuleType) -> None:
+    def _partition(self, model: PreTrainedModel, config: dict[str, Any], deepspeed: ModuleType) -> None:
         """Stage 3: broadcast one weight at a time from rank 0 and keep this rank's shard of it."""
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self._processes.device)

@@ -64,10 +64,10 @@ class Fsdp(BaseStrategy):
         if self._tensor_mesh is not None:
             apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:
-            self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
+            self._shard(layer, reshard_after_forward=self._settings.reshard_after_forward)
         # Embeddings, last norm and head belong to no layer. They share the root group, because the fused loss reads the
         # head's weight without calling the head. They stay gathered until the backward pass, which follows at once.
-        self._split(model, reshard_after_forward=False)
+        self._shard(model, reshard_after_forward=False)
         device = self._processes.device
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
         if not weights_loaded_later:
@@ -80,7 +80,7 @@ class Fsdp(BaseStrategy):
         """
         return nullcontext()
 
-    def _split(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
+    def _shard(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
         fully_shard(
             module,

@@ -26,7 +26,7 @@ class ParallelLinear(nn.Linear):
     placements: tuple[Placement, Placement]
     group: Group
 
-    def part(self) -> tuple[Tensor, Tensor | None]:
+    def local_shards(self) -> tuple[Tensor, Tensor | None]:
         """Local shards of weight and bias; their gradients are shards of the whole gradients."""
         weight, bias = self.weight, self.bias
         assert isinstance(weight, DTensor) and (bias is None or isinstance(bias, DTensor))
@@ -40,7 +40,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H / size]."""
-        return functional.linear(x, *self.part())
+        return functional.linear(x, *self.local_shards())
 
 
 class GatheredColumnParallelLinear(ColumnParallelLinear):
@@ -55,9 +55,9 @@ class GatheredColumnParallelLinear(ColumnParallelLinear):
 _ROWS = (Shard(1), Replicate())
 
 
-def _summed(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
+def _sum_over_group(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
     """Sum `multiply(weight=shard)` over the group and add the bias once."""
-    weight, bias = layer.part()
+    weight, bias = layer.local_shards()
     y: Tensor = ReduceFromGroup.apply(multiply(weight=weight), layer.group)
     return y if bias is None else y + bias
 
@@ -69,13 +69,13 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., H]."""
-        return _summed(self, partial(functional.linear, x))
+        return _sum_over_group(self, partial(functional.linear, x))
 
     def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
         """`self(activate())` for an activation that is fused with the weight of this projection, as the kernel layer
         calls it.
         """
-        return _summed(self, activate)
+        return _sum_over_group(self, activate)
 
 
 class SplitRowParallelLinear(ParallelLinear):
@@ -85,7 +85,7 @@ class SplitRowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
-        return _summed(self, partial(functional.linear, ScatterToGroup.apply(x, self.group)))
+        return _sum_over_group(self, partial(functional.linear, ScatterToGroup.apply(x, self.group)))
 
 
 def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMesh) -> None:
@@ -98,12 +98,12 @@ def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMes
         ValueError: the size of `mesh` does not divide the sharded dimension.
     """
     assert type(linear) is nn.Linear, type(linear)
-    cut = kind.placements[0]
-    assert isinstance(cut, Shard)
-    if linear.weight.shape[cut.dim] % mesh.size():
+    placement = kind.placements[0]
+    assert isinstance(placement, Shard)
+    if linear.weight.shape[placement.dim] % mesh.size():
         raise ValueError(
-            f"parallel.tensor_parallel {mesh.size()} does not divide dimension {cut.dim} of a projection's weight, "
-            f"{list(linear.weight.shape)}; set it to a number that does"
+            f"parallel.tensor_parallel {mesh.size()} does not divide dimension {placement.dim} of a projection's "
+            f"weight, {list(linear.weight.shape)}; set it to a number that does"
         )
     linear.__class__ = kind
     linear.group = Group.of(mesh)  # type: ignore[assignment]
@@ -114,8 +114,8 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: Sequence[P
     """Turn the meta parameters of `module` into DTensors with these placements; skip parameters that are DTensors
     already.
     """
-    for (name, parameter), cut in zip(module.named_parameters(recurse=False), placements, strict=False):
+    for (name, parameter), placement in zip(module.named_parameters(recurse=False), placements, strict=False):
         if not isinstance(parameter, DTensor):
             # With None, each rank shards its own copy, which has a shape and no values.
-            part = distribute_tensor(parameter, mesh, [cut], src_data_rank=None)
+            part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))

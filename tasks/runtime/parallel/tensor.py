@@ -45,17 +45,17 @@ _DIVISIBLE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 def require_tensor_parallel_support(spec: RunSpec) -> None:
     """Raises ValueError if `parallel.tensor_parallel` does not support the model. Reads only its configuration."""
-    ways = spec.tensor_parallel
-    if ways == 1:
+    tp_size = spec.tensor_parallel
+    if tp_size == 1:
         return
     config = load_config(spec.model)
     _plan(config)
     sizes = {name: getattr(config, name) for name in _DIVISIBLE if getattr(config, name, None)}
     for name, size in sizes.items():
-        if size % ways:
-            others = ", ".join(str(n) for n in range(1, ways) if not any(size % n for size in sizes.values()))
+        if size % tp_size:
+            others = ", ".join(str(n) for n in range(1, tp_size) if not any(size % n for size in sizes.values()))
             raise ValueError(
-                f"parallel.tensor_parallel {ways} does not divide {name} {size} of model.name {spec.model.name!r}; "
+                f"parallel.tensor_parallel {tp_size} does not divide {name} {size} of model.name {spec.model.name!r}; "
                 f"set it to one of {others}"
             )
 
@@ -98,9 +98,9 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, whole_log
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
     """Paths in the base model, with `*` for a layer's number → placement style."""
-    told: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan_of_family: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     # Some versions also list embeddings and head; `apply_tensor_parallel` handles those.
-    plan = {path: style for path, style in told.items() if path.startswith("layers.")}
+    plan = {path: style for path, style in plan_of_family.items() if path.startswith("layers.")}
     unknown = sorted(set(plan.values()) - {*_KINDS, _HEAD_NORM})
     # Gradients are summed at the input of a block (attention, MLP). After its row-sharded projection the values are
     # whole again. A block without such a projection could have another input in the middle, without a hook.

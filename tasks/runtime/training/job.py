@@ -170,14 +170,14 @@ class Job:
             RollBack: the run has to return to a checkpoint; `run` handles it.
             ValueError: `faults` ends the run because of a bad step, or weights are not finite.
         """
-        self._follow(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
+        self._apply_policy(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
         self.skipped = None
         self.step_ended()
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW)
             # Write metrics first, so that every step before a checkpoint is on record.
-            self._follow(self.recorder.flush())
+            self._apply_policy(self.recorder.flush())
             self.recorder.sync()
             self._require_finite(step)
             self.writer.save(step, self.guard.metadata())
@@ -190,7 +190,7 @@ class Job:
         if step < self.steps:
             self.watchdog.expect(f"step {step + 1}")
 
-    def _follow(self, points: list[MetricPoint]) -> None:
+    def _apply_policy(self, points: list[MetricPoint]) -> None:
         self.guard.apply_policy(points, newest=self.newest, steps=self.steps)
 
     def _roll_back(self, fault: RollBack) -> None:
@@ -198,7 +198,7 @@ class Job:
         self.watchdog.expect("the return to a checkpoint", SLOW)
         self.skipped = None
         self.writer.wait()
-        folder, metadata = self.processes.on_main(self._newest)
+        folder, facts = self.processes.on_main(self._newest_checkpoint)
         if folder is None:
             raise ValueError(f"{fault}; and there is no complete checkpoint in {self.writer.root} to return to")
         self.start = self.newest = checkpoint.step_of(folder)
@@ -211,7 +211,7 @@ class Job:
             log.warning("%s; returning to step %d and skipping the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)
 
-    def _newest(self) -> tuple[Path | None, dict[str, Any]]:
+    def _newest_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
         """The newest complete checkpoint and its metadata. Only rank 0 calls it: other ranks could see another one."""
         folder = checkpoint.latest(self.writer.root)
         return folder, {} if folder is None else checkpoint.metadata_of(folder)

@@ -60,16 +60,18 @@ class StepGuard:
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
 
-    def decide(self, share: Tensor, norm: Tensor) -> Tensor:
+    def decide(self, local_loss: Tensor, norm: Tensor) -> Tensor:
         """Whether to skip the step: a scalar, 1 or 0, fp32, on the device. A collective that does not wait for the
         device.
 
-        `share`: this rank's part of the step's loss; `norm`: the gradient norm.
+        `local_loss`: this rank's part of the step's loss; `norm`: the gradient norm.
         """
-        told = torch.stack([share.double(), (~norm.isfinite()).to(share.device, torch.float64, non_blocking=True)])
+        reduced = torch.stack(
+            [local_loss.double(), (~norm.isfinite()).to(local_loss.device, torch.float64, non_blocking=True)]
+        )
         if self._processes.world_size > 1:
-            dist.all_reduce(told)
-        loss, ruined = told.unbind()
+            dist.all_reduce(reduced)
+        loss, ruined = reduced.unbind()
         loss = loss / self._processes.copies
         skipped = ~loss.isfinite() | (ruined > 0)
         if self._spec.faults.spike != "ignore":

@@ -71,7 +71,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
     if commit := data.manifest.commit:
         run.processes.on_main(lambda: run.folder.write_data_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
-    model, base = _model(run, resume_from)
+    model, base = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device)
     _log_summary(run, step, steps, resume_from)
@@ -187,7 +187,7 @@ def build_job(
     )
 
 
-def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
+def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
     """The model and the fingerprint of its initial weights. A collective.
 
     Rank 0 has the initial weights. The other ranks, and all ranks of a resumed run, have a meta model. An adapter's

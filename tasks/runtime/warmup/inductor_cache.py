@@ -91,17 +91,17 @@ def graphs_key(spec: RunSpec) -> str:
     Next to fields of the spec, it hashes the source of the activation checkpointing policy, which PyTorch's keys leave
     out.
     """
-    said = spec.model_dump(mode="json")
-    what = {
-        **{section: said[section] for section in ("model", "adapter", "objective", "parallel")},
+    fields = spec.model_dump(mode="json")
+    parts = {
+        **{section: fields[section] for section in ("model", "adapter", "objective", "parallel")},
         "kernels": [spec.kernels.enabled, spec.kernels.exclude],
-        "training": {name: value for name, value in said["training"].items() if name not in ("steps", "epochs")},
+        "training": {name: value for name, value in fields["training"].items() if name not in ("steps", "epochs")},
         "sequence_length": spec.data.sequence_length,
         # Processes of a pod have separate graphs, because a graph contains the GPU's index.
         "processes": spec.topology.nproc_per_node,
         "layers": graphs.sources(_LAYERS),
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> WarmupFacts:

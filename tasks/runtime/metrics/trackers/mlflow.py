@@ -52,8 +52,8 @@ class Mlflow:
         """Send the values."""
         metrics = [
             self._metric(name, value, int(time * 1000), step)
-            for step, time, told in values
-            for name, value in told.items()
+            for step, time, named in values
+            for name, value in named.items()
         ]
         for some in chunks(metrics, METRICS):
             self._client.log_batch(self._run_id, metrics=some)

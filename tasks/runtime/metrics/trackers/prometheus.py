@@ -68,7 +68,7 @@ class Prometheus:
         assert spec.tracking.prometheus_port is not None
         self._registry = CollectorRegistry()
         self._labels = {"run": spec.name, "rank": str(processes.rank), "framework": spec.runtime.framework}
-        self._of_a_step = {field: self._gauge(*told) for field, told in _OF_A_STEP.items()}
+        self._of_a_step = {field: self._gauge(*named) for field, named in _OF_A_STEP.items()}
         self._target = self._gauge("strata_target_steps", "Optimizer steps that the run is to do.")
         self._memory = self._gauge(
             "strata_memory_peak_bytes",
@@ -125,11 +125,11 @@ class Prometheus:
                 error,
             )
 
-    def _gauge(self, name: str, said: str) -> Gauge:
-        return Gauge(name, said, tuple(self._labels), registry=self._registry)
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, tuple(self._labels), registry=self._registry)
 
-    def _counter(self, name: str, said: str) -> Counter:
-        return Counter(name, said, tuple(self._labels), registry=self._registry)
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(name, help_text, tuple(self._labels), registry=self._registry)
 
 
 class _Warmup(Collector):
@@ -144,8 +144,8 @@ class _Warmup(Collector):
         for name in ("compiled", "failed"):
             if name in report:
                 report[name] = sum(not kernel.get("hit") for kernel in report[name])
-        for name, said, label, keys in _OF_WARMUP:
-            family = GaugeMetricFamily(name, said, labels=(*self._labels, label))
+        for name, help_text, label, keys in _OF_WARMUP:
+            family = GaugeMetricFamily(name, help_text, labels=(*self._labels, label))
             for value, key in keys.items():
                 if key in report:
                     family.add_metric((*self._labels.values(), value), report[key])

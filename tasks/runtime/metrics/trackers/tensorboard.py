@@ -21,13 +21,13 @@ class TensorBoard:
 
     def log(self, values: Sequence[Values]) -> None:
         """Write the values."""
-        for step, time, told in values:
-            if any(step <= self._newest.get(name, 0) for name in told):
+        for step, time, named in values:
+            if any(step <= self._newest.get(name, 0) for name in named):
                 # The run returned to a checkpoint. Only a new file's purge_step hides events of earlier files.
                 self._writer.close()
                 self._writer = SummaryWriter(self._folder, purge_step=step)
                 self._newest.clear()
-            for name, value in told.items():
+            for name, value in named.items():
                 self._writer.add_scalar(name, value, step, walltime=time)
                 self._newest[name] = step
         self._writer.flush()

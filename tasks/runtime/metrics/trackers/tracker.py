@@ -41,8 +41,8 @@ def values_of(point: MetricPoint) -> Values:
     """A point's values, named after the fields of the metrics file: `train/loss` is `loss`."""
     known = asdict(point)
     known |= known.pop("metrics")
-    told = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
-    return Values(point.step, point.time, told)
+    named = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
+    return Values(point.step, point.time, named)
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:

@@ -37,8 +37,8 @@ class Wandb:
 
     def log(self, values: Sequence[Values]) -> None:
         """Pass the values to the client, which sends them."""
-        for step, _, told in values:
-            self._run.log({"train/step": step, **told})
+        for step, _, named in values:
+            self._run.log({"train/step": step, **named})
 
     def close(self, *, complete: bool) -> None:
         """Wait until everything is sent, and end the run."""
