@@ -56,7 +56,7 @@ def main() -> int:
     try:
         with session(spec) as run:
             run.processes.on_main(lambda: run_checks("launch", "spec", spec=spec))
-            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.commit_for(spec)))
+            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             tell(stage=Stage.PREPARING)
             # The others take what the main process leaves; sending it would copy it.

@@ -55,7 +55,7 @@ CHECKS = (
     Check(
         "process count",
         ("pod",),
-        "process.ranks:Processes.require",
+        "process.ranks:Processes.require_world_size",
         ("processes", "spec"),
         "as many processes were started as topology states",
     ),

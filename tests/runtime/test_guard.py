@@ -80,7 +80,7 @@ def test_equal_losses_make_no_spike_of_rounding():
 def test_a_checkpoint_has_what_is_needed_to_judge_on():
     first = guard(spike="skip", spike_window=8)
     judged(first, *(3.0 + number / 10 for number in range(6)))
-    second = StepGuard(first._spec, Processes(), json.loads(json.dumps(first.facts())))
+    second = StepGuard(first._spec, Processes(), json.loads(json.dumps(first.metadata())))
     assert judged(first, 3.1, 3.2, 9.0, 3.0) == judged(second, 3.1, 3.2, 9.0, 3.0) == [0.0, 0.0, 1.0, 0.0]
     assert first.metadata() == second.metadata()
 
@@ -125,7 +125,7 @@ def test_rollback_passes_over_all_that_is_bad_so_often_as_it_may():
     assert caught.value.bad == 7
     returning.skip_data(4, caught.value)
     returning.skip_data(4, RollBack(5, ""))
-    assert returning.passed_over == [(4, 3), (4, 1)]
+    assert returning.data_skips == [(4, 3), (4, 1)]
     with pytest.raises(ValueError, match=r"returned to a checkpoint 2 times already, and faults\.max_rollbacks"):
         returning.skip_data(4, RollBack(5, "the loss is nan"))
 
@@ -135,7 +135,7 @@ def test_of_steps_that_follow_lost_weights_none_is_to_blame():
     with pytest.raises(RollBack, match="step 6: the loss is nan") as caught:
         returning.apply_policy([point(5), *(point(step, math.nan, None) for step in range(6, 9))], newest=4, steps=9)
     returning.skip_data(4, caught.value)
-    assert returning.passed_over == [(4, 2)]
+    assert returning.data_skips == [(4, 2)]
 
 
 def test_before_the_first_checkpoint_rollback_skips_what_was_not_taken():

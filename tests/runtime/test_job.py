@@ -64,9 +64,9 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
         processes=processes,
         load=lambda folder: None,
     )
-    job._newest = partial(Job._newest, job)
+    job._newest_checkpoint = partial(Job._newest_checkpoint, job)
     Job._roll_back(job, RollBack(13, "the loss is nan"))
-    assert job.guard.passed_over == [(10, 3)]
+    assert job.guard.data_skips == [(10, 3)]
 
 
 @pytest.mark.parametrize("framework", ["torch", "hf", "lightning"])

@@ -33,8 +33,8 @@ def test_processes_and_steps_start_from_other_numbers():
 
 
 def test_states_are_of_use_to_ranks_that_compute_what_they_did():
-    four = Processes(0, 0, 4), Processes(0, 0, 4, copies=2)
-    facts = [{"world_size": own.world_size, "copies": own.copies} for own in four]
+    four = Processes(0, 0, 4), Processes(0, 0, 4, tp_size=2)
+    facts = [{"world_size": own.world_size, "copies": own.tp_size} for own in four]
     assert [[same_rank_layout(there, own) for own in four] for there in facts] == [[True, False], [False, True]]
     assert not same_rank_layout(facts[0], Processes(0, 0, 2))
     # Of a checkpoint that does not tell.

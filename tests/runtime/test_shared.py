@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from strata_kernels.patch.structure import projected
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.slices import cu_seqlens, slice_of
+from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
 from tasks.runtime.parallel.context import require_context_parallel_support
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_tensor_parallel_support

@@ -43,7 +43,7 @@ class FlatStateOptimizer(Protocol):
         """The tensor to load a parameter's state into; None when this rank needs none of it."""
 
     def copy_weights_to_masters(self) -> None:
-        """Start from the weights that the model has now."""
+        """Copy the model's current weights to the master weights."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     """Load the optimizer state, sharded like the parameters are now. Call it after `load_model`."""
     parameters = dict(model.named_parameters())
     new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
-    if isinstance(optimizer, KeepsOwnMemory):
+    if isinstance(optimizer, FlatStateOptimizer):
         optimizer.copy_weights_to_masters()
         new_slot = optimizer.new_slot
     else:

@@ -44,7 +44,7 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
     whole = {
         "input_ids": pad(batch["input_ids"], filling),
         "position_ids": positions,
-        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORED),
+        "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORE_INDEX),
         "sequence_starts": torch.arange(positions.shape[1]) - positions,
     }
     parts = {
@@ -52,7 +52,7 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
         for name, tensor in whole.items()
     }
     begins = whole["sequence_starts"]
-    early, late = (cu_seqlens(begins, number, count) for number in chunks_of(processes))
+    early, late = (cu_seqlens(begins, number, count) for number in context_chunks(processes))
     return {**parts, "cu_seqlens": early, "late_cu_seqlens": late}
 
 

@@ -29,12 +29,12 @@ def advice_for(spec: RunSpec, capacity: float) -> str:
     """`advise` for the spec's model and folder. It becomes part of an error message, so it never raises."""
     try:
         shape = from_config(load_config(spec.model).to_dict())
-        return advise(spec, shape, capacity, begun=RunFolder.of(spec).begun)
+        return advise(spec, shape, capacity, has_progress=RunFolder.of(spec).has_progress)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 
 
-def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, begun: bool = True) -> str:
+def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: bool = True) -> str:
     """The estimated memory of a process next to the GPU's `capacity` in bytes, and changes that lower it.
 
     If the run has `begun`, changes that its folder does not allow are marked.

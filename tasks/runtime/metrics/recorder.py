@@ -137,7 +137,7 @@ class Recorder:
         if self._processes.world_size > 1:
             # Each rank has divided its sums by the item count of all ranks, so their sum is the mean.
             dist.all_reduce(sums)
-            sums /= self._processes.copies
+            sums /= self._processes.tp_size
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], maxima.tolist())
         self._data_wait = 0.0

@@ -28,7 +28,7 @@ from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Model
-from tasks.runtime.checkpoint.state import adopt_dtypes, model_tensors
+from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations

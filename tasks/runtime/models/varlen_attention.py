@@ -18,9 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.context_shards import document_ends
+from tasks.runtime.data.context_shards import cu_seqlens
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.data.slices import cu_seqlens
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 

@@ -81,9 +81,9 @@ class Distill:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
         # Checkpoints of earlier versions have no fingerprint of the teacher.
-        expected = context.facts.get(_FACT, unpatched)
+        expected = context.metadata.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
-        adopt_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
+        set_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
         if self._varlen:
             set_varlen_attention(teacher)
         if spec.parallel.type == "fsdp" and processes.world_size > 1:
@@ -115,7 +115,7 @@ class Distill:
         """Loss, cross entropy and divergence, divided by the target tokens of the whole step."""
         labels = next_labels(batch).flatten()
         # Positions with a label first, in order; the others add nothing.
-        kept = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:max_targets]
+        kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
         labels = labels[kept]
         teacher_x, teacher = self._run_teacher(batch)
         teacher_x = teacher_x[kept]

@@ -22,7 +22,7 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.models.lora import without_adapter
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, next_labels
-from tasks.runtime.objectives.reference import score_rows, with_reference
+from tasks.runtime.objectives.reference import score_rows, with_reference_log_probs
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.process.ranks import Processes
 
@@ -45,9 +45,9 @@ class Dpo:
         """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""
         if self._disables_adapter:
             return context.data
-        return with_reference(context, lambda batch: self.scores(context.model, batch))
+        return with_reference_log_probs(context, lambda batch: self.scores(context.model, batch))
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Empty: the data and the base weights have their own metadata."""
         return {}
 
@@ -111,7 +111,7 @@ class Dpo:
     def _losses(self, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
         beta, smoothing = self._settings.beta, self._settings.label_smoothing
         if self._settings.loss == "ipo":
-            learned = (next_labels(batch) != IGNORED).float()
+            learned = (next_labels(batch) != IGNORE_INDEX).float()
             tokens = [_sum_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
             return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
         z = beta * (chosen - rejected)

@@ -37,7 +37,7 @@ class NextToken:
         """Return the data unchanged."""
         return context.data
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Empty: the data and the base weights have their own metadata."""
         return {}
 

@@ -42,7 +42,7 @@ class ObjectiveContext:
     """Fingerprint of the initial weights."""
     continues: bool
     """Whether a checkpoint is loaded next."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     """That checkpoint's metadata."""
     collate: Callable[[list[Row]], Batch] = collate
     """Makes a batch of rows, with the inputs that the model takes."""
@@ -62,7 +62,7 @@ class Objective(Protocol):
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Called once. Returns the data with the additional columns that training rows need. A collective."""
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Metadata for checkpoints about what `prepare` found, so that a resumed run can detect a change."""
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
@@ -104,4 +104,4 @@ def next_labels(batch: Batch) -> Tensor:
 
 def target_tokens(batch: Batch) -> Tensor:
     """Number of tokens that carry loss. The first token of a row does not: nothing predicts it."""
-    return (next_labels(batch) != IGNORED).sum()
+    return (next_labels(batch) != IGNORE_INDEX).sum()

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Score = Callable[[Batch], Tensor]
 
 
-def with_reference(context: ObjectiveContext, score: Score) -> PreparedData:
+def with_reference_log_probs(context: ObjectiveContext, score: Score) -> PreparedData:
     """Add the reference model's log-probabilities to the training rows. A collective.
 
     A file in the output folder keeps them for every attempt, and for every run with the same model and data.
@@ -56,8 +56,8 @@ def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
 
 
 def score_rows(
-    rows: Rows, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
-) -> Reference | None:
+    rows: RowDataset, count: int, score: Score, processes: Processes, size: int, collate: Callable[[list[Row]], Batch]
+) -> ReferenceLogProbs | None:
     """Score the answers of the first `count` rows, `size` rows at a time. Returns None except on rank 0. A
     collective.
     """

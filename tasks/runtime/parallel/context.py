@@ -2,8 +2,8 @@
 
 All operations of a layer except attention work token by token. In attention, each rank gathers the keys and values of
 the whole row and attends to them from its own tokens; the backward pass sums their gradients over the group. Packed
-sequences stay separate: a token attends from the start of its sequence to itself. `tasks.runtime.data.slices` defines
-the slices.
+sequences stay separate: a token attends from the start of its sequence to itself.
+`tasks.runtime.data.context_shards` defines the slices.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
 def apply_context_parallel(model: PreTrainedModel, mesh: DeviceMesh, processes: Processes) -> None:
     """Make the attention of `model` gather keys and values over `mesh`, which has one dimension."""
     # transformers makes masks for whole rows. It makes none for an attention name without a registered mask function.
-    AttentionInterface.register(_NAME, _Attention(Group.of(mesh), chunks_of(processes)))
+    AttentionInterface.register(_NAME, _Attention(Group.of(mesh), context_chunks(processes)))
     model.set_attn_implementation(_NAME)
 
 
@@ -85,7 +85,7 @@ class _Attention:
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. `slice_of` makes the other inputs."""
+        """query: [B, H, 2 L, D], key, value: [B, K, 2 L, D] → [B, 2 L, H, D]. `shard_batch` makes the other inputs."""
         # [B, L, K, D] is the layout that projections write and varlen attention reads, so one contiguous copy is
         # enough.
         whole = self._whole_rows(torch.stack((key.transpose(1, 2), value.transpose(1, 2))))

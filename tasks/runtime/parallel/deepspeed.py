@@ -111,7 +111,7 @@ class Deepspeed:
     def _register_weight_shards(self, model: PreTrainedModel) -> None:
         """Stage 3: tell checkpoints where the shards are. A parameter is empty except while its layer runs."""
         for parameter in model.parameters():
-            keep_elsewhere(parameter, partial(_weights, parameter, self._processes.rank))
+            register_flat_shard(parameter, partial(_weights, parameter, self._processes.rank))
         # The fused loss reads the head's weight without calling the head. DeepSpeed gathers that weight too, because it
         # notices reads of missing weights in a forward pass. The head therefore needs no hooks, and the kernel layer
         # rejects a head with hooks.
@@ -158,7 +158,7 @@ def _require_one_dtype(model: PreTrainedModel) -> None:
         )
 
 
-def _weights(parameter: Any, rank: int) -> Fragment:
+def _weights(parameter: Any, rank: int) -> FlatShard:
     """This rank's shard of a parameter under stage 3. Shards have equal sizes; padding fills the last ones."""
     size = parameter.ds_tensor.numel()
     start = min(rank * size, parameter.ds_numel)
@@ -180,9 +180,9 @@ class _Span:
     begin: int
     """Index of the first element in `flat`."""
 
-    def of(self, flat: Tensor) -> Fragment:
+    def of(self, flat: Tensor) -> FlatShard:
         """The same elements of `flat`, which holds weights or one of their moments."""
-        return Fragment(self.shape, self.start, flat.detach().narrow(0, self.begin, self.size))
+        return FlatShard(self.shape, self.start, flat.detach().narrow(0, self.begin, self.size))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -33,7 +33,7 @@ class Fsdp(BaseStrategy):
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
         replicas, ways = self._settings.replicas, self._settings.tensor_parallel
-        sizes = {"replicate": replicas, "shard": processes.shares // replicas, "tensor": ways}
+        sizes = {"replicate": replicas, "shard": processes.dp_cp_size // replicas, "tensor": ways}
         # With one replica the mesh has no replicate dimension, and PyTorch skips the all-reduce between replicas.
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)

@@ -29,8 +29,8 @@ from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.process.signals import Notice, Preempted
-from tasks.runtime.process.watchdog import SLOW, Watchdog
+from tasks.runtime.process.signals import Preempted, StopRequest
+from tasks.runtime.process.watchdog import SLOW_FACTOR, Watchdog
 from tasks.runtime.training.step_guard import RollBack, StepGuard
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Job:
     """Sets the random states of the next step."""
     step_ended: Callable[[], None]
     """Called after every step; returns immediately."""
-    notice: Notice = field(default_factory=Notice)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     """Set by SIGTERM: the job stops after the current step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
     """The fraction of the peak learning rate, by the number of finished steps."""
@@ -133,7 +133,7 @@ class Job:
         if self.processes.world_size > 1:
             dist.all_reduce(total)
             # Each rank of a tensor-parallel group has counted the same items.
-            total //= self.processes.copies
+            total //= self.processes.tp_size
         items, targets = total.unbind()
         self.recorder.begin_step(targets)
         return items
@@ -175,7 +175,7 @@ class Job:
         self.step_ended()
         stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
         if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
-            self.watchdog.expect(f"the checkpoint of step {step}", SLOW)
+            self.watchdog.expect(f"the checkpoint of step {step}", SLOW_FACTOR)
             # Write metrics first, so that every step before a checkpoint is on record.
             self._apply_policy(self.recorder.flush())
             self.recorder.sync()
@@ -195,14 +195,14 @@ class Job:
 
     def _roll_back(self, fault: RollBack) -> None:
         """Return to the newest complete checkpoint. It records from now on which data the run skips after it."""
-        self.watchdog.expect("the return to a checkpoint", SLOW)
+        self.watchdog.expect("the return to a checkpoint", SLOW_FACTOR)
         self.skipped = None
         self.writer.wait()
-        folder, facts = self.processes.on_main(self._newest_checkpoint)
+        folder, metadata = self.processes.on_main(self._newest_checkpoint)
         if folder is None:
             raise ValueError(f"{fault}; and there is no complete checkpoint in {self.writer.root} to return to")
         self.start = self.newest = checkpoint.step_of(folder)
-        self.guard.restore(facts)
+        self.guard.restore(metadata)
         self.guard.skip_data(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.update_metadata(folder, self.guard.metadata())
@@ -218,7 +218,9 @@ class Job:
 
     def _require_finite(self, step: int) -> None:
         """With `optimizer.in_backward` no gradient norm shows that a step made the weights non-finite."""
-        learned = [values_of(parameter) for parameter in self.unwrapped_model.parameters() if parameter.requires_grad]
+        learned = [
+            local_values(parameter) for parameter in self.unwrapped_model.parameters() if parameter.requires_grad
+        ]
         finite = [values.isfinite().all().to(self.processes.device) for values in learned]
         if not self.processes.all_true(bool(torch.stack(finite).all())):
             if self.spec.nonfinite == "rollback" and self.newest:

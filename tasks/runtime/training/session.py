@@ -35,7 +35,7 @@ class Session:
     folder: RunFolder
     processes: Processes
     training_warmup: TrainingWarmup
-    mirror: Mirror | None
+    uploader: CheckpointUploader | None
     """Uploads checkpoints; None on other ranks than 0, or without `checkpoint.url`."""
 
 
@@ -48,7 +48,7 @@ def session(spec: RunSpec) -> Iterator[Session]:
     processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     folder = RunFolder.of(spec)
     run_checks("pod", "spec", spec=spec, processes=processes)
-    mirror = mirror_of(spec, folder)
+    uploader = uploader_for(spec, folder)
     if not torch.cuda.is_available():
         # Without it, accelerate guesses a value and warns.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
@@ -61,21 +61,23 @@ def session(spec: RunSpec) -> Iterator[Session]:
         report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        alone = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claim_folder(spec, folder, mirror, alone=alone)))
-        if mirror is not None:
-            held.callback(mirror.close)
+        exclusive = processes.on_main(lambda: held.enter_context(folder.lock()))
+        processes.on_main(lambda: held.enter_context(_claim_folder(spec, folder, uploader, exclusive=exclusive)))
+        if uploader is not None:
+            held.callback(uploader.close)
         _require_shared_folder(spec, folder, processes)
         with _explain_errors(spec, processes):
             check_health(spec.faults, folder, processes)
             with training_warmup(spec, folder, processes, report) as warm:
-                yield Session(spec, folder, processes, warm, mirror)
+                yield Session(spec, folder, processes, warm, uploader)
 
 
 @contextmanager
-def _claim_folder(spec: RunSpec, folder: RunFolder, mirror: Mirror | None, *, alone: bool) -> Iterator[None]:
-    """Claim the run's folder for this spec, on disk and in the object store. `alone`: this process holds the folder's
-    lock.
+def _claim_folder(
+    spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, exclusive: bool
+) -> Iterator[None]:
+    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: this process holds
+    the folder's lock.
 
     A store has no lock that shows whether another run is active. A start that fails before its first step therefore
     removes its claim from the store.

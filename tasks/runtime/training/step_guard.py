@@ -40,14 +40,14 @@ class RollBack(Exception):
 class StepGuard:
     """Decides which steps to skip, and what follows; identical on every rank."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, facts: dict[str, Any]) -> None:
+    def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
         """`facts`: metadata of the checkpoint that the run resumes from; empty for a new run."""
         self._spec, self._processes = spec, processes
-        self.restore(facts)
+        self.restore(metadata)
 
-    def restore(self, facts: dict[str, Any]) -> None:
+    def restore(self, metadata: dict[str, Any]) -> None:
         """Set the state to that of a checkpoint."""
-        kept = facts.get("guard", {"losses": [], "skips": 0, "passed_over": []})
+        kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
         # The window fills from its end. Missing losses are NaN, which makes every median NaN.
         losses = kept["losses"][-self._spec.faults.spike_window :]
         missing = self._spec.faults.spike_window - len(losses)
@@ -55,7 +55,7 @@ class StepGuard:
         self._skips: int = kept["skips"]
         self.data_skips: list[DataSkip] = [(step, steps) for step, steps in kept["passed_over"]]
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed run decides in the same way."""
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
@@ -72,7 +72,7 @@ class StepGuard:
         if self._processes.world_size > 1:
             dist.all_reduce(reduced)
         loss, ruined = reduced.unbind()
-        loss = loss / self._processes.copies
+        loss = loss / self._processes.tp_size
         skipped = ~loss.isfinite() | (ruined > 0)
         if self._spec.faults.spike != "ignore":
             skipped = skipped | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))

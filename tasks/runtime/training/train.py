@@ -91,9 +91,9 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
         if not resume_from or checkpoint.step_of(resume_from) < steps:
             run.training_warmup.wait_until_loaded()
             job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
-            stopping = deferred() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(Notice())
+            stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
-                with stopping as job.notice:
+                with stopping as job.stop_request:
                     job.run(load_framework(run.spec))
                     job.watchdog.expect("the end", math.inf)
                 _stop_if_requested(run, job)
@@ -102,7 +102,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             recorder.note("warmup", run.training_warmup.to_dict())
         else:
             # The last checkpoint may not be in the store yet.
-            run.processes.on_main(lambda: run.mirror.finish() if run.mirror is not None else None)
+            run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
     warmup = run.training_warmup.facts()
     return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
@@ -112,7 +112,7 @@ def _stop_if_requested(run: Session, job: Job) -> None:
 
     Later, no rank looks at the stop request, and an upload waits as long as the store is away.
     """
-    if run.spec.checkpoint.url and not run.processes.all_true(not job.notice.given):
+    if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
         log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.steps)
         raise Preempted("SIGTERM")
 
@@ -132,15 +132,15 @@ def build_job(
     `base`: fingerprint of the weights that the run started from, or trains an adapter in.
     """
     model, objective, collate = step.model, step.objective, step.collate
-    adopt_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
-    facts = checkpoint.facts_of(resume_from) if resume_from else {}
+    metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
     continues = resume_from is not None
     start = ObjectiveContext(
-        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, facts=facts, collate=collate
+        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
     )
     data = objective.prepare(start)
     writer = CheckpointWriter(
@@ -180,7 +180,7 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=StepGuard(run.spec, run.processes, facts),
+        guard=StepGuard(run.spec, run.processes, metadata),
         load=load,
         step_ended=run.training_warmup.step_ended,
         set_random_states=load(resume_from),
@@ -222,7 +222,7 @@ def _load(
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    continued = same_rank_layout(checkpoint.facts_of(resume_from), run.processes)
+    continued = same_rank_layout(checkpoint.metadata_of(resume_from), run.processes)
 
     def set_random_states() -> None:
         seed_generators(run.spec.seed, run.processes.dp_cp_rank, checkpoint.step_of(resume_from))
@@ -232,17 +232,17 @@ def _load(
     return set_random_states
 
 
-def same_rank_layout(facts: Mapping[str, Any], processes: Processes) -> bool:
+def same_rank_layout(metadata: Mapping[str, Any], processes: Processes) -> bool:
     """Whether each rank may use its own random states of a checkpoint: the job has the same size and tensor
     parallelism.
     """
-    there = facts["world_size"], facts.get("copies", processes.copies)
-    return there == (processes.world_size, processes.copies)
+    there = metadata["world_size"], metadata.get("copies", processes.tp_size)
+    return there == (processes.world_size, processes.tp_size)
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:
     """Optimizer steps of the run; `training.epochs` is converted by the number of rows."""
-    if rows < spec.training.micro_batch_size * spec.readers:
+    if rows < spec.training.micro_batch_size * spec.dp_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
             f"{spec.training.micro_batch_size} x {spec.dp_size} processes that read rows; "
@@ -284,7 +284,7 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
                 f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
                 f"no complete checkpoint; restore it, choose another name, or remove {run.folder.root} to train again"
             )
-    if not latest and run.folder.begun:
+    if not latest and run.folder.has_progress:
         log.warning("%s has recorded steps but no complete checkpoint: the run starts again", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.uploader is not None:
