@@ -41,7 +41,7 @@ class StepGuard:
     """Decides which steps to skip, and what follows; identical on every rank."""
 
     def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
-        """`facts`: metadata of the checkpoint that the run resumes from; empty for a new run."""
+        """`metadata`: that of the checkpoint that the run resumes from; empty for a new run."""
         self._spec, self._processes = spec, processes
         self.restore(metadata)
 
