@@ -62,7 +62,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     return folder
 
 
-def _write(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
+def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
     """Write model and tokenizer and verify the folder. One model is in memory at a time."""
     device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)

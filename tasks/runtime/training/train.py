@@ -46,17 +46,18 @@ from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, write_record
 from tasks.runtime.training.frameworks import load_framework
-from tasks.runtime.training.job import Job
+from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import Session
 from tasks.runtime.training.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
 
-def train(run: Session, data: PreparedData) -> CompletionRecord:
+def train(run: Session, data: PreparedData, framework: Framework | None = None) -> CompletionRecord:
     """Train to the spec's last step and return the record. Resumes from the newest complete checkpoint.
 
-    Every process of the job calls it; rank 0 writes. A finished run is not trained again.
+    Every process of the job calls it; rank 0 writes. A finished run is not trained again. `framework` replaces that of
+    `runtime.framework`.
 
     Raises:
         ValueError: the data has fewer rows than one batch, the folder holds a run that must not continue, a check of
@@ -94,7 +95,7 @@ def train(run: Session, data: PreparedData) -> CompletionRecord:
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
-                    job.run(load_framework(run.spec))
+                    job.run(framework or load_framework(run.spec))
                     job.watchdog.expect("the end", math.inf)
                 _stop_if_requested(run, job)
                 job.writer.finish()
