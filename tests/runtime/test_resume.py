@@ -94,7 +94,8 @@ def curve_of(output):
 
     @cache
     def run(processes, precision=None):
-        spec, file = make_spec(output, f"undisturbed-{processes}-{precision}", processes, **weights_in(precision))
+        kind = f"-{precision.replace('_', '-')}" if precision else ""
+        spec, file = make_spec(output, f"undisturbed-{processes}{kind}", processes, **weights_in(precision))
         finish(start(file, processes))
         return losses(spec)
 
