@@ -39,17 +39,15 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.models.build import (
-    adopt_tokenizer,
-    build_empty_model,
-    has_fused_loss,
+    build_model_on_meta,
     materialize,
-    prepare_for_training,
+    set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.quantization import quantized
-from tasks.runtime.objectives import objective_of
+from tasks.runtime.models.quantization import quantize_linear_layers
+from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.run_folder.folder import data_folder
-from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.session import Session, session
 from tasks.runtime.training.train import build_job
 
@@ -182,7 +180,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     device = run.processes.device
     # Without one the program can be tried; of a CPU's memory nothing is known.
     gpu = device.type == "cuda"
-    model = build_empty_model(run.spec)
+    model = build_model_on_meta(run.spec)
     # Under fsdp the others get their parts of the main process's weights.
     whole = run.processes.is_main or run.spec.parallel.type == "ddp"
     if whole:
@@ -191,15 +189,14 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
     # The strategy moves them: packed weights are packed when they move, under fsdp when they are handed out.
-    with quantized(model, run.spec):
+    with quantize_linear_layers(model, run.spec):
         add_adapter(model, run.spec)
-    adopt_tokenizer(model, data.tokenizer())
-    fused = has_fused_loss(prepare_for_training(model, run.spec))
+    set_special_tokens(model, data.tokenizer())
+    step = build_training_step(model, run.spec, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):
-        objective = objective_of(run.spec, fused=fused)
-        job = build_job(run, data, model, "random", objective, recorder, steps=STEPS, resume_from=None)
+        job = build_job(run, data, step, "random", recorder, steps=STEPS, resume_from=None)
         job.writer.close()
         job.writer = _Nowhere()  # type: ignore[assignment]
         end_step = job.end_step
@@ -215,7 +212,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         with closing(job.watchdog):
-            framework_of(run.spec)(job)
+            load_framework(run.spec)(job)
     seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)

@@ -54,12 +54,12 @@ class TrainingTask(PytorchElasticFunctionTask):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        from tasks.runtime.warmup.pod import ensure_warm
+        from tasks.runtime.warmup.pod import warm_up_pod
 
         spec: RunSpec = kwargs["spec"]
         configure_logging()
         report_progress(stage=Stage.WARM_UP)
-        ensure_warm(spec, RunFolder.of(spec))
+        warm_up_pod(spec, RunFolder.of(spec))
         # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
         kills = MemoryKills()

@@ -13,6 +13,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, is_local
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -37,16 +38,9 @@ def plan(spec: RunSpec) -> Planned:
     """Reject a run that cannot work before it costs anything, and identify its data by content."""
     configure_logging()
     from tasks.runtime.data import recipe_of
-    from tasks.runtime.evaluation.lm_eval_harness import require_tasks
-    from tasks.runtime.metrics.trackers import require_tracker_packages, require_trackers
-    from tasks.runtime.parallel import require_installed
 
     task_for(spec.topology)
-    require_tasks(spec)
-    require_installed(spec)
-    # The run's own pod template may set the trackers' environment variables; the image, and so the packages, are the
-    # same.
-    (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
+    run_checks("plan", "spec", spec=spec)
     if not is_local():
         _check_pods(spec)
     return Planned(recipe_of(spec, RunFolder.of(spec).data_commit_for(spec)), spec.output)

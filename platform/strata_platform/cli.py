@@ -58,15 +58,35 @@ def spec(
         typer.Argument(help="YAML or JSON file, - for standard input; without one, the spec with all its defaults."),
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a spec instead.")] = False,
+    checks: Annotated[
+        bool, typer.Option("--checks", help="Print the checks that a run passes before it trains instead.")
+    ] = False,
     format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
 ) -> None:
     """Check a spec and print it with its defaults filled in."""
-    if schema:
+    if checks:
+        if file is not None or schema:
+            raise typer.BadParameter("--checks lists the checks of every run; leave FILE and --schema out")
+        _print_checks()
+    elif schema:
         if file is not None:
             raise typer.BadParameter("--schema describes every spec and reads no FILE; leave one of them out")
         typer.echo(json.dumps(json_schema(), indent=2))
     else:
         typer.echo(dump_spec(_read(file), format), nl=False)
+
+
+def _print_checks() -> None:
+    """Print the runtime's table. The runtime is another distribution, so its module runs in a process of its own."""
+    done = subprocess.run([sys.executable, "-m", "tasks.runtime.preflight"], text=True, capture_output=True)
+    if done.returncode != 0:
+        typer.echo(
+            f"--checks prints a table of the package strata, which {sys.executable} cannot load; install strata there: "
+            f"{done.stderr.strip().rpartition(chr(10))[2]}",
+            err=True,
+        )
+        raise typer.Exit(1)
+    typer.echo(done.stdout, nl=False)
 
 
 @app.command("estimate")

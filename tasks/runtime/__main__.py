@@ -38,10 +38,9 @@ def main() -> int:
 
     from tasks.runtime.data import prepare, recipe_of
     from tasks.runtime.evaluation.evaluate_model import evaluate
-    from tasks.runtime.evaluation.lm_eval_harness import require_tasks
     from tasks.runtime.export.export_model import export
-    from tasks.runtime.export.publish import require_targets
     from tasks.runtime.metrics.progress import report_progress
+    from tasks.runtime.preflight import run_checks
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.run_folder.folder import RunFolder, data_folder
     from tasks.runtime.training.session import session
@@ -51,8 +50,7 @@ def main() -> int:
     log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:
-            run.processes.on_main(lambda: require_targets(spec))
-            run.processes.on_main(lambda: require_tasks(spec))
+            run.processes.on_main(lambda: run_checks("launch", "spec", spec=spec))
             recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
             folder = data_folder(spec.output, recipe)
             report_progress(stage=Stage.PREPARING)

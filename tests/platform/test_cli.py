@@ -153,17 +153,16 @@ def test_pyflyte_tells_every_mistake_without_a_traceback(tmp_path):
     assert "Traceback" not in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("code", [0, 1, 68])
-def test_verify_relays_what_the_runtime_says(tmp_path, code):
-    # In place of the runtime, which has torch.
-    package = tmp_path / "tasks" / "runtime" / "verification"
-    package.mkdir(parents=True)
-    for folder in (package, *package.parents[:2]):
-        (folder / "__init__.py").touch()
-    (package / "__main__.py").write_text(f"import sys; print(sys.argv[1:]); sys.exit({code})")
-    command = [sys.executable, "-c", "from strata_platform.cli import main; main()", "verify", "my.yaml"]
-    result = run(*command, "--only", "mask", "--only", "resume", "--layers", "2", "--json", cwd=tmp_path)
-    assert (result.returncode, result.stdout.strip()) == (
-        code,
-        str(["my.yaml", "--layers", "2", "--json", "--only", "mask", "resume"]),
-    )
+def test_the_checks_of_a_run_are_listed():
+    result = strata("spec", "--checks")
+    assert result.returncode == 0, result.stderr
+    assert "position embeddings   spec     rank 0 " in result.stdout
+    both = strata("spec", "--checks", "--schema")
+    assert (both.returncode, "--checks lists" in both.stderr) == (2, True)
+
+
+def test_without_the_runtime_the_checks_say_what_to_install(tmp_path):
+    # Stands for an interpreter that has the platform layer alone.
+    code = "import sys; sys.executable = '/bin/false'; from strata_platform.cli import main; main()"
+    result = run(sys.executable, "-c", code, "spec", "--checks", cwd=tmp_path)
+    assert result.returncode == 1 and "install strata there" in result.stderr

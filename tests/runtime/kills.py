@@ -39,7 +39,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.manifest import MANIFEST
 from tasks.runtime.checkpoint.storage import INDEX
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.models.build import PRESETS, adopt_tokenizer
+from tasks.runtime.models.build import PRESETS, set_special_tokens
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -334,7 +334,7 @@ def prepare_model_and_data(output):
     tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=print).tokenizer()
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**{**PRESETS["tiny-llama"], **small}))
-    adopt_tokenizer(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     model.save_pretrained(output / "pretrained")
     tokenizer.save_pretrained(output / "pretrained")
     spec = make_spec(output, "data", FORKED[0])

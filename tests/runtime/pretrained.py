@@ -2,7 +2,7 @@
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.models.build import adopt_tokenizer, build_model
+from tasks.runtime.models.build import build_model, set_special_tokens
 from tasks.runtime.run_folder.folder import data_folder
 
 
@@ -14,7 +14,7 @@ def save_pretrained(folder, **changes):
     model = build_model(spec)
     del model.model.layers[2:]
     model.config.num_hidden_layers = 2
-    adopt_tokenizer(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from tasks.runtime.objectives import Share
+from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.training import job, step_guard
 from tests.runtime.forked import import_everything, run_forked
@@ -20,7 +20,7 @@ BAD = 4
 def ruin(rows_per_step=4, patch=setattr):
     """Have the loss of a batch that has that row multiplied."""
     of_run = {}
-    plain_loader, plain_share = job.training_loader, NextToken.share
+    plain_loader, plain_share = job.training_loader, NextToken.micro_batch_loss
 
     def training_loader(spec, data, processes, **options):
         loader = plain_loader(spec, data, processes, **options)
@@ -29,13 +29,13 @@ def ruin(rows_per_step=4, patch=setattr):
         of_run["factor"] = torch.nan if spec.faults.spike == "ignore" else 100.0
         return loader
 
-    def share(self, model, batch, *arguments):
+    def micro_batch_loss(self, model, batch, *arguments):
         clean = plain_share(self, model, batch, *arguments)
         bad = (batch["input_ids"] == of_run["row"]).all(dim=-1).any()
-        return Share(clean.loss * torch.where(bad, of_run["factor"], 1.0), clean.metrics)
+        return MicroBatchLoss(clean.loss * torch.where(bad, of_run["factor"], 1.0), clean.metrics)
 
     patch(job, "training_loader", training_loader)
-    patch(NextToken, "share", share)
+    patch(NextToken, "micro_batch_loss", micro_batch_loss)
     # The shortest window that the spec allows is longer than these runs.
     patch(step_guard, "spike_limit", lambda losses, deviations: losses[-1:].max() + 1)
 

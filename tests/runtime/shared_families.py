@@ -45,7 +45,7 @@ CHECKS = (
 def gradients(model, spec, batch, processes):
     """The loss, and all gradients, whole."""
     items = torch.tensor(20)
-    loss = NextToken(fused=spec.fused_loss).share(model, batch, items).loss
+    loss = NextToken(fused=spec.fused_loss).micro_batch_loss(model, batch, items).loss
     (loss * processes.dp_cp_size).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return loss.detach(), {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
@@ -68,8 +68,8 @@ def check(family, parallel, settings, changes=None):
     prepare_for_training(model, spec)
     expected, whole = gradients(model, spec, batch, Processes())
     model.zero_grad(set_to_none=True)
-    compile_layers(model, spec)
-    Fsdp(spec, processes).wrap(model, weights_follow=False)
+    compile_layers(model, spec.training)
+    Fsdp(spec, processes).wrap(model, weights_loaded_later=False)
     loss, found = gradients(model, spec, shard_batch(batch, processes) if processes.cp_size > 1 else batch, processes)
     dist.all_reduce(loss)
     torch.testing.assert_close(loss / processes.tp_size, expected, msg=lambda text: f"{family} {parallel}: {text}")

@@ -12,7 +12,7 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.optim.adamw_8bit import has_eight_bits
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
-from tasks.runtime.parallel import require_installed
+from tasks.runtime.parallel import require_packages
 
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
@@ -118,7 +118,7 @@ def test_a_model_without_such_rows_is_told():
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"optimizer\.type 'adamw_8bit' needs the package bitsandbytes.*strata\[bits"):
-        require_installed(spec_of())
+        require_packages(spec_of())
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
-from tasks.runtime.models.build import build_empty_model, build_model, prepare_for_training
+from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
 from tasks.runtime.models.lora import add_adapter, base_fingerprint
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.pretrained import save_pretrained
 from tests.runtime.train_only import train_spec
 
@@ -126,9 +126,9 @@ def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):
     other = build_model(spec)
     other.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
     other.save_pretrained(spec.model.name)
-    with pytest.raises(ValueError, match=r"has other weights now than those that the adapter was trained in"):
+    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained in"):
         train_spec(spec, SAVED)
-    with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model by model\.revision"):
+    with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model with model\.revision"):
         build_trained_model(spec, weights)
 
 
@@ -155,15 +155,15 @@ def test_an_adapter_is_no_model_to_start_from(pretrained, tmp_path):
 def test_a_layer_that_is_not_there_is_refused(pretrained, target):
     spec = make_spec(pretrained, {"target_modules": ["v_proj", target]})
     with pytest.raises(
-        ValueError, match=rf"adapter\.target_modules: '{target}' is no linear layer .* it has q_proj, k_proj"
+        ValueError, match=rf"adapter\.target_modules: '{target}' is not a linear layer .* choose from q_proj, k_proj"
     ):
-        add_adapter(build_empty_model(spec), spec)
+        add_adapter(build_model_on_meta(spec), spec)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_empty_model_gets_the_same_adapter_without_memory(pretrained, variant):
     spec = make_spec(pretrained, VARIANTS[variant])
-    models = [build_model(spec), build_empty_model(spec)]
+    models = [build_model(spec), build_model_on_meta(spec)]
     for model in models:
         add_adapter(model, spec)
     shapes = [{name: (p.shape, p.requires_grad) for name, p in model.named_parameters()} for model in models]
@@ -192,4 +192,4 @@ def test_the_warm_up_plans_the_step_with_the_adapter(pretrained):
 
 
 def kernels(spec):
-    return {item.name for item in plan_of(spec).specializations}
+    return {item.name for item in plan_kernels(spec).specializations}

@@ -13,7 +13,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.faults.oom_advice import GIB, advice_for, advise
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.training.session import _explained
+from tasks.runtime.training.session import _explain_errors
 from tests.runtime.train_only import train_spec
 
 LLAMA_8B = shape_of("meta-llama/Llama-3.1-8B")
@@ -174,7 +174,7 @@ def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(t
 def test_whoever_finds_no_memory_there_is_advice(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB))
-    with pytest.raises(torch.OutOfMemoryError) as told, _explained(RunSpec(), Processes()):
+    with pytest.raises(torch.OutOfMemoryError) as told, _explain_errors(RunSpec(), Processes()):
         raise error
     assert str(told.value).startswith(f"{error}\nThe GPU has 4.0 GiB, and by the model's shapes a process needs about ")
 

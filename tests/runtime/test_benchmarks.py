@@ -45,7 +45,7 @@ def test_a_run_is_trained_and_timed(tmp_path, monkeypatch, quantization):
     row = training.train_and_compare(run, tmp_path)
     assert row["tokens/s/GPU"] > 0 and row["GiB"] == 0
     assert row["estimated tokens/s/GPU"] > 0 and row["estimated GiB"] > 0
-    packed = [parameter for parameter in jobs[0].bare.parameters() if hasattr(parameter, "quant_state")]
+    packed = [parameter for parameter in jobs[0].unwrapped_model.parameters() if hasattr(parameter, "quant_state")]
     assert len(packed) == (7 if quantization == "nf4" else 0)
     assert not list((tmp_path / run.spec(tmp_path, tmp_path).name).glob("checkpoints/*"))
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tasks.runtime.parallel.ddp import settle_buckets
+from tasks.runtime.parallel.ddp import fix_bucket_order
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_settling_leaves_the_model_as_it_was(group, moved):
         # As where it is given a GPU: it moves what it is called with there.
         wrapped.device_ids, wrapped.device_type = [0], "cpu"
     before = [parameter.clone() for parameter in model.parameters()]
-    settle_buckets(wrapped)
+    fix_bucket_order(wrapped)
     assert wrapped._has_rebuilt_buckets
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())

@@ -15,12 +15,12 @@ from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.models.lora import base_fingerprint
-from tasks.runtime.objectives import Start, divergence, objective_of, require_same_tokens
+from tasks.runtime.objectives import ObjectiveContext, build_objective, divergence, require_same_tokens
 from tasks.runtime.objectives.divergence import Head, distillation
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.pairs import write_pairs
 from tests.runtime.train_only import train_spec
 
@@ -147,12 +147,12 @@ def test_a_batch_is_learned_from_the_teacher_document_by_document(folder, data, 
     expected[0].backward()
 
     model, processes = small(0), Processes()
-    ours = objective_of(spec, fused=has_fused_loss(patch(model, spec)))
-    assert ours.begin(Start(spec, processes, data, Single(processes), model, "-", continues=False)) is data
+    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
+    assert ours.prepare(ObjectiveContext(spec, processes, data, Single(processes), model, "-", continues=False)) is data
     items = ours.count(batch)
     total = {}
     for part in (collate(rows[:1]), collate(rows[1:])):
-        share = ours.share(model.train(), part, items)
+        share = ours.micro_batch_loss(model.train(), part, items)
         share.loss.backward()
         for name, value in {"loss": share.loss.detach(), **share.metrics}.items():
             total[name] = total.get(name, 0.0) + float(value)
@@ -175,7 +175,7 @@ def test_a_teacher_of_other_tokens_is_refused(folder, data, tmp_path):
     ("made", "said"),
     [
         (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=576, n_embd=32, n_layer=1, n_head=4, n_positions=48)),
-         r"objective\.teacher: data\.sequence_length 64 is more than the 48 positions that model\.name '.*short' has"),
+         r"objective\.teacher: data\.sequence_length 64 exceeds the 48 learned positions of model\.name '.*short'"),
         (lambda: small(1, vocabulary=64),
          r"objective\.teacher: model\.tokenizer has \d+ tokens but model\.name '.*short' embeds 64"),
     ],
@@ -188,8 +188,8 @@ def test_a_teacher_that_is_too_small_for_the_rows_is_refused_before_it_is_loaded
     spec = make_spec(folder, {"teacher": str(folder / "short")}, kernels={"enabled": False})
     processes = Processes()
     with pytest.raises(ValueError, match=said):
-        objective_of(spec, fused=False).begin(
-            Start(spec, processes, data, Single(processes), small(0), "-", continues=False)
+        build_objective(spec, fused=False).prepare(
+            ObjectiveContext(spec, processes, data, Single(processes), small(0), "-", continues=False)
         )
 
 
@@ -207,7 +207,9 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
     train_spec(spec, 1)
     small(2, hidden=48, vocabulary=576).save_pretrained(folder / "teacher")
     try:
-        with pytest.raises(ValueError, match=r"objective\.teacher '.*' has other weights now .*\.teacher_revision"):
+        with pytest.raises(
+            ValueError, match=r"objective\.teacher '.*' has other weights than at the start .*\.teacher_revision"
+        ):
             train_spec(spec, 1)
         # A checkpoint of a run that did not look at its teacher.
         manifest = RunFolder.of(spec).checkpoints / "checkpoint-1" / "manifest.json"
@@ -220,6 +222,6 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
 
 def test_the_warm_up_plans_the_teacher_too(folder, data):
     spec = make_spec(folder)
-    alone = plan_of(RunSpec.model_validate(spec.model_dump() | {"objective": {"type": "sft"}}))
-    norms = [{i for i in plan.specializations if i.name == "norm_fwd_kernel"} for plan in (plan_of(spec), alone)]
+    alone = plan_kernels(RunSpec.model_validate(spec.model_dump() | {"objective": {"type": "sft"}}))
+    norms = [{i for i in plan.specializations if i.name == "norm_fwd_kernel"} for plan in (plan_kernels(spec), alone)]
     assert norms[0] > norms[1]

@@ -12,26 +12,27 @@ from strata_kernels.patch.table import ROWS
 from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
-from tasks.runtime.models.activation_checkpointing import _whole, compile_layers
-from tasks.runtime.models.build import build_meta_model, load_config
-from tasks.runtime.models.packing_support import KEEPS_APART
+from strata_platform.spec.training import Training
+from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
+from tasks.runtime.models.build import build_planning_model, load_config
+from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.varlen_attention import (
-    Bounds,
-    attend,
-    attend_by_document,
-    bounded,
-    go_by_document,
-    obstacle,
-    with_documents,
+    VarlenLayout,
+    add_cu_seqlens,
+    packed_attention,
+    set_varlen_attention,
+    unsupported_reason,
+    uses_varlen,
+    with_cu_seqlens,
 )
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.plan import plan_kernels
 from tests.kernels.test_patch import VOCABULARY, build
 from tests.runtime.test_matrix import curve
 from tests.runtime.train_only import train_spec
 
 # Of two rows: documents of any length, of one token, and a row that is one document.
 LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
-FAMILIES = sorted(name for name in KEEPS_APART if obstacle(AutoConfig.for_model(name)) is None)
+FAMILIES = sorted(name for name in SUPPORTS_PACKING if unsupported_reason(AutoConfig.for_model(name)) is None)
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 5}
 GPU = torch.device("cuda")
 # Of the compiler's own look.
@@ -64,8 +65,8 @@ def test_gradients_are_those_under_masks(family):
         batch = batch_of(lengths)
         model.set_attn_implementation("sdpa")
         expected = gradients(model, batch)
-        attend_by_document(model)
-        for ours, theirs in zip(gradients(model, bounded(batch)), expected, strict=True):
+        set_varlen_attention(model)
+        for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
@@ -74,9 +75,9 @@ def test_gradients_are_those_under_masks(family):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 96)])
 def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
-    bounds = bounded(batch_of(lengths))
-    longest = bounds["document_room"].shape[0]
-    documents = Bounds(bounds["document_begins"].to(GPU), bounds["document_ends"].to(GPU), (longest, longest))
+    bounds = add_cu_seqlens(batch_of(lengths))
+    longest = bounds["max_seqlen"].shape[0]
+    documents = VarlenLayout(bounds["sequence_starts"].to(GPU), bounds["cu_seqlens"].to(GPU), (longest, longest))
     shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
     exact = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
 
@@ -84,7 +85,7 @@ def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, w
         *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
         inputs = [x.requires_grad_() for x in inputs]
         # Dropout of nearly nothing asks for the mask.
-        attended = attend(*inputs, documents, None, window, dropout)
+        attended = packed_attention(*inputs, documents, None, window, dropout)
         return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
 
     true = found(torch.float64, 1e-30)
@@ -120,7 +121,7 @@ def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, w
 )  # fmt: skip
 def test_which_models_go_by_document(sections, device, model, goes):
     spec = RunSpec.model_validate({**sections, "model": {"dtype": "bfloat16", **sections.get("model", {})}})
-    assert go_by_document(spec, AutoConfig.for_model(model), torch.device(device)) is goes
+    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device(device)) is goes
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_which_models_go_by_document(sections, device, model, goes):
 )
 def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
     spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
-    assert go_by_document(spec, AutoConfig.for_model(model), torch.device("cuda"))
-    assert not go_by_document(spec, AutoConfig.for_model(model, **changes), torch.device("cuda"))
+    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device("cuda"))
+    assert not uses_varlen(spec, AutoConfig.for_model(model, **changes), torch.device("cuda"))
 
 
 def make_spec(output, name, framework="torch", **sections):
@@ -166,12 +167,12 @@ def test_a_run_has_the_losses_that_it_has_under_masks(output, framework, trainin
     names = (f"{framework}-{way}" for way in ("masked", "ours"))
     masked, ours = (make_spec(output, name, framework, training=training) for name in names)
     train_spec(masked)
-    monkeypatch.setattr("tasks.runtime.training.train.go_by_document", lambda *_: True)
+    monkeypatch.setattr("tasks.runtime.objectives.training_step.uses_varlen", lambda *_: True)
     # It would look at the positions, for which a host waits for its GPU.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     caplog.set_level("INFO")
     train_spec(ours)
-    assert caplog.messages.count("attention: from document to document, without masks") == 1
+    assert caplog.messages.count("attention: varlen, without masks") == 1
     for point, expected in zip(curve(ours), curve(masked), strict=True):
         assert point == pytest.approx(expected, rel=1e-5)
 
@@ -190,12 +191,12 @@ def test_two_graphs_are_compiled_however_many_documents_there_are(monkeypatch):
     # Without memory: on the CPU itself attention goes by a mask.
     with torch.device("meta"):
         model = build("llama", use_cache=False).bfloat16()
-    attend_by_document(model)
-    compile_layers(model, RunSpec.model_validate({"training": {"compile": True}}))
+    set_varlen_attention(model)
+    compile_layers(model, Training(compile=True))
     for several, longest in itertools.product((1, 2, 5, 9), (600, 300, 100)):
         rows = [(longest, *itertools.repeat(50, several), 1200 - longest - 50 * several)] * 2
         for lengths in (rows, [(1200,), (1200,)]):
-            batch = {name: tensor.to("meta") for name, tensor in bounded(batch_of(lengths)).items()}
+            batch = {name: tensor.to("meta") for name, tensor in add_cu_seqlens(batch_of(lengths)).items()}
             model(**batch)[0].sum().backward()
     assert len(graphs) == 2
 
@@ -210,13 +211,13 @@ def test_slices_of_rows_with_any_number_of_documents_are_one_graph():
 
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x, document_ends, late_document_ends: x + document_ends[0, -1] * late_document_ends[1, -1],
+        lambda x, cu_seqlens, late_cu_seqlens: x + cu_seqlens[0, -1] * late_cu_seqlens[1, -1],
         backend=count,
         dynamic=False,
     )
     for documents in range(2, 14):
         early, late = (torch.arange(number + 1).expand(2, -1).contiguous() for number in (documents, 20 - documents))
-        found = _whole(compiled)(torch.ones(1), document_ends=early, late_document_ends=late)
+        found = _full_graph(compiled)(torch.ones(1), cu_seqlens=early, late_cu_seqlens=late)
         assert found.item() == documents * (20 - documents) + 1
     assert len(graphs) == 1
 
@@ -235,7 +236,7 @@ def test_a_student_and_its_teacher_are_planned(tmp_path):
         for objective in ({"type": "pretrain"}, {"type": "distill", "teacher": str(tmp_path / "llama")})
     )
     rotations = [
-        {item for item in plan_of(spec).specializations if "rope" in item.to_dict()["kernel"]}
+        {item for item in plan_kernels(spec).specializations if "rope" in item.to_dict()["kernel"]}
         for spec in (alone, taught)
     ]
     assert rotations[0] and rotations[0] <= rotations[1]
@@ -243,7 +244,7 @@ def test_a_student_and_its_teacher_are_planned(tmp_path):
 
 def test_smollm3_tells_windows_that_are_on():
     model = build("smollm3", use_sliding_window=True, **WINDOWS)
-    assert obstacle(model.config) is None
+    assert unsupported_reason(model.config) is None
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [5, None]
 
 
@@ -252,38 +253,38 @@ def test_the_warm_up_plans_for_it(tmp_path):
     build("qwen3").config.save_pretrained(tmp_path)
     sections = {"name": str(tmp_path), "dtype": "bfloat16"}
     spec = RunSpec.model_validate({"model": sections, "data": {"sequence_length": 37}})
-    planned = set(plan_of(spec).specializations)
-    model = build_meta_model(spec)
+    planned = set(plan_kernels(spec).specializations)
+    model = build_planning_model(spec)
     patch_model(model)
-    attend_by_document(model)
+    set_varlen_attention(model)
     rows = spec.training.micro_batch_size
     tokens = torch.zeros(rows, 37, dtype=torch.int64, device="meta")
     launched = []
     # One document in each row; several.
     for documents in (rows, rows + 2):
         ends = torch.zeros(2, documents + 1, dtype=torch.int32, device="meta")
-        bounds = {"document_begins": tokens, "document_ends": ends, "document_room": torch.empty(37, 0, device="meta")}
+        bounds = {"sequence_starts": tokens, "cu_seqlens": ends, "max_seqlen": torch.empty(37, 0, device="meta")}
         batch = {"input_ids": tokens, "position_ids": tokens, **bounds}
         launched.append(set(record(lambda batch=batch: gradients(model, batch)).specializations))
     assert all(each <= planned for each in launched)
     masked = spec.model_copy(update={"model": Model(**sections, attention="eager")})
-    assert not launched[1] <= set(plan_of(masked).specializations)
+    assert not launched[1] <= set(plan_kernels(masked).specializations)
 
 
 @needs_gpu
 def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
     spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
-    assert go_by_document(spec, load_config(spec), GPU)
+    assert uses_varlen(spec, load_config(spec.model), GPU)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     record = train_spec(spec)
     assert record.status == "complete" and record.warmup["later_compiles"] == 0
 
 
 def test_bounds_are_those_of_the_positions():
-    batch = with_documents(lambda rows: batch_of(rows))(((3, 2), (5,)))
-    assert batch["document_begins"].tolist() == [[0, 0, 0, 3, 3], [0] * 5]
-    assert batch["document_ends"].tolist() == [[0, 3, 5, 10]] * 2
-    assert batch["document_ends"].dtype == torch.int32
-    assert batch["document_room"].shape == (5, 0)
-    rooms = [bounded(batch_of(((length, 1000 - length),)))["document_room"].shape[0] for length in (500, 744, 900)]
+    batch = with_cu_seqlens(lambda rows: batch_of(rows))(((3, 2), (5,)))
+    assert batch["sequence_starts"].tolist() == [[0, 0, 0, 3, 3], [0] * 5]
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 5, 10]] * 2
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"].shape == (5, 0)
+    rooms = [add_cu_seqlens(batch_of(((length, 1000 - length),)))["max_seqlen"].shape[0] for length in (500, 744, 900)]
     assert rooms == [512, 1000, 1000]

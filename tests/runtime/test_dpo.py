@@ -12,11 +12,11 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.models.lora import add_adapter, without_adapter
-from tasks.runtime.objectives import objective_of
-from tasks.runtime.objectives.reference import file_of, score_rows
+from tasks.runtime.objectives import build_objective
+from tasks.runtime.objectives.reference import reference_file, score_rows
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import data_folder
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.pairs import PAIRS as ALL
 from tests.runtime.pairs import write_pairs
 
@@ -118,14 +118,14 @@ def test_loss_and_gradients_are_those_of_the_papers(folder, rows, objective, hea
     expected.backward()
 
     first, model = small_model(), small_model(0.1)
-    patch(first, spec)
-    ours = objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+    patch(first, spec.kernels)
+    ours = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     items = sum(ours.count(collate([row])) for row in rows)
     assert int(items) == len(answers_of(rows)) / 2
     total = {}
     # Micro-batches of uneven shares; rows in one line are what flash attention is given.
     for batch in (collate(rows[:1]), collate(rows[1:3]), collate_flat(rows[3:])):
-        share = ours.share(model.train(), {**batch, "reference": ours.log_probs(first, batch)}, items)
+        share = ours.micro_batch_loss(model.train(), {**batch, "reference": ours.log_probs(first, batch)}, items)
         share.loss.backward()
         for name, value in {"loss": share.loss.detach(), **share.metrics}.items():
             total[name] = total.get(name, 0.0) + float(value)
@@ -154,7 +154,7 @@ def test_pairs_share_a_row_and_are_told_apart(folder, rows):
 def test_the_reference_comes_with_the_row_that_it_is_of(folder, rows):
     spec = make_spec(folder)
     data, model = data_of(spec), small_model()
-    ours = objective_of(spec, fused=False)
+    ours = build_objective(spec, fused=False)
     found = score_rows(data.train, 5, lambda batch: ours.scores(model, batch), Processes(), 2, collate)
     given = data.with_reference_log_probs(train=found).train
     for index in (4, 0, 2):
@@ -169,7 +169,7 @@ def test_the_reference_comes_with_the_row_that_it_is_of(folder, rows):
 def test_references_of_rounded_and_of_exact_weights_are_kept_apart(folder):
     def name(**adapter):
         changes = {"model": {"name": "some/model"}, "adapter": {"type": "lora", **adapter}}
-        return file_of(make_spec(folder, {"reference": "precomputed"}, **changes), "data", "base").name
+        return reference_file(make_spec(folder, {"reference": "precomputed"}, **changes), "data", "base").name
 
     assert (name(), name(quantization="nf4")) == ("data-base-float32.safetensors", "data-base-float32-nf4.safetensors")
     assert name(r=4) == name()
@@ -177,8 +177,8 @@ def test_references_of_rounded_and_of_exact_weights_are_kept_apart(folder):
 
 def test_a_model_that_has_not_moved_is_indifferent(folder, rows):
     model, batch = small_model(), collate(rows)
-    ours = objective_of(make_spec(folder), fused=False)
-    share = ours.share(model, {**batch, "reference": ours.log_probs(model, batch)}, ours.count(batch))
+    ours = build_objective(make_spec(folder), fused=False)
+    share = ours.micro_batch_loss(model, {**batch, "reference": ours.log_probs(model, batch)}, ours.count(batch))
     assert float(share.loss.detach()) == pytest.approx(math.log(2))
     assert {float(value) for value in share.metrics.values()} == {0.0}
 
@@ -186,7 +186,7 @@ def test_a_model_that_has_not_moved_is_indifferent(folder, rows):
 def test_without_its_adapter_a_model_is_the_one_it_was(folder, rows):
     spec = make_spec(folder, model={"name": "some/model"}, adapter={"type": "lora", "r": 2})
     model, batch = small_model(), collate(rows[:2])
-    ours = objective_of(spec, fused=False)
+    ours = build_objective(spec, fused=False)
     before = ours.log_probs(model, batch)
     add_adapter(model, spec)
     with torch.no_grad():
@@ -194,8 +194,8 @@ def test_without_its_adapter_a_model_is_the_one_it_was(folder, rows):
             if "lora_B" in name:
                 parameter += 0.1
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    given = ours.share(model.train(), {**batch, "reference": before}, ours.count(batch))
-    found = ours.share(model, batch, ours.count(batch))
+    given = ours.micro_batch_loss(model.train(), {**batch, "reference": before}, ours.count(batch))
+    found = ours.micro_batch_loss(model, batch, ours.count(batch))
     assert torch.equal(found.loss, given.loss) and float(found.loss.detach()) != pytest.approx(math.log(2))
     assert model.training
     assert learning == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -206,6 +206,6 @@ def test_without_its_adapter_a_model_is_the_one_it_was(folder, rows):
 
 def test_the_warm_up_plans_the_step_that_is_taken(folder):
     """The gradients of tokens wait for those of the pairs; next-token prediction has them before, up to a factor."""
-    dpo, sft = plan_of(make_spec(folder)), plan_of(RunSpec())
+    dpo, sft = plan_kernels(make_spec(folder)), plan_kernels(RunSpec())
     names = [{item.name for item in plan.specializations} for plan in (dpo, sft)]
     assert names[1] - names[0] == {"multiply_kernel"} and "cross_entropy_kernel" in names[0]

@@ -16,7 +16,7 @@ FORGED = progress_line.encode({"stage": "exporting"})
 
 def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, caplog):
     written = f"first\n{FORGED}\r{FORGED}\u2028[default1]:{FORGED}\n"
-    measured = evaluate_model.Measured({}, [written], {})
+    measured = evaluate_model.Measurements({}, [written], {})
     monkeypatch.setattr(evaluate_model, "_measure", lambda spec, data, prompts, weights: (measured, data))
     data = SimpleNamespace(samples=lambda number: [Sample(prompt=f"{FORGED}\n{FORGED}", completion="", prompt_ids=[])])
     with caplog.at_level(logging.INFO):
@@ -32,7 +32,7 @@ def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, cap
 )
 def test_a_loss_that_was_0_is_told_without_its_change(tmp_path, monkeypatch, caplog, before, told):
     losses = iter((before, 0.5))
-    measure = lambda spec, data, prompts, weights: (evaluate_model.Measured({"loss": next(losses)}, [], {}), data)  # noqa: E731
+    measure = lambda spec, data, prompts, weights: (evaluate_model.Measurements({"loss": next(losses)}, [], {}), data)  # noqa: E731
     monkeypatch.setattr(evaluate_model, "_measure", measure)
     data = SimpleNamespace(samples=lambda number: [])
     with caplog.at_level(logging.INFO):

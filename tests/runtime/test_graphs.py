@@ -29,7 +29,7 @@ FILES = {"fxgraph/ab/fabc/xyz": b"a pickled graph", "ab/cabc.main.so": elf(b"tex
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
-    for name in (inductor_cache.FOLDER, pod.DONE, pod.BAKED):
+    for name in (inductor_cache.FOLDER, pod.DONE, pod.BAKED_KERNELS):
         # Set first, so that what the test sets is undone.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -47,10 +47,10 @@ def make_spec(tmp_path: Path, **changes) -> RunSpec:
 def take(spec: RunSpec, directory: Path, images: list[Path] = ()) -> tuple[dict, list[str]]:
     """What a start in a pod with this directory reports, and its problems."""
     os.environ.pop(inductor_cache.FOLDER, None)
-    inductor_cache.begin(directory, "run")
+    inductor_cache.use_new_folder(directory, "run")
     patience = Patience(5.0)
-    report = inductor_cache.take(spec, images, patience)
-    return report, patience.problems
+    report = inductor_cache.fetch_graphs(spec, images, patience)
+    return report.to_dict(), patience.problems
 
 
 def here() -> Path:
@@ -63,7 +63,7 @@ def shared(tmp_path: Path, key: bytes | None = SECRET.encode()) -> Store:
 
 def test_a_start_takes_what_is_nearest(tmp_path):
     spec = make_spec(tmp_path)
-    key = inductor_cache.key_of(spec)
+    key = inductor_cache.graphs_key(spec)
     # A copy of the store's archive, whose signature says nothing in an image.
     image = Store(Folder(tmp_path / "image" / "graphs"), kept.environment(), b"of another team", kind=kept.GRAPHS)
     assert take(spec, tmp_path / "pod")[0]["graphs_from"] is None
@@ -82,14 +82,14 @@ def test_what_an_earlier_start_left_is_not_read(tmp_path):
     (here() / "ab").mkdir()
     (here() / "ab" / "torn.so").write_bytes(b"half of a")
     first = here()
-    inductor_cache.begin(tmp_path / "pod", "run")
+    inductor_cache.use_new_folder(tmp_path / "pod", "run")
     assert here() == first and not list(first.iterdir())
 
 
 def test_a_folder_that_takes_nothing_is_left_for_another(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv(inductor_cache.FOLDER, str(tmp_path / "file" / "graphs"))
-    inductor_cache.begin(tmp_path / "pod", "run")
+    inductor_cache.use_new_folder(tmp_path / "pod", "run")
     assert here().parent == tmp_path / "pod" and here().is_dir()
 
 
@@ -105,13 +105,13 @@ def test_a_folder_that_takes_nothing_is_left_for_another(tmp_path, monkeypatch):
 def test_what_is_torn_or_not_signed_is_refused_and_replaced(tmp_path, spoil, said):
     """Pickles are in it: whoever reads one runs what its author likes."""
     spec = make_spec(tmp_path)
-    shared(tmp_path).replace(inductor_cache.key_of(spec), FILES)
+    shared(tmp_path).replace(inductor_cache.graphs_key(spec), FILES)
     [path] = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     spoil(path, None)
     report, problems = take(spec, tmp_path / "pod")
     assert report["graphs_from"] is None and len(problems) == 1 and said in problems[0]
     assert not list(here().iterdir())
-    shared(tmp_path).replace(inductor_cache.key_of(spec), FILES)
+    shared(tmp_path).replace(inductor_cache.graphs_key(spec), FILES)
     assert take(spec, tmp_path / "pod")[0]["graphs_from"] == "store"
 
 
@@ -129,7 +129,7 @@ def test_a_library_that_is_cut_is_refused():
 def test_a_disk_that_fills_up_leaves_nothing_torn(tmp_path):
     """A limit on the size of files stands for it."""
     spec = make_spec(tmp_path)
-    shared(tmp_path).replace(inductor_cache.key_of(spec), FILES | {"z/large": bytes(200_000)})
+    shared(tmp_path).replace(inductor_cache.graphs_key(spec), FILES | {"z/large": bytes(200_000)})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -147,11 +147,11 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     kept.write(here(), FILES)
     counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 3)
     monkeypatch.setattr(kept, "counted", lambda: next(counts))
-    giver = inductor_cache.Giver(spec, Processes())
-    giver.close()
-    assert giver.to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
-    shared(tmp_path).replace(inductor_cache.key_of(spec), {"new": b""})
-    assert inductor_cache.take(spec, [], Patience()) == {} and kept.read(here()) == FILES
+    archiver = inductor_cache.GraphArchiver(spec, Processes())
+    archiver.close()
+    assert archiver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
+    shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
+    assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and kept.read(here()) == FILES
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
@@ -178,7 +178,9 @@ def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_names_the_graphs_of_a_run(tmp_path, changes, same):
-    assert (inductor_cache.key_of(make_spec(tmp_path, **changes)) == inductor_cache.key_of(make_spec(tmp_path))) == same
+    assert (
+        inductor_cache.graphs_key(make_spec(tmp_path, **changes)) == inductor_cache.graphs_key(make_spec(tmp_path))
+    ) == same
 
 
 def test_the_sources_of_operators_are_part_of_the_environment(tmp_path, monkeypatch):
@@ -198,7 +200,7 @@ def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeyp
     spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "training": {"compile": True}})
     # Of this process: others may have the machine meanwhile.
     start = time.process_time()
-    report = pod.ensure_warm(spec, RunFolder.of(spec))
+    report = pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
     assert time.process_time() - start < 0.05
     assert report["skipped"].startswith("no GPU here") and report["graphs_from"] is None
 
@@ -222,19 +224,19 @@ class Layer(GradientCheckpointingLayer):
         return torch.nn.functional.silu(x @ self.weight)
 
 spec = RunSpec.model_validate_json(sys.argv[1])
-report = pod.ensure_warm(spec, RunFolder.of(spec))
+report = pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
 torch.manual_seed(0)
 model = torch.nn.Sequential(Layer())
-activation_checkpointing.recompute(model, spec)
-activation_checkpointing.compile_layers(model, spec)
-giver = inductor_cache.Giver(spec, Processes())
+activation_checkpointing.checkpoint_activations(model, spec.training)
+activation_checkpointing.compile_layers(model, spec.training)
+giver = inductor_cache.GraphArchiver(spec, Processes())
 for _ in range(3):
     loss = model(torch.arange(32.0).view(4, 8)).sum()
     loss.backward()
     giver.step_ended()
 giver.close()
 from torch._dynamo.utils import counters
-print(json.dumps({**report, **giver.to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
+print(json.dumps({**report, **giver.facts().to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
 """
 
 
@@ -285,11 +287,11 @@ def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatc
     def given(processes: Processes) -> list[Path]:
         nonlocal counts
         counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 20)
-        giver = inductor_cache.Giver(spec, processes)
-        giver.step_ended()
-        giver.step_ended()
-        giver.close()
-        assert giver.to_dict()["graph_problems"] == []
+        archiver = inductor_cache.GraphArchiver(spec, processes)
+        archiver.step_ended()
+        archiver.step_ended()
+        archiver.close()
+        assert archiver.facts().to_dict()["graph_problems"] == []
         return list(tmp_path.rglob("*.tar.gz"))
 
     assert given(Processes(9, 1, 16)) == []

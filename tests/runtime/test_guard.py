@@ -13,13 +13,13 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.optim.gradients import withhold
+from tasks.runtime.optim.gradients import skip_step
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.step_guard import Guard, RollBack, spike_limit
+from tasks.runtime.training.step_guard import RollBack, StepGuard, spike_limit
 from tests.runtime import test_matrix
 from tests.runtime.forked import launch
 from tests.runtime.ruinous import BAD, ruin
@@ -44,11 +44,11 @@ def with_faults(spec, optimizer=None, **faults):
 
 
 def guard(**faults):
-    return Guard(RunSpec.model_validate({"faults": faults}), Processes(), {})
+    return StepGuard(RunSpec.model_validate({"faults": faults}), Processes(), {})
 
 
 def judged(guard, *losses, norm=1.0):
-    return [guard.judge(torch.tensor(loss), torch.tensor(norm)).item() for loss in losses]
+    return [guard.decide(torch.tensor(loss), torch.tensor(norm)).item() for loss in losses]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, math.inf)])
@@ -80,7 +80,7 @@ def test_equal_losses_make_no_spike_of_rounding():
 def test_a_checkpoint_has_what_is_needed_to_judge_on():
     first = guard(spike="skip", spike_window=8)
     judged(first, *(3.0 + number / 10 for number in range(6)))
-    second = Guard(first._spec, Processes(), json.loads(json.dumps(first.metadata())))
+    second = StepGuard(first._spec, Processes(), json.loads(json.dumps(first.metadata())))
     assert judged(first, 3.1, 3.2, 9.0, 3.0) == judged(second, 3.1, 3.2, 9.0, 3.0) == [0.0, 0.0, 1.0, 0.0]
     assert first.metadata() == second.metadata()
 
@@ -99,49 +99,49 @@ def nan(step):
 
 def test_skips_in_a_row_are_limited():
     skipping = guard(max_skips=2)
-    skipping.follow([nan(1), nan(2), point(3), nan(4), nan(5)], newest=0, steps=9)
+    skipping.apply_policy([nan(1), nan(2), point(3), nan(4), nan(5)], newest=0, steps=9)
     with pytest.raises(ValueError, match=r"step 6: the loss is nan .* 2 steps before.*faults\.max_skips is 2"):
-        skipping.follow([nan(6)], newest=4, steps=9)
+        skipping.apply_policy([nan(6)], newest=4, steps=9)
 
 
 def test_a_run_that_took_no_step_does_not_end_well():
-    with pytest.raises(ValueError, match=r"step 3: .* none of them was taken"):
-        guard().follow([nan(1), nan(2), nan(3)], newest=0, steps=3)
+    with pytest.raises(ValueError, match=r"step 3: .* all of them were skipped"):
+        guard().apply_policy([nan(1), nan(2), nan(3)], newest=0, steps=3)
 
 
 def test_stop_says_how_to_go_on():
     with pytest.raises(
-        ValueError, match=r"step 2: the loss is nan.*was not taken, and faults\.nonfinite is 'stop'.*'rollback'"
+        ValueError, match=r"step 2: the loss is nan.*was skipped, and faults\.nonfinite is 'stop'.*'rollback'"
     ):
-        guard(nonfinite="stop").follow([point(1), nan(2)], newest=0, steps=9)
+        guard(nonfinite="stop").apply_policy([point(1), nan(2)], newest=0, steps=9)
     with pytest.raises(ValueError, match=r"loss of 9\.0000 is far above.*faults\.spike is 'stop'"):
-        guard(spike="stop").follow([point(2, 9.0, skipped=1)], newest=0, steps=9)
+        guard(spike="stop").apply_policy([point(2, 9.0, skipped=1)], newest=0, steps=9)
 
 
 def test_rollback_passes_over_all_that_is_bad_so_often_as_it_may():
     returning = guard(nonfinite="rollback", max_rollbacks=2)
     with pytest.raises(RollBack) as caught:
-        returning.follow([nan(5), point(6), nan(7), point(8)], newest=4, steps=9)
+        returning.apply_policy([nan(5), point(6), nan(7), point(8)], newest=4, steps=9)
     assert caught.value.bad == 7
-    returning.pass_over(4, caught.value)
-    returning.pass_over(4, RollBack(5, ""))
+    returning.skip_data(4, caught.value)
+    returning.skip_data(4, RollBack(5, ""))
     assert returning.data_skips == [(4, 3), (4, 1)]
-    with pytest.raises(ValueError, match=r"gone back 2 times already, and faults\.max_rollbacks"):
-        returning.pass_over(4, RollBack(5, "the loss is nan"))
+    with pytest.raises(ValueError, match=r"returned to a checkpoint 2 times already, and faults\.max_rollbacks"):
+        returning.skip_data(4, RollBack(5, "the loss is nan"))
 
 
 def test_of_steps_that_follow_lost_weights_none_is_to_blame():
     returning = guard(nonfinite="rollback")
     with pytest.raises(RollBack, match="step 6: the loss is nan") as caught:
-        returning.follow([point(5), *(point(step, math.nan, None) for step in range(6, 9))], newest=4, steps=9)
-    returning.pass_over(4, caught.value)
+        returning.apply_policy([point(5), *(point(step, math.nan, None) for step in range(6, 9))], newest=4, steps=9)
+    returning.skip_data(4, caught.value)
     assert returning.data_skips == [(4, 2)]
 
 
 def test_before_the_first_checkpoint_rollback_skips_what_was_not_taken():
-    guard(nonfinite="rollback").follow([nan(1)], newest=0, steps=9)
-    with pytest.raises(ValueError, match=r"weights are lost.*There is no checkpoint to go back to"):
-        guard(nonfinite="rollback").follow([point(1, math.nan, None)], newest=0, steps=9)
+    guard(nonfinite="rollback").apply_policy([nan(1)], newest=0, steps=9)
+    with pytest.raises(ValueError, match=r"weights are lost.*There is no checkpoint to return to"):
+        guard(nonfinite="rollback").apply_policy([point(1, math.nan, None)], newest=0, steps=9)
 
 
 @pytest.mark.parametrize("faults", [{"nonfinite": "skip"}, {"spike": "rollback"}])
@@ -174,7 +174,7 @@ def test_a_withheld_step_changes_nothing(type, taken):
     def step(gradient, verdict):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        withhold(optimizer, torch.tensor(verdict))
+        skip_step(optimizer, torch.tensor(verdict))
         optimizer.step()
         optimizer.zero_grad()
 

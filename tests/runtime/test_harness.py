@@ -12,7 +12,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, scores_of, task_scores
-from tasks.runtime.models.build import adopt_tokenizer, build_model
+from tasks.runtime.models.build import build_model, set_special_tokens
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import collect_weights
 from tests.runtime.test_matrix import make_spec
@@ -68,7 +68,7 @@ def test_a_task_of_a_file_is_done_without_a_network(task):
     file, rows = task
     spec = spec_of(file)
     model, tokenizer = build_model(spec).eval(), train_tokenizer([row["question"] for row in rows] * 20)
-    adopt_tokenizer(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     require_tasks(spec)
     scores = task_scores(model, tokenizer, spec)
 

@@ -12,7 +12,7 @@ import torch
 from strata_platform.outcomes import UNHEALTHY
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
-from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, to_blame
+from tasks.runtime.faults.health_check import Unhealthy, _products, check_health, slow_processes
 from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
@@ -74,7 +74,7 @@ def test_a_wrong_sum_is_found_by_all(said):
     ],
 )
 def test_who_slows_others_down(links, blamed):
-    assert to_blame(links) == blamed
+    assert slow_processes(links) == blamed
 
 
 def test_a_wrong_value_of_a_product_is_seen():
@@ -98,7 +98,7 @@ def test_every_start_has_a_place_of_its_own_for_what_hangs(tmp_path, monkeypatch
     monkeypatch.setattr("tasks.runtime.faults.health_check.Watchdog", noting)
     spec = RunSpec.model_validate({"output": str(tmp_path)})
     for _ in range(2):
-        check_health(spec, RunFolder.of(spec), Processes())
+        check_health(spec.faults, RunFolder.of(spec), Processes())
     assert len(set(places)) == 2 and {place.parent for place in places} == {RunFolder.of(spec).hangs}
 
 

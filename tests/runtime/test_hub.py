@@ -19,7 +19,7 @@ from tasks.runtime import __main__ as entry
 from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import build_model, load_config
-from tasks.runtime.objectives import Start, objective_of
+from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -27,7 +27,7 @@ from tasks.runtime.process.ranks import Processes
 
 SPEC = RunSpec.model_validate({"model": {"name": "acme/model"}})
 ASKED = {
-    "config": (lambda: load_config(SPEC), "model.name 'acme/model'"),
+    "config": (lambda: load_config(SPEC.model), "model.name 'acme/model'"),
     "weights": (lambda: build_model(SPEC), "model.name 'acme/model'"),
     "tokenizer": (lambda: read_tokenizer("acme/model", None, field="model.tokenizer"), "model.tokenizer 'acme/model'"),
     "data": (lambda: next(HubDataset("acme/texts", None, "train", None, False).rows()), "data.source 'acme/texts'"),
@@ -128,11 +128,11 @@ def unreachable(*arguments, **others):
 
 
 def test_of_a_teacher_its_own_field_is_named(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.objectives.distill.require_positions", unreachable)
+    monkeypatch.setattr("tasks.runtime.objectives.distill.require_position_embeddings", unreachable)
     spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "acme/teacher"}})
-    start = Start(spec, Processes(), None, None, None, "-", continues=False)
+    start = ObjectiveContext(spec, Processes(), None, None, None, "-", continues=False)
     with pytest.raises(Unreachable, match=r"^objective\.teacher: .* cannot be reached"):
-        objective_of(spec, fused=False).begin(start)
+        build_objective(spec, fused=False).prepare(start)
 
 
 def test_the_attempt_may_be_repeated(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from tasks.runtime.objectives import next_token, target_tokens
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job
-from tasks.runtime.training.step_guard import Guard, RollBack
+from tasks.runtime.training.step_guard import RollBack, StepGuard
 from tests.runtime.train_only import train_spec
 
 
@@ -36,7 +36,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
             "tracking": {"report_to": []},
         }
     )
-    with pytest.raises(ValueError, match=r"step 1: the weights are not finite.*max_grad_norm above 0"):
+    with pytest.raises(ValueError, match=r"step 1: the weights are no longer finite.*max_grad_norm above 0"):
         train_spec(spec)
     assert checkpoint.latest(RunFolder.of(spec).checkpoints) is None
     assert not RunFolder.of(spec).record.exists()
@@ -60,12 +60,12 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
         watchdog=SimpleNamespace(expect=lambda *arguments: None),
         writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, metadata={}),
         recorder=SimpleNamespace(rolled_back=lambda: None),
-        guard=Guard(spec, processes, {}),
+        guard=StepGuard(spec, processes, {}),
         processes=processes,
         load=lambda folder: None,
     )
-    job._newest = partial(Job._newest, job)
-    Job._go_back(job, RollBack(13, "the loss is nan"))
+    job._newest_checkpoint = partial(Job._newest_checkpoint, job)
+    Job._roll_back(job, RollBack(13, "the loss is nan"))
     assert job.guard.data_skips == [(10, 3)]
 
 
@@ -73,13 +73,13 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
 def test_the_head_is_spared_what_predicts_nothing(tmp_path, monkeypatch, framework):
     """Every micro-batch comes to its loss with a number of its own targets, which no loss depends on."""
     seen = []
-    share = next_token.NextToken.share
+    share = next_token.NextToken.micro_batch_loss
 
     def watch(self, model, batch, items, max_targets=None):
         seen.append((int(target_tokens(batch)), batch["labels"].numel(), max_targets))
         return share(self, model, batch, items, max_targets if watching else None)
 
-    monkeypatch.setattr(next_token.NextToken, "share", watch)
+    monkeypatch.setattr(next_token.NextToken, "micro_batch_loss", watch)
     losses = []
     for watching in (True, False):
         spec = RunSpec.model_validate(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Training
 from tasks.runtime.models import activation_checkpointing
 from tasks.runtime.models.build import build_model, patch
 
@@ -33,9 +34,9 @@ class Count(TorchDispatchMode):
 def make_model(**training):
     spec = RunSpec.model_validate({"training": training})
     model = build_model(spec)
-    patch(model, spec)
-    activation_checkpointing.recompute(model, spec)
-    activation_checkpointing.compile_layers(model, spec)
+    patch(model, spec.kernels)
+    activation_checkpointing.checkpoint_activations(model, spec.training)
+    activation_checkpointing.compile_layers(model, spec.training)
     return model.train()
 
 
@@ -84,7 +85,7 @@ def test_products_are_kept_per_op():
 
 
 def test_the_operators_of_torch_that_are_kept_exist():
-    ours = [name for name in activation_checkpointing._KEPT if name.startswith("aten::")]
+    ours = [name for name in activation_checkpointing._SAVED if name.startswith("aten::")]
     assert [name for name in ours if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
 
 
@@ -121,15 +122,15 @@ def test_a_layer_that_is_no_graph_is_refused(monkeypatch):
 
     model = make_model()
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", breaks)
-    activation_checkpointing.compile_layers(model, RunSpec(training={"compile": True}))
+    activation_checkpointing.compile_layers(model, Training(compile=True))
     with pytest.raises(ValueError, match=r"training\.compile is true, but .* Set training\.compile to false"):
         step(model)
 
 
 @pytest.mark.parametrize("training", [{"compile": True}, {"gradient_checkpointing": "full"}])
 def test_a_model_that_does_not_tell_its_layers_is_refused(training):
-    spec = RunSpec(training=training)
+    settings = Training(**training)
     field = f"training.{next(iter(training))}"
-    with pytest.raises(ValueError, match=rf"{field} goes by a model's layers, and Linear .* set {field} to"):
-        activation_checkpointing.recompute(nn.Linear(2, 2), spec)
-        activation_checkpointing.compile_layers(nn.Linear(2, 2), spec)
+    with pytest.raises(ValueError, match=rf"{field} needs the model's layers, and Linear .* set {field} to"):
+        activation_checkpointing.checkpoint_activations(nn.Linear(2, 2), settings)
+        activation_checkpointing.compile_layers(nn.Linear(2, 2), settings)

@@ -50,7 +50,7 @@ def reference(output):
 @pytest.fixture
 def at_micro_batch(monkeypatch):
     """Do something in the forward pass of one micro-batch of the run, from 1."""
-    share = NextToken.share
+    share = NextToken.micro_batch_loss
 
     def patch(number, act):
         calls = iter(range(1, 1000))
@@ -59,7 +59,7 @@ def at_micro_batch(monkeypatch):
             found = share(self, *args)
             return act(found) if next(calls) == number else found
 
-        monkeypatch.setattr(NextToken, "share", patched)
+        monkeypatch.setattr(NextToken, "micro_batch_loss", patched)
 
     return patch
 

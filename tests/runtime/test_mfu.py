@@ -13,7 +13,7 @@ from transformers import (
 
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.speed import model_flops
-from tasks.runtime.metrics.mfu import Mfu, flops_per_token, peak_of
+from tasks.runtime.metrics.mfu import Mfu, flops_per_token, peak_flops
 
 SHAPE = {
     "vocab_size": 1000,
@@ -75,7 +75,7 @@ def test_of_experts_those_count_that_a_token_is_sent_to():
     ],
 )
 def test_the_peak_is_that_of_the_longest_name_that_fits(device, peak):
-    assert peak_of(device) == peak
+    assert peak_flops(device) == peak
 
 
 def test_utilization_is_a_share_of_all_devices():

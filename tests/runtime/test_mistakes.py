@@ -268,9 +268,9 @@ MODELS = {
     ),
     "padding-beyond": (
         padding_beyond,
-        r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; leave it out of",
+        r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; remove it from",
     ),
-    "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled false"),
+    "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled to false"),
 }
 
 

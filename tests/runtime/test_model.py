@@ -1,6 +1,7 @@
 """Building models: presets, dtypes, tokenizers."""
 
 import json
+import os
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS as NAMES
+from strata_platform.spec.model import Model
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -18,15 +20,16 @@ from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.models.build import (
     PRESETS,
-    adopt_tokenizer,
-    build_empty_model,
-    build_meta_model,
     build_model,
+    build_model_on_meta,
+    build_planning_model,
     build_saved_model,
-    freeze_beyond_texts,
+    freeze_non_text_parameters,
+    load_config,
     materialize,
     prepare_for_training,
     require_embeddings,
+    set_special_tokens,
 )
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
@@ -68,7 +71,7 @@ def test_what_is_computed_is_the_same_on_every_process_and_after_a_restart(tmp_p
     built = build_model(spec)
     expected = dict(built.named_buffers())
     assert expected
-    for model in (build_empty_model(spec), build_saved_model(save(built, tmp_path))):
+    for model in (build_model_on_meta(spec), build_saved_model(save(built, tmp_path))):
         found = dict(model.named_buffers())
         assert found.keys() == expected.keys()
         assert all(found[name].dtype == buffer.dtype for name, buffer in expected.items())
@@ -87,7 +90,7 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
     spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "bfloat16"})
     built = build_model(spec)
-    empty = build_empty_model(spec)
+    empty = build_model_on_meta(spec)
     assert set(dtypes_of(built).values()) == {torch.bfloat16, torch.float32}
     assert dtypes_of(empty) != dtypes_of(built)
     set_dtypes(empty, dtypes_of(built))
@@ -105,7 +108,7 @@ def test_what_a_family_does_not_have_learn_learns_on_no_process_and_not_after_a_
     built = build_model(spec)
     frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     assert frozen == {"model.layers.0.mlp.gate.moe_statics.e_score_correction_bias"}
-    for model in (build_empty_model(spec), build_saved_model(save(built, tmp_path))):
+    for model in (build_model_on_meta(spec), build_saved_model(save(built, tmp_path))):
         assert frozen == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
@@ -129,7 +132,7 @@ def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path,
 
 
 def test_buffers_under_two_names_keep_their_values():
-    model = build_empty_model(RunSpec())
+    model = build_model_on_meta(RunSpec())
     model.again = torch.nn.Module()
     model.again.register_buffer("inv_freq", model.model.rotary_emb.inv_freq)
     expected = model.again.inv_freq.clone()
@@ -143,7 +146,7 @@ def test_building_one_model_leaves_the_next_as_it_was():
 
 
 def test_the_meta_model_has_the_same_parameters():
-    meta, real = build_meta_model(RunSpec()), build_model(RunSpec())
+    meta, real = build_planning_model(RunSpec()), build_model(RunSpec())
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (meta, real)]
     assert shapes[0] == shapes[1]
     assert all(p.is_meta for p in meta.parameters())
@@ -169,7 +172,7 @@ def prepared(folder, model, text):
 
 def test_a_token_that_the_model_does_not_embed_is_warned_of_where_no_row_has_it(beyond, tmp_path, caplog):
     require_embeddings(*prepared(tmp_path, beyond, "2 + 2 = 4"))
-    assert "has no embedding for '<image>' of the tokenizer, which no row has" in caplog.text
+    assert "has no embedding for '<image>' of the tokenizer; no row contains them" in caplog.text
     spec, data = prepared(tmp_path, beyond, "2 + 2 = <image>")
     with pytest.raises(ValueError, match=r"data\.source: its rows have the token '<image>', number \d+, but model"):
         require_embeddings(spec, data)
@@ -191,7 +194,7 @@ def seeing():
 
 
 def test_of_a_model_that_sees_as_well_learns_what_texts_come_to(seeing):
-    freeze_beyond_texts(seeing)
+    freeze_non_text_parameters(seeing)
     tokens = torch.arange(8)[None]
     seeing(input_ids=tokens, labels=tokens).loss.backward()
     reached = {name for name, parameter in seeing.named_parameters() if parameter.grad is not None}
@@ -202,6 +205,20 @@ def test_of_a_model_that_sees_as_well_learns_what_texts_come_to(seeing):
 def test_a_model_that_sees_as_well_gets_special_tokens_where_its_text_has_none(seeing):
     tokenizer = train_tokenizer(["2 + 2 = 4"])
     assert not hasattr(seeing.config, "bos_token_id")
-    adopt_tokenizer(seeing, tokenizer)
+    set_special_tokens(seeing, tokenizer)
     assert seeing.config.text_config.eos_token_id == tokenizer.eos_token_id
     assert not hasattr(seeing.config, "eos_token_id")
+
+
+def test_a_process_reads_a_configuration_once(tmp_path, monkeypatch):
+    LlamaConfig(vocab_size=11).save_pretrained(tmp_path)
+    os.utime(tmp_path / "config.json", ns=(0, 1))
+    read, reads = AutoConfig.from_pretrained, []
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", lambda *names, **rest: reads.append(names) or read(*names, **rest)
+    )
+    model = Model(name=str(tmp_path))
+    load_config(model).vocab_size = 12
+    assert (load_config(model).vocab_size, len(reads)) == (11, 1)
+    LlamaConfig(vocab_size=13).save_pretrained(tmp_path)
+    assert (load_config(model).vocab_size, len(reads)) == (13, 2)

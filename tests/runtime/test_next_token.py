@@ -10,7 +10,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
 from tasks.runtime.evaluation.evaluate_model import _measure, validation_means
 from tasks.runtime.models.build import build_model
-from tasks.runtime.objectives import objective_of, validation_objective_of
+from tasks.runtime.objectives import build_objective, build_validation_objective
 
 # Of one row, which routers see the same of however often it is there, the targets that each copy has; none, too.
 TARGETS = (7, 2, 0, 3)
@@ -49,12 +49,12 @@ def batches_of(rows, split):
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_step_learns_the_same_of_routers_however_it_is_split(model, spec, rows, split):
-    objective = objective_of(spec, fused=False)
+    objective = build_objective(spec, fused=False)
     whole = collate(rows)
     output = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")})
     expected = torch.autograd.grad(output.loss, list(model.parameters()))
     items = objective.count(whole)
-    loss = sum(objective.share(model, batch, items).loss for batch in batches_of(rows, split))
+    loss = sum(objective.micro_batch_loss(model, batch, items).loss for batch in batches_of(rows, split))
     assert output.aux_loss > 1
     assert float(loss.detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
     torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected)
@@ -67,7 +67,7 @@ def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
     training = {"micro_batch_size": rows_in_a_batch}
     spec = RunSpec.model_validate({**spec.model_dump(), "objective": objective, "training": training})
     data = SimpleNamespace(validation=rows)
-    means = validation_means(model, validation_objective_of(spec, fused=False), data, spec)
+    means = validation_means(model, build_validation_objective(spec, fused=False), data, spec)
     whole = collate(rows)
     expected = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")}).loss
     assert means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}

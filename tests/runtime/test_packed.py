@@ -13,7 +13,7 @@ from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.models.build import build_model, has_fused_loss, patch
-from tasks.runtime.objectives import objective_of
+from tasks.runtime.objectives import build_objective
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.train_only import train_spec
@@ -69,11 +69,11 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(folder, attention, 
     for packing in (True, False):
         spec = make_spec(folder, packing, model={"attention": attention}, kernels={"enabled": kernels})
         model = build_model(spec).train()
-        objective = objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+        objective = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
         batches = [collate([row]) for row in rows_of(spec)]
         assert len(batches) == (1 if packing else DOCUMENTS)
         items = sum(objective.count(batch) for batch in batches)
-        losses = [objective.share(model, batch, items).loss for batch in batches]
+        losses = [objective.micro_batch_loss(model, batch, items).loss for batch in batches]
         sum(losses).backward()
         found.append((float(sum(losses).detach()), items, {n: p.grad for n, p in model.named_parameters()}))
     packed, alone = found

@@ -21,7 +21,7 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.optim import managed_memory, state_tensors
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
-from tasks.runtime.parallel import require_installed
+from tasks.runtime.parallel import require_packages
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -245,7 +245,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"optimizer\.paged needs the package cuda-bindings, .* optimizer\.paged to f"):
-        require_installed(spec_of(paged=True))
+        require_packages(spec_of(paged=True))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ from strata_kernels.targets import rounded_counts, rounded_targets
 from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import load_config, plan_model, plan_optimizer
 from strata_platform.spec import RunSpec
+from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.plan import plan_kernels
+from tests.runtime.test_matrix import make_spec
+from tests.runtime.train_only import train_spec
 
 CONFIG = {
     "model_type": "qwen3",
@@ -69,13 +72,13 @@ def test_a_configuration_has_the_plan_of_its_runs(folder, changes):
     # PyTorch's own optimizer steps weights in fp32.
     fp32 = changes.get("model", {}).get("dtype") == "float32"
     steps = kernels(plan_optimizer()) if fp32 else set()
-    assert kernels(plan_of(spec(folder, **changes))) | steps == from_config(folder)
+    assert kernels(plan_kernels(spec(folder, **changes))) | steps == from_config(folder)
 
 
 @pytest.mark.parametrize("precision", ROUNDINGS)
 @pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
 def test_the_plan_has_the_steps_of_the_optimizer(folder, type, precision):
-    found = plan_of(spec(folder, optimizer={"type": type, "precision": precision}))
+    found = plan_kernels(spec(folder, optimizer={"type": type, "precision": precision}))
     options = [dict(s.options) | dict(s.arguments) for s in found.specializations if s.name == "step_kernel"]
     moments = ["none", "bf16"] if type != "adamw" else ["bf16"]
     assert sorted(o["M"] for o in options) == sorted(moments)
@@ -83,19 +86,19 @@ def test_the_plan_has_the_steps_of_the_optimizer(folder, type, precision):
 
 
 def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
-    plan = kernels(plan_of(spec(folder, adapter={"type": "lora"})))
+    plan = kernels(plan_kernels(spec(folder, adapter={"type": "lora"})))
     assert plan == from_config(folder, adapter=True) != from_config(folder)
 
 
 def test_the_dtype_is_that_of_the_run(folder):
-    plan = kernels(plan_of(spec(folder, model={"dtype": "float32"})))
+    plan = kernels(plan_kernels(spec(folder, model={"dtype": "float32"})))
     assert plan == from_config(folder, dtype=torch.float32) != from_config(folder)
 
 
 def test_processes_that_share_rows_compile_for_their_parts():
     """Of four heads for queries and two for keys, and of 4,096 words: what they see of them in kernels' arguments."""
     cut = {"parallel": {"type": "fsdp", "tensor_parallel": 2}, "topology": {"nproc_per_node": 2}}
-    plan = plan_of(RunSpec.model_validate({"data": {"sequence_length": 64}, **cut}))
+    plan = plan_kernels(RunSpec.model_validate({"data": {"sequence_length": 64}, **cut}))
     seen = {(item.name, *value) for item in plan.specializations for value in item.arguments if value[0] in "HKV"}
     assert seen == {("rope_kernel", "H", 2), ("rope_kernel", "K", 1), ("cross_entropy_kernel", "V", 2048)}
 
@@ -132,3 +135,18 @@ def test_a_plan_holds_every_number_of_targets(folder):
     )
     assert any(not launched <= whole for launched in fewer), "the shape no longer tells counts apart"
     assert kernels(plan) == whole.union(*fewer) | kernels(plan_optimizer())
+
+
+def test_training_and_the_plan_build_their_step_by_one_function(monkeypatch, tmp_path):
+    built = []
+
+    def build(model, spec, device):
+        built.append(device.type)
+        return build_training_step(model, spec, device)
+
+    for module in ("warmup.plan", "training.train"):
+        monkeypatch.setattr(f"tasks.runtime.{module}.build_training_step", build)
+    spec = make_spec(tmp_path, "one-step", "torch", "single", 1, steps=1)
+    plan_kernels(spec)
+    train_spec(spec)
+    assert built == ["cuda", "cpu"]

@@ -10,13 +10,13 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.packing_support import (
-    KEEPS_APART,
-    keeps_apart,
-    learned_positions,
-    require_apart,
-    require_positions,
+    SUPPORTS_PACKING,
+    learned_position_count,
+    require_packing_support,
+    require_position_embeddings,
+    supports_packing,
 )
-from tasks.runtime.objectives import objective_of
+from tasks.runtime.objectives import build_objective
 from tasks.runtime.process.ranks import Processes
 from tests.kernels.test_patch import build
 from tests.runtime.pretrained import save_pretrained
@@ -30,31 +30,31 @@ def mamba():
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("family", sorted(KEEPS_APART))
+@pytest.mark.parametrize("family", sorted(SUPPORTS_PACKING))
 def test_families_that_are_not_probed_keep_texts_apart(family):
-    assert keeps_apart(build(family).to(torch.bfloat16))
+    assert supports_packing(build(family).to(torch.bfloat16))
 
 
 def test_a_family_of_the_kernel_layer_that_does_not_is_probed():
     model = build("falcon_h1").train()
-    assert not keeps_apart(model)
+    assert not supports_packing(model)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_state_that_goes_on_is_refused_where_rows_are_shared():
     packed = RunSpec.model_validate({"model": {"name": "org/mamba"}, "kernels": {"enabled": False}})
     with pytest.raises(
-        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM lets a text see.*false"
+        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM mixes the sequences.*false"
     ):
-        require_apart(mamba(), packed)
+        require_packing_support(mamba(), packed)
     alone = RunSpec.model_validate({**packed.model_dump(), "data": {"packing": False}})
-    require_apart(mamba(), alone)
+    require_packing_support(mamba(), alone)
     pairs = {
         "objective": {"type": "dpo", "reference": "precomputed"},
         "data": {"packing": False, "source": "rows.jsonl"},
     }
     with pytest.raises(ValueError, match=r"objective\.type 'dpo' puts both answers.*another family"):
-        require_apart(mamba(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
+        require_packing_support(mamba(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
 
 
 @pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora", "quantization": "nf4"}], ids=["whole", "nf4"])
@@ -80,22 +80,22 @@ def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
     spec = RunSpec.model_validate({"objective": teacher, "model": {"attention": "eager"}})
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer([""]), manifest=SimpleNamespace(largest_token_id=9))
     with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/mamba'"):
-        objective_of(spec, fused=False).begin(SimpleNamespace(processes=Processes(), data=data))
+        build_objective(spec, fused=False).prepare(SimpleNamespace(processes=Processes(), data=data))
 
 
 def test_positions_that_were_learned_are_counted():
-    assert learned_positions(AutoModelForCausalLM.from_config(GPT2)) == 48
-    assert learned_positions(build("llama")) is None
+    assert learned_position_count(AutoModelForCausalLM.from_config(GPT2)) == 48
+    assert learned_position_count(build("llama")) is None
 
 
 def test_rows_that_are_longer_than_learned_positions_are_refused(tmp_path):
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path / "gpt2")
     spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gpt2")}, "data": {"sequence_length": 64}})
-    with pytest.raises(ValueError, match=r"data\.sequence_length 64 is more than the 48 positions.*48 or less"):
-        require_positions(spec)
-    require_positions(RunSpec.model_validate({**spec.model_dump(), "data": {"sequence_length": 48}}))
+    with pytest.raises(ValueError, match=r"data\.sequence_length 64 exceeds the 48 learned positions.*48 or less"):
+        require_position_embeddings(spec)
+    require_position_embeddings(RunSpec.model_validate({**spec.model_dump(), "data": {"sequence_length": 48}}))
     # Any number of positions that are computed.
-    require_positions(RunSpec.model_validate({"data": {"sequence_length": 4096}}))
+    require_position_embeddings(RunSpec.model_validate({"data": {"sequence_length": 4096}}))
 
 
 def test_what_is_written_ends_with_the_positions(caplog):

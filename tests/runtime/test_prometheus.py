@@ -47,13 +47,13 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
     port = free_port()
     spec = make_spec(tmp_path, port)
     scraped = []
-    share = NextToken.share
+    share = NextToken.micro_batch_loss
 
     def while_it_trains(self, *args):
         scraped.append(scrape(port))
         return share(self, *args)
 
-    monkeypatch.setattr(NextToken, "share", while_it_trains)
+    monkeypatch.setattr(NextToken, "micro_batch_loss", while_it_trains)
     assert train_spec(spec).status == "complete"
     # Nothing is served that is not known yet; what counts steps that are not taken begins at none.
     counters = {"strata_skipped_steps_total", "strata_rollbacks_total"}

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.tokenizer import train_tokenizer
-from tasks.runtime.export.publish import _require_exported, publish, require_targets
+from tasks.runtime.export.publish import _require_exported, publish, require_export_targets
 from tasks.runtime.models.build import PRESETS
 
 FILES = ("config.json", "model.safetensors", "README.md", "strata_record.json")
@@ -99,7 +99,7 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
     tokenizer = ["additional_chat_templates/tools.jinja", "chat_template.jinja", "special_tokens_map.json",
                  "tokenizer.model", "vocab.json"]  # fmt: skip
     hub.there = ["LICENSE", "adapter_config.json", "adapter_model.safetensors", "model.safetensors", *tokenizer]
-    require_targets(spec)
+    require_export_targets(spec)
     publish(spec, model)
     assert all(token == "Bearer hf_secret" for _, token, _ in hub.asked)
     [created] = [json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create"]
@@ -118,7 +118,7 @@ def test_a_model_is_pushed_to_the_hub(hub, model):
 
 def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
     with pytest.raises(
-        ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is in {model}, whole"
+        ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is complete in {model}"
     ):
         publish(spec_of(push_to_hub="other/model"), model)
     assert (model / "config.json").exists()
@@ -127,7 +127,7 @@ def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
 def test_without_a_token_it_ends_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(ValueError, match=r"export\.push_to_hub 'org/model' needs a token.*HF_TOKEN"):
-        require_targets(spec_of(push_to_hub="org/model"))
+        require_export_targets(spec_of(push_to_hub="org/model"))
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def store():
 def test_a_model_is_copied_to_a_store_in_place_of_the_one_before(model, store):
     for name in (*FILES, *OLDER):
         store.pipe(f"/models/x/{name}", b"old")
-    require_targets(spec_of(url="memory://models"))
+    require_export_targets(spec_of(url="memory://models"))
     assert publish(spec_of(url="memory://models"), model) == ["memory://models/x"]
     assert {path: store.cat(path) for path in store.find("/models/x")} == {
         f"/models/x/{path.name}": path.read_bytes() for path in model.iterdir()
@@ -181,8 +181,8 @@ def test_what_no_export_wrote_is_never_removed(model, store, there):
     paths = [f"/models/x/{name}".rstrip("/") for name in there]
     for path in paths:
         store.pipe(path, b"precious")
-    for attempt in (require_targets, lambda spec: publish(spec, model)):
-        with pytest.raises(ValueError, match=r"export\.url: .*memory://models/x is to be the exported model's alone.*"
+    for attempt in (require_export_targets, lambda spec: publish(spec, model)):
+        with pytest.raises(ValueError, match=r"export\.url: .*memory://models/x has files that no export wrote.*"
                            r"choose another export\.url or name"):  # fmt: skip
             attempt(spec_of(url="memory://models"))
     assert store.find("/models") == sorted(paths)
@@ -191,7 +191,7 @@ def test_what_no_export_wrote_is_never_removed(model, store, there):
 
 def test_the_mark_of_an_empty_folder_is_no_file(store, monkeypatch):
     monkeypatch.setattr(type(store), "find", lambda *arguments: ["/models/x/"])
-    require_targets(spec_of(url="memory://models"))
+    require_export_targets(spec_of(url="memory://models"))
 
 
 def test_all_that_an_export_writes_is_known(tmp_path):
@@ -208,7 +208,7 @@ def test_all_that_an_export_writes_is_known(tmp_path):
 def test_a_store_that_cannot_be_read_is_told_of_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "find", lambda *arguments: 1 / 0)
     with pytest.raises(ValueError, match=r"export\.url: memory://models/x cannot be read: ZeroDivisionError"):
-        require_targets(spec_of(url="memory://models"))
+        require_export_targets(spec_of(url="memory://models"))
 
 
 @pytest.mark.parametrize(("checkpoints", "models"), [("s3://b/a", "s3://b/a/"), ("s3://b/x/y", "s3://b")])
@@ -220,8 +220,8 @@ def test_models_and_checkpoints_have_places_of_their_own(checkpoints, models):
 
 def test_places_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"export\.url 's4://x' cannot be opened"):
-        require_targets(spec_of(url="s4://x"))
+        require_export_targets(spec_of(url="s4://x"))
     for export in ({"push_to_hub": "model"}, {"url": "s3://key:secret@bucket"}):
         with pytest.raises(SpecError, match=r"a name such as organization/model|a URL without credentials"):
             spec_of(**export)
-    require_targets(RunSpec())
+    require_export_targets(RunSpec())

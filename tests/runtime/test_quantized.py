@@ -20,11 +20,17 @@ from strata_platform.spec.parallel import Deepspeed, Fsdp
 from strata_platform.spec.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.models.activation_checkpointing import recompute
+from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.quantization import _four_bits, _storage, lay_out, pack, quantized
-from tasks.runtime.parallel import require_installed
+from tasks.runtime.models.quantization import (
+    _linear_4bit,
+    _storage,
+    quantize_linear_layers,
+    quantize_weight,
+    set_packed_shapes,
+)
+from tasks.runtime.parallel import require_packages
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
@@ -118,7 +124,7 @@ def test_weights_take_what_the_estimate_says(output):
     """But for 1092 bytes beside each packed weight, whatever its size: tables of numbers, and a mean."""
     spec = rounded(nf4(make_spec(output, "sized", "torch", "single", 1, "lora")))
     model = build_model(spec)
-    with quantized(model, spec):
+    with quantize_linear_layers(model, spec):
         add_adapter(model, spec)
     model.to("cpu")
     states = [p.quant_state for p in model.parameters() if getattr(p, "quant_state", None) is not None]
@@ -135,9 +141,9 @@ def test_products_with_packed_weights_are_kept_per_op(output):
     calls = []
     for kind in ("none", "per_op", "full"):
         model = build_model(spec)
-        with quantized(model, spec):
+        with quantize_linear_layers(model, spec):
             add_adapter(model, spec)
-        recompute(model, spec.model_copy(update={"training": Training(gradient_checkpointing=kind)}))
+        checkpoint_activations(model, Training(gradient_checkpointing=kind))
         tokens = torch.arange(8)[None]
         loss = model.to("cpu").train()(input_ids=tokens, labels=tokens).loss
         with Count() as counted:
@@ -151,12 +157,12 @@ def test_products_with_packed_weights_are_kept_per_op(output):
 def test_a_weight_that_is_packed_when_it_comes_gives_what_bitsandbytes_does(bias):
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(64, 48, bias=bias), torch.randn(3, 64)
-    theirs = _four_bits(layer, torch.float32).to("cpu")
-    ours = torch.nn.Sequential(_four_bits(layer, torch.float32))
-    ((name, (inner, exact)),) = lay_out(ours).items()
+    theirs = _linear_4bit(layer, torch.float32).to("cpu")
+    ours = torch.nn.Sequential(_linear_4bit(layer, torch.float32))
+    ((name, (inner, exact)),) = set_packed_shapes(ours).items()
     assert (name, exact.shape) == ("0.weight", (48, 64))
     assert (inner.weight.nbytes, inner.weight.dtype, inner.weight.device.type) == (48 * 32, torch.uint8, "meta")
-    inner.weight = torch.nn.Parameter(pack(inner, layer.weight.detach()), requires_grad=False)
+    inner.weight = torch.nn.Parameter(quantize_weight(inner, layer.weight.detach()), requires_grad=False)
     assert torch.equal(ours(x), theirs(x))
     assert not torch.equal(ours(x), layer(x))
 
@@ -209,7 +215,7 @@ def test_one_process_continues_with_the_moments_that_two_saved(trained, output):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, output):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"adapter\.quantization 'nf4' needs the package bitsandbytes.*strata\[bits"):
-        require_installed(nf4(make_spec(output, "missing", "torch", "single", 1, "lora")))
+        require_packages(nf4(make_spec(output, "missing", "torch", "single", 1, "lora")))
 
 
 @pytest.mark.parametrize(
@@ -236,15 +242,17 @@ def test_the_console_of_a_run_has_no_line_of_its_import():
 def test_a_version_that_would_convert_packed_weights_is_refused(output, monkeypatch):
     spec = nf4(make_spec(output, "converted", "torch", "fsdp", 2, "lora"))
     converted = spec.model_copy(update={"parallel": Fsdp(type="fsdp", compute_dtype="bfloat16")})
-    require_installed(converted)
+    require_packages(converted)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    require_installed(spec)
+    require_packages(spec)
     # That takes no bytes; in a type of 16 bits some would be NaN, which copies on a GPU do not keep apart. DeepSpeed
     # would convert what poses as float32.
     zero = spec.model_copy(update={"parallel": Deepspeed(type="deepspeed")})
     assert (_storage(spec), _storage(zero)) == (torch.float32, torch.uint8)
-    with pytest.raises(ValueError, match=r"parallel\.compute_dtype 'bfloat16'.*needs PyTorch 2\.15, and this is 2\.11"):
-        require_installed(converted)
+    with pytest.raises(
+        ValueError, match=r"parallel\.compute_dtype 'bfloat16'.*needs PyTorch 2\.15, because FSDP of 2\.11"
+    ):
+        require_packages(converted)
 
 
 @needed
@@ -252,10 +260,10 @@ def test_a_layer_of_no_whole_blocks_stays_as_it_is_and_that_is_said(output, capl
     spec = nf4(make_spec(output, "uneven", "torch", "single", 1, "lora"))
     model = build_model(spec)
     model.model.layers[0].mlp.down_proj = uneven = torch.nn.Linear(3, 3)
-    with quantized(model, spec):
+    with quantize_linear_layers(model, spec):
         pass
     assert model.model.layers[0].mlp.down_proj is uneven
     assert model.model.layers[1].mlp.down_proj.quant_storage == torch.uint8
     assert caplog.messages == [
-        "adapter.quantization: model.layers.0.mlp.down_proj, whose weights are no whole blocks of 64, is not packed"
+        "adapter.quantization: model.layers.0.mlp.down_proj is not quantized, because its size is not a multiple of 64"
     ]

@@ -7,7 +7,7 @@ import torch
 
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import random_states, restore_random_states, seed_generators
-from tasks.runtime.training.train import have_the_same_ranks
+from tasks.runtime.training.train import same_rank_layout
 
 
 def draw():
@@ -34,8 +34,8 @@ def test_processes_and_steps_start_from_other_numbers():
 
 def test_states_are_of_use_to_ranks_that_compute_what_they_did():
     four = Processes(0, 0, 4), Processes(0, 0, 4, tp_size=2)
-    metadata = [{"world_size": own.world_size, "copies": own.tp_size} for own in four]
-    assert [[have_the_same_ranks(there, own) for own in four] for there in metadata] == [[True, False], [False, True]]
-    assert not have_the_same_ranks(metadata[0], Processes(0, 0, 2))
+    facts = [{"world_size": own.world_size, "copies": own.tp_size} for own in four]
+    assert [[same_rank_layout(there, own) for own in four] for there in facts] == [[True, False], [False, True]]
+    assert not same_rank_layout(facts[0], Processes(0, 0, 2))
     # Of a checkpoint that does not tell.
-    assert all(have_the_same_ranks({"world_size": 4}, own) for own in four)
+    assert all(same_rank_layout({"world_size": 4}, own) for own in four)

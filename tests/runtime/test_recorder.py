@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.recorder import Recorder
-from tasks.runtime.objectives import Share
+from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -31,7 +31,7 @@ def step(recorder, number, loss, norm=1.0):
 
 
 def share(loss, **metrics):
-    return Share(torch.tensor(loss), {name: torch.tensor(value) for name, value in metrics.items()})
+    return MicroBatchLoss(torch.tensor(loss), {name: torch.tensor(value) for name, value in metrics.items()})
 
 
 def test_steps_are_written_when_they_are_gathered(recorder, tmp_path):
@@ -59,14 +59,14 @@ def test_micro_batches_of_a_step_are_one_loss(recorder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("norm", "withheld", "skipped"), [(1.0, None, 0), (1.0, 0.0, 0), (1.0, 1.0, 1), (math.inf, 0.0, 1), (None, None, 0)]
+    ("norm", "skip", "expected"), [(1.0, None, 0), (1.0, 0.0, 0), (1.0, 1.0, 1), (math.inf, 0.0, 1), (None, None, 0)]
 )
-def test_steps_that_were_not_taken_are_marked(recorder, norm, withheld, skipped):
+def test_steps_that_were_not_taken_are_marked(recorder, norm, skip, expected):
     recorder.begin_step(torch.tensor(4))
     recorder.add_micro_batch(share(2.0), tokens=8)
-    assert recorder.end_step(1, norm, 0.1, None if withheld is None else torch.tensor(withheld)) == []
+    assert recorder.end_step(1, norm, 0.1, None if skip is None else torch.tensor(skip)) == []
     [point] = recorder.flush()
-    assert (point.skipped, point.grad_norm) == (skipped, norm)
+    assert (point.skipped, point.grad_norm) == (expected, norm)
 
 
 def test_numbers_of_the_run_are_in_tensorboard(tmp_path):

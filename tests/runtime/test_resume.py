@@ -94,7 +94,8 @@ def curve_of(output):
 
     @cache
     def run(processes, precision=None):
-        spec, file = make_spec(output, f"undisturbed-{processes}-{precision}", processes, **weights_in(precision))
+        kind = f"-{precision.replace('_', '-')}" if precision else ""
+        spec, file = make_spec(output, f"undisturbed-{processes}{kind}", processes, **weights_in(precision))
         finish(start(file, processes))
         return losses(spec)
 
@@ -168,7 +169,7 @@ def test_told_to_stop_it_may_save_first(undisturbed, output):
     assert first.returncode != 0
     saved = checkpoint.step_of(checkpoint.latest(RunFolder.of(spec).checkpoints))
     assert 6 <= saved < STEPS
-    assert f"told to stop: step {saved} is done and saved" in said
+    assert f"received SIGTERM: step {saved} is done and saved" in said
 
     assert f"continuing after step {saved}" in finish(start(file, processes))
     assert losses(spec) == expected
@@ -219,7 +220,7 @@ class TestFinishedRun:
         folder.record.unlink()
         with caplog.at_level(logging.WARNING, "tasks"), session(moved) as run:
             assert train(run, data).status == "complete"
-        assert f"{folder.root} has steps on record and no whole checkpoint: it begins anew" in caplog.text
+        assert f"{folder.root} has recorded steps but no complete checkpoint: the run starts again" in caplog.text
         assert losses(moved) == undisturbed[1]
 
     def test_whose_record_is_lost_gets_it_back_without_training(self, undisturbed, finished):

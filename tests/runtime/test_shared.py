@@ -9,10 +9,10 @@ from transformers import AutoConfig
 from strata_kernels.patch.structure import projected
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.context_shards import document_ends, shard_batch
-from tasks.runtime.parallel.context import require_attention
+from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
+from tasks.runtime.parallel.context import require_context_parallel_support
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
-from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.parallel.tensor import require_tensor_parallel_support
 from tasks.runtime.process.ranks import Processes
 from tests.runtime.forked import launch
 
@@ -66,11 +66,11 @@ def test_slices_of_a_row_make_the_row():
     assert slices[0]["position_ids"].tolist() == [[0, 1, 1, 2]]
     whole = {
         name: torch.cat([*(part[name][:, :2] for part in slices), *(part[name][:, 2:] for part in slices[::-1])], dim=1)
-        for name in ("input_ids", "next_labels", "document_begins")
+        for name in ("input_ids", "next_labels", "sequence_starts")
     }
     assert whole["input_ids"].tolist() == [[*range(13), 0, 0, 0]]
     assert whole["next_labels"].tolist() == [[*range(1, 13), *[-100] * 4]]
-    assert whole["document_begins"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
+    assert whole["sequence_starts"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
 
 
 def test_attention_by_document_sees_what_the_mask_lets_it():
@@ -79,7 +79,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     begins = torch.arange(16) - positions
     for number in range(4):
-        queries, keys = document_ends(begins, number, 4).tolist()
+        queries, keys = cu_seqlens(begins, number, 4).tolist()
         assert (queries[-1], keys[-1]) == (2 * 4, 2 * 4 * (number + 1))
         seen = torch.zeros(queries[-1], keys[-1], dtype=torch.bool)
         for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
@@ -94,7 +94,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("falcon_h1", {}, r"has layers that are no attention and go through a row in order; set parallel\.context"),
+        ("falcon_h1", {}, r"has layers other than attention that process a row in order; set parallel\.context"),
         ("gemma2", {}, r"caps the scores of attention"),
         (
             "gemma3_text",
@@ -111,7 +111,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
 def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes, message):
     AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_attention(spec_of(model={"name": str(tmp_path)}, **ROWS))
+        require_context_parallel_support(spec_of(model={"name": str(tmp_path)}, **ROWS))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_the_spec_refuses_what_cannot_be(sections, message):
         ("llama", {"num_attention_heads": 2}, 4, r"4 does not divide num_attention_heads 2 .*; set it to one of 1, 2"),
         ("qwen2", {"num_key_value_heads": 2}, 4, r"4 does not divide num_key_value_heads 2 .*; set it to one of 1, 2"),
         ("phi3", {"intermediate_size": 33}, 2, r"2 does not divide intermediate_size 33"),
-        ("falcon_h1", {}, 2, r"for model type 'falcon_h1' it does not say how; set parallel\.tensor_parallel to 1"),
-        ("qwen3_5_text", {}, 2, r"it cuts only columns of linear_attn, of which gradients are not known here; set"),
+        ("falcon_h1", {}, 2, r"for model type 'falcon_h1' does not exist; set parallel\.tensor_parallel to 1"),
+        ("qwen3_5_text", {}, 2, r"shards only the columns of linear_attn, whose gradients would be incomplete; set"),
     ],
 )
 def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, sizes, ways, message):
     base = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 32, "vocab_size": 65}
     AutoConfig.for_model(model_type, **{**base, **sizes}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_divisible(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))
+        require_tensor_parallel_support(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))

@@ -29,7 +29,7 @@ from tasks.runtime.process.signals import Preempted
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
-from tasks.runtime.training.train import _look_back
+from tasks.runtime.training.train import _find_resume_point
 from tests.runtime.test_matrix import curve, make_spec
 from tests.runtime.train_only import train_spec
 
@@ -487,7 +487,7 @@ def test_a_start_digests_each_file_of_the_newest_checkpoint_once(make_uploader, 
     monkeypatch.setattr(manifest, "_digest", lambda file: digested.append(file.name) or digest(file))
     run = SimpleNamespace(uploader=uploader, folder=folder, spec=RunSpec())
     data = SimpleNamespace(manifest=SimpleNamespace(content_hash="d"))
-    assert _look_back(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
+    assert _find_resume_point(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
     uploader.finish()
     assert sorted(digested) == ["a.safetensors", "config.json"]
 

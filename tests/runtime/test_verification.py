@@ -19,7 +19,7 @@ from tasks.runtime.data import PreparedData, RowDataset
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.export import export_model
 from tasks.runtime.models import activation_checkpointing, build
-from tasks.runtime.objectives import distill, token_losses
+from tasks.runtime.objectives import distill, token_losses, training_step
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.parallel import fsdp
 from tasks.runtime.training import train
@@ -322,14 +322,14 @@ def test_buffers_in_bfloat16_are_found(plain, monkeypatch, place):
 
 
 def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
-    original = train.prepare_for_training
+    original = training_step.prepare_for_training
 
     def rounded(model, spec):
         rotary = model.model.rotary_emb
         rotary.inv_freq = rotary.inv_freq.to(torch.bfloat16).float()
         return original(model, spec)
 
-    monkeypatch.setattr(train, "prepare_for_training", rounded)
+    monkeypatch.setattr(training_step, "prepare_for_training", rounded)
     found = check(plain, "buffers")
     assert found.verdict == "fail" and "in the job: values differ" in found.detail
 
@@ -362,14 +362,14 @@ def test_dpos_reference_is_the_base_model(pairs, monkeypatch, adapter):
 
 
 def test_a_stale_reference_is_found(pairs, monkeypatch):
-    original = Dpo.begin
+    original = Dpo.prepare
 
-    def begin(self, start):
-        data = original(self, start)
+    def prepare(self, context):
+        data = original(self, context)
         stale = data.reference_log_probs["train"]
         return data.with_reference_log_probs(train=stale._replace(log_probs=stale.log_probs.roll(1)))
 
-    monkeypatch.setattr(Dpo, "begin", begin)
+    monkeypatch.setattr(Dpo, "prepare", prepare)
     found = check(pairs, "reference")
     assert found.verdict == "fail" and "worst: the reference's" in found.detail
 
@@ -412,7 +412,7 @@ def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
     original = Job.end_step
 
     def end_step(self, *args):
-        self.bare.get_input_embeddings().weight.data[0, 0] += 1e-3
+        self.unwrapped_model.get_input_embeddings().weight.data[0, 0] += 1e-3
         original(self, *args)
 
     monkeypatch.setattr(Job, "end_step", end_step)
@@ -421,13 +421,13 @@ def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
 
 
 def test_a_tensor_without_a_gradient_is_found(plain, monkeypatch):
-    original = train.prepare_for_training
+    original = training_step.prepare_for_training
 
     def prepare(model, spec):
         model.model.norm.weight.register_hook(torch.zeros_like)
         return original(model, spec)
 
-    monkeypatch.setattr(train, "prepare_for_training", prepare)
+    monkeypatch.setattr(training_step, "prepare_for_training", prepare)
     found = check(plain, "updates")
     assert found.verdict == "fail" and "model.norm.weight is to learn and has no gradient" in found.detail
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 import triton
 
-from strata_kernels.warmup.describe import hearing_misses
+from strata_kernels.warmup import Plan
+from strata_kernels.warmup.describe import Description, hearing_misses
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import pod as warm_pod
 from tasks.runtime.warmup.compile_process import warm_kernels
-from tasks.runtime.warmup.plan import plan_of
+from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
+from tasks.runtime.warmup.plan import plan_kernels
 from tasks.runtime.warmup.store import open_store
 from tests.kernels.races import Driver, Pointer, copy_kernel
 
@@ -27,7 +29,7 @@ SMALL = {"data": {"sequence_length": 64}, "training": {"micro_batch_size": 2}}
 
 
 def kernels(**changes):
-    return {item.name for item in plan_of(RunSpec.model_validate({**SMALL, **changes})).specializations}
+    return {item.name for item in plan_kernels(RunSpec.model_validate({**SMALL, **changes})).specializations}
 
 
 def test_the_plan_has_forward_backward_and_loss():
@@ -56,13 +58,13 @@ def test_recomputation_adds_no_other_kernels(kind):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is something to compile")
 def test_nothing_to_warm_is_said(tmp_path, changes, reason):
     spec = RunSpec.model_validate({"output": str(tmp_path), **changes})
-    assert reason in warm_pod.ensure_warm(spec, RunFolder.of(spec))["skipped"]
+    assert reason in warm_up_pod(spec)["skipped"]
 
 
 def test_on_a_machine_without_a_gpu_it_takes_no_time(tmp_path):
     spec = RunSpec(output=str(tmp_path))
     start = time.perf_counter()
-    warm_pod.ensure_warm(spec, RunFolder.of(spec))
+    warm_pod.warm_up_pod(spec, RunFolder.of(spec))
     assert time.perf_counter() - start < 0.05
 
 
@@ -71,17 +73,17 @@ def pod(tmp_path, monkeypatch) -> RunSpec:
     """A pod that has a GPU: the process that would compile is real; that it should is what has to be pretended here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(warm_pod, "_TEMPORARY", (tmp_path / "memory",))
-    monkeypatch.setattr(warm_pod, "_ROOM", 4 << 20)
+    monkeypatch.setattr(warm_pod, "_REQUIRED_BYTES", 4 << 20)
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(warm_pod.DONE, "")
     monkeypatch.delenv(warm_pod.DONE)
-    monkeypatch.setenv(warm_pod.BAKED, "/baked")
+    monkeypatch.setenv(warm_pod.BAKED_KERNELS, "/baked")
     return RunSpec.model_validate({"output": str(tmp_path), "kernels": {"warmup_timeout": 20}})
 
 
 def write_script(path: Path, script: str) -> Path:
-    """A shell script in place of the warm-up's Python; $3 is the report, from $6 on are the images."""
+    """A shell script in place of the warm-up's Python; $3 is the report, from $4 on are the images."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
@@ -91,17 +93,17 @@ def stand_in(monkeypatch, path: Path, script: str) -> None:
     monkeypatch.setattr(sys, "executable", str(write_script(path, script)))
 
 
-def ensure_warm(spec: RunSpec) -> dict:
-    return warm_pod.ensure_warm(spec, RunFolder.of(spec))
+def warm_up_pod(spec: RunSpec) -> dict:
+    return warm_pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
 
 
 def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    report = ensure_warm(pod)
+    report = warm_up_pod(pod)
     assert report == {"skipped": "its process ended with code 1"}
-    assert "training starts all the same" in caplog.text
+    assert "training starts anyway" in caplog.text
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert ensure_warm(pod) == report
+    assert warm_up_pod(pod) == report
 
 
 @pytest.mark.parametrize(
@@ -115,17 +117,19 @@ def test_a_warm_up_that_fails_is_reported_and_not_tried_again(monkeypatch, pod, 
 def test_a_process_that_ends_without_a_report_is_reported(tmp_path, monkeypatch, pod, script, said):
     stand_in(monkeypatch, tmp_path / "python", script)
     kernels = pod.kernels.model_copy(update={"warmup_timeout": 1})
-    assert ensure_warm(pod.model_copy(update={"kernels": kernels})) == {"skipped": said}
+    assert warm_up_pod(pod.model_copy(update={"kernels": kernels})) == {"skipped": said}
 
 
 def test_a_warm_up_that_does_not_start_is_reported(monkeypatch, pod):
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert "its process did not start" in ensure_warm(pod)["skipped"]
+    assert "its process did not start" in warm_up_pod(pod)["skipped"]
 
 
 def test_the_report_is_what_the_process_says(tmp_path, monkeypatch, pod):
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\", \"in\": \"$TRITON_CACHE_DIR\"}" > $3')
-    assert ensure_warm(pod) == {"images": "/baked ", "in": str(tmp_path / "cache")}
+    stand_in(
+        monkeypatch, tmp_path / "python", r'echo "{\"device\": \"$4 $5\", \"directory\": \"$TRITON_CACHE_DIR\"}" > $3'
+    )
+    assert warm_up_pod(pod) == {"device": "/baked ", "directory": str(tmp_path / "cache")}
 
 
 @pytest.fixture
@@ -146,9 +150,9 @@ def test_a_disk_that_takes_nothing_is_only_read(tmp_path, monkeypatch, pod, smal
     (small_disk / "cache").mkdir()
     if read_only:
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"images\": \"$6 $7\"}" > $3')
-    report = ensure_warm(pod)
-    assert report["images"] == f"/baked {small_disk / 'cache'}"
+    stand_in(monkeypatch, tmp_path / "python", r'echo "{\"device\": \"$4 $5\"}" > $3')
+    report = warm_up_pod(pod)
+    assert report["device"] == f"/baked {small_disk / 'cache'}"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "memory" / f"strata-{os.getuid()}" / "triton")
     reason = "Read-only file system" if read_only else "No space left on device"
     assert f"{small_disk / 'cache'} cannot be used" in report["problems"][0] and reason in report["problems"][0]
@@ -157,15 +161,15 @@ def test_a_disk_that_takes_nothing_is_only_read(tmp_path, monkeypatch, pod, smal
 def test_a_disk_that_fills_up_meanwhile_is_left(tmp_path, monkeypatch, pod):
     script = r'case $TRITON_CACHE_DIR in */memory/*) echo "{}";; *) echo "{\"unwritable\": \"full\"}";; esac > $3'
     stand_in(monkeypatch, tmp_path / "python", script)
-    assert ensure_warm(pod) == {"problems": [f"{tmp_path / 'cache'} cannot be used: full"]}
+    assert warm_up_pod(pod) == {"problems": [f"{tmp_path / 'cache'} cannot be used: full"]}
 
 
 def test_with_no_place_at_all_training_starts(tmp_path, monkeypatch, pod):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(warm_pod, "_TEMPORARY", ())
-    report = ensure_warm(pod)
-    assert report["skipped"] == "no directory takes what Triton writes" and "Not a directory" in report["problems"][0]
+    report = warm_up_pod(pod)
+    assert report["skipped"] == "no directory can hold Triton's cache" and "Not a directory" in report["problems"][0]
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "cache")
 
 
@@ -173,7 +177,7 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch, 
     folder = tmp_path / "memory" / f"strata-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    assert warm_pod._own_folders() == []
+    assert warm_pod._private_folders() == []
 
 
 LOCAL_RANKS = """
@@ -191,7 +195,7 @@ children = []
 for rank in range(8):
     if (child := os.fork()) == 0:
         os.environ["LOCAL_RANK"] = str(rank)
-        report = warm_pod.ensure_warm(spec, RunFolder.of(spec))
+        report = warm_pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
         assert report == ({"skipped": "its process ended with code -9"} if rank == 0 else {}), report
         assert os.environ["TRITON_CACHE_DIR"] == str(root / "cache")
         # Made once, for what all of them compile.
@@ -215,9 +219,9 @@ def test_one_of_eight_processes_warms_up_and_the_others_wait(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_process_of_the_warm_up_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    report, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
-    assert report["planned"] == len(plan) > 5 and report["skipped"].startswith("no GPU here") and kernels == []
-    assert report["problems"] == [] and report["store_hits"] == 0
+    facts, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
+    assert facts.planned == len(plan) > 5 and facts.skipped.startswith("no GPU here") and kernels == []
+    assert facts.problems == () and facts.store_hits == 0
 
 
 def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkeypatch):
@@ -261,9 +265,36 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
     kernels = tmp_path / f"warmup-{socket.gethostname()}.kernels.json"
     kernels.write_text(json.dumps([kernel.to_dict() for kernel in planned]))
     copy_kernel.device_caches.clear()
-    with warm_pod.later_misses(RunFolder(tmp_path)) as misses:
+    with warm_pod.late_compiles(RunFolder(tmp_path)) as misses:
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
         copy_kernel.warmup(Pointer, Pointer, D=64, num_warps=8, enable_fp_fusion=True, grid=(1,))
     said = "D=64 (planned: 16), num_warps=8 (planned: 4)"
-    assert misses == [{"kernel": "copy_kernel", "difference": said}]
+    assert misses == [LateCompile(kernel="copy_kernel", difference=said)]
     assert f"compiled during training: copy_kernel: {said}" in caplog.text
+
+
+def test_facts_are_the_same_after_their_way_through_the_files(tmp_path):
+    files = WarmupFiles(tmp_path / "warmup-pod.json")
+    facts = WarmupFacts.model_validate(
+        {
+            "device": "GPU",
+            "planned": 2,
+            "compiled": [{"name": "a", "signature": "x", "seconds": 0.1, "hit": True}],
+            "failed": [{"name": "b", "signature": "x", "error": "no room"}],
+            "graphs_from": None,
+        }
+    )
+    plan = Plan(())
+    files.write(facts, plan, [Description("a", {"D": "16"})])
+    assert files.read_report() == facts and files.read_kernels() == [Description("a", {"D": "16"})]
+    assert Plan.from_json(files.plan.read_text()) == plan
+    # A field that is not known is absent; one that is known to be nothing is null.
+    assert set(json.loads(files.report.read_text())) == {"device", "planned", "compiled", "failed", "graphs_from"}
+    files.remove()
+    assert list(tmp_path.iterdir()) == [] and files.read_kernels() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"planed": 3}'], ids=["empty", "torn", "unknown"])
+def test_a_report_that_cannot_be_read_costs_no_start(tmp_path, monkeypatch, pod, text):
+    stand_in(monkeypatch, tmp_path / "python", f"printf '%s' '{text}' > $3")
+    assert "its report cannot be read" in warm_up_pod(pod)["skipped"]

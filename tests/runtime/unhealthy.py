@@ -60,7 +60,7 @@ def look(rank):
         spec = RunSpec.model_validate({"output": tempfile.gettempdir(), "faults": faults})
         said = None
         try:
-            check_health(spec, RunFolder(Path(spec.output) / "run"), processes)
+            check_health(spec.faults, RunFolder(Path(spec.output) / "run"), processes)
         except Unhealthy as error:
             said = str(error)
         torch.Tensor.__matmul__, torch.full = healthy

@@ -32,8 +32,8 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
     """This rank's tokens of a batch of whole rows.
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
-    document of each begins (`document_begins`); and where documents end in the first and in the second of its chunks
-    (`document_ends`, `late_document_ends`), of which each may have another number.
+    document of each begins (`sequence_starts`); and where documents end in the first and in the second of its chunks
+    (`cu_seqlens`, `late_cu_seqlens`), of which each may have another number.
     """
     count = 2 * processes.cp_size
     length = batch["input_ids"].shape[1]
@@ -45,18 +45,18 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
         "input_ids": pad(batch["input_ids"], filling),
         "position_ids": positions,
         "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORE_INDEX),
-        "document_begins": torch.arange(positions.shape[1]) - positions,
+        "sequence_starts": torch.arange(positions.shape[1]) - positions,
     }
     parts = {
         name: torch.cat([tensor.chunk(count, dim=1)[number] for number in context_chunks(processes)], dim=1)
         for name, tensor in whole.items()
     }
-    begins = whole["document_begins"]
-    early, late = (document_ends(begins, number, count) for number in context_chunks(processes))
-    return {**parts, "document_ends": early, "late_document_ends": late}
+    begins = whole["sequence_starts"]
+    early, late = (cu_seqlens(begins, number, count) for number in context_chunks(processes))
+    return {**parts, "cu_seqlens": early, "late_cu_seqlens": late}
 
 
-def document_ends(begins: Tensor, number: int, count: int) -> Tensor:
+def cu_seqlens(begins: Tensor, number: int, count: int) -> Tensor:
     """Where documents end among the queries, which are chunk `number` of `count` of the rows, and among their keys.
 
     Keys are the rows up to the end of the chunk. Those of a row that no query of the chunk sees are one document, which

@@ -1,4 +1,4 @@
-"""Measure a model before and after training: loss on the validation split, what it writes, how well it does tasks."""
+"""Measure a model before and after training: validation loss, samples, scores of lm-evaluation-harness tasks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
-from tasks.runtime.models.build import adopt_tokenizer, build_model, has_fused_loss, patch
-from tasks.runtime.models.packing_support import learned_positions
-from tasks.runtime.objectives import Objective, validation_objective_of
+from tasks.runtime.models.build import build_model, has_fused_loss, patch, set_special_tokens
+from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.objectives import Objective, build_validation_objective
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 from tasks.runtime.training.trained_weights import build_trained_model
@@ -27,8 +27,8 @@ from tasks.runtime.training.trained_weights import build_trained_model
 log = logging.getLogger(__name__)
 
 
-class Measured(NamedTuple):
-    """What is measured of one model. `means` over the validation split by name, the loss's too; {} when it is empty."""
+class Measurements(NamedTuple):
+    """Results for one model. `means`: loss and metrics over the validation split; {} if the split is empty."""
 
     means: dict[str, float]
     written: list[str]
@@ -36,13 +36,16 @@ class Measured(NamedTuple):
 
 
 def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
-    """The record with losses, samples and scores of the model before training and with `weights`, of `collect_weights`.
+    """Evaluate the model before and after training and add losses, samples and scores to the record.
 
-    Raises ValueError when the run did not finish, or a task cannot be loaded.
+    `weights`: the folder of `collect_weights`.
+
+    Raises:
+        ValueError: the run is not complete, or a task cannot be loaded.
     """
     record.require_complete()
     prompts = data.samples(spec.evaluation.samples)
-    # One model in memory at a time.
+    # One after the other, so that one model is in memory at a time.
     before, data = _measure(spec, data, prompts, weights=None)
     after, _ = _measure(spec, data, prompts, weights=weights)
     samples = tuple(
@@ -69,11 +72,11 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
             "samples": samples,
         }
     )
-    _tell(record)
+    _log_results(record)
     return record
 
 
-def _tell(record: CompletionRecord) -> None:
+def _log_results(record: CompletionRecord) -> None:
     before, after = record.eval_loss_before, record.eval_loss_after
     if before is None or after is None:
         log.warning("data.validation_fraction leaves no validation rows; no loss before and after")
@@ -89,28 +92,28 @@ def _tell(record: CompletionRecord) -> None:
 
 
 def _indented(text: str) -> str:
-    """Text of a data set or a model, none of whose lines begins one of the log: programs read some of those."""
+    """Indent text from data or a model: no line of it may look like a line of the log, which programs read."""
     return "\n    ".join(text.strip().splitlines())
 
 
 def _measure(
     spec: RunSpec, data: PreparedData, prompts: list[Prompt], *, weights: Path | None
-) -> tuple[Measured, PreparedData]:
-    """Also the data, with what the objective compares the trained model with: it is asked of the first one."""
+) -> tuple[Measurements, PreparedData]:
+    """Measurements, and the data with the columns that the objective computes with the model before training."""
     tokenizer = data.tokenizer()
     model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
-    adopt_tokenizer(model, tokenizer)
-    _leave_out_routers(model)
-    objective = validation_objective_of(spec, fused=has_fused_loss(patch(model, spec)))
+    set_special_tokens(model, tokenizer)
+    _disable_router_loss(model)
+    objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     if weights is None:
-        data = objective.begin_validation(model, data, spec)
+        data = objective.prepare_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)
     written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
-    return Measured(means, written, task_scores(model, tokenizer, spec)), data
+    return Measurements(means, written, task_scores(model, tokenizer, spec)), data
 
 
-def _leave_out_routers(model: PreTrainedModel) -> None:
-    """Have a mixture of experts tell the loss of tokens alone: its exponential is a perplexity."""
+def _disable_router_loss(model: PreTrainedModel) -> None:
+    """Leave the auxiliary loss of routers out, so that the exponential of the loss is a perplexity."""
     config = model.config.get_text_config()
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
@@ -120,14 +123,14 @@ def _leave_out_routers(model: PreTrainedModel) -> None:
 def validation_means(
     model: PreTrainedModel, objective: Objective, data: PreparedData, spec: RunSpec
 ) -> dict[str, float]:
-    """Loss and metrics of the objective over the validation split; {} when the split has no item."""
+    """Mean loss and metrics of the objective over the validation split; {} if it has no item."""
     totals: dict[str, float] = {}
     items = 0
     for batch in _validation_batches(data, spec, model.device):
         count = int(objective.count(batch))
         if count:
-            # Divided by one: sums, so that every item weighs the same.
-            share = objective.share(model, batch, torch.ones((), device=model.device))
+            # Dividing by one yields sums, so that every item weighs the same.
+            share = objective.micro_batch_loss(model, batch, torch.ones((), device=model.device))
             for name, value in {"loss": share.loss, **share.metrics}.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             items += count
@@ -146,9 +149,9 @@ def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device)
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, spec: RunSpec
 ) -> str:
-    """The model's most likely continuation of the prompt, without the prompt, as long as there are positions for it."""
+    """The model's greedy continuation of the prompt, without the prompt, within its position embeddings."""
     ids = torch.tensor([prompt.prompt_ids], device=model.device)
-    most, positions = spec.evaluation.max_new_tokens, learned_positions(model)
+    most, positions = spec.evaluation.max_new_tokens, learned_position_count(model)
     if positions is not None and (left := positions - ids.shape[1]) < most:
         log.warning("evaluation.max_new_tokens %d: the model has positions for %d after this prompt", most, left)
         if left <= 0:

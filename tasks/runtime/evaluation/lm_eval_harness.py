@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, done by a model in memory."""
+"""Score a model in memory with EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Draws for the standard errors that no formula gives.
+# Bootstrap samples, for standard errors without a formula.
 _DRAWS = 100
 
 
 class Score(NamedTuple):
-    """What a model came to in a task, by one of its metrics."""
+    """A model's result in a task, by one metric."""
 
     value: float
     error: float | None
-    """Its standard error, where there is one."""
+    """Standard error, if the harness computes one."""
     higher_is_better: bool | None
 
 
 def require_tasks(spec: RunSpec) -> None:
-    """Raises ValueError when `evaluation.tasks` has any that are not known: before anything is trained."""
+    """Raises ValueError if the harness is not installed, or does not know a name in `evaluation.tasks`."""
     tasks = spec.evaluation.tasks
     if not tasks:
         return
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or leave "
-            "evaluation.tasks out"
+            "evaluation.tasks needs the package lm_eval, which is not installed; install strata[lm-eval], or remove "
+            "evaluation.tasks"
         )
-    known = set(_manager(tasks).all_tasks)
+    known = set(_task_manager(tasks).all_tasks)
     for task in tasks:
         if _is_file(task):
             if not Path(task).is_file():
-                raise ValueError(f"evaluation.tasks: there is no file {task!r}, seen from {Path.cwd()}")
+                raise ValueError(f"evaluation.tasks: there is no file {task!r} in {Path.cwd()}")
         elif task not in known:
             close = get_close_matches(task, known, n=3)
             meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             raise ValueError(
-                f"evaluation.tasks: {task!r} is no task, group or tag of lm-evaluation-harness; {meant}'lm-eval ls "
-                "tasks' shows all of them; a task of your own is named by its YAML file"
+                f"evaluation.tasks: {task!r} is not a task, group or tag of lm-evaluation-harness; {meant}'lm-eval ls "
+                "tasks' shows all of them; for a task of your own, give its YAML file"
             )
 
 
 def task_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: RunSpec
 ) -> dict[tuple[str, str], Score]:
-    """Scores by task and metric; of a group of tasks those of the group, where it has some.
+    """Scores by task and metric. A group with its own scores replaces those of its tasks.
 
-    Raises ValueError when a task cannot be loaded, which may need the Hub.
+    Raises:
+        ValueError: a task cannot be loaded, which may need the Hub.
     """
     evaluation = spec.evaluation
     if not evaluation.tasks:
         return {}
-    # Else it forks a process per core to draw samples.
+    # Otherwise the harness forks a process per core for bootstrap samples.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    # It warns that a model which is loaded already is taken as it is: that is meant.
+    # Hides a warning that a loaded model is used as it is, which is intended.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    manager = _manager(evaluation.tasks)
+    manager = _task_manager(evaluation.tasks)
     loaded = [part for task in dict.fromkeys(evaluation.tasks) for part in _load(manager, task)]
     results = simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=spec.training.micro_batch_size),
@@ -85,12 +86,14 @@ def task_scores(
     )
     for task, shown in results["n-shot"].items():
         if evaluation.few_shot not in (None, shown):
-            log.warning("evaluation.few_shot %d: task %s shows %d all the same", evaluation.few_shot, task, shown)
+            log.warning(
+                "evaluation.few_shot %d: task %s sets the number itself, to %d", evaluation.few_shot, task, shown
+            )
     return scores_of(results)
 
 
 def scores_of(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
-    """Scores by task and metric, of what `simple_evaluate` returns."""
+    """Scores by task and metric, from the result of `simple_evaluate`."""
     found = {task: _numbers(values) for task, values in results["results"].items()}
     inside = {part for group, parts in results["group_subtasks"].items() if found.get(group) for part in parts}
     scores = {}
@@ -106,7 +109,7 @@ def scores_of(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """By metric and filter, which the harness joins by a comma; what else it tells of a task has none."""
+    """Numbers by metric and filter. The harness joins the two with a comma; its other keys have none."""
     split = {tuple(name.split(",", 1)): value for name, value in values.items() if "," in name}
     return {
         (metric, filtered): float(value)
@@ -119,23 +122,23 @@ def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
-def _manager(tasks: tuple[str, ...]) -> TaskManager:
-    """What finds tasks; to look through the harness's own takes many seconds."""
+def _task_manager(tasks: tuple[str, ...]) -> TaskManager:
+    """A task manager. Indexing the harness's own tasks takes many seconds, so it is skipped if every task is a file."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=not all(map(_is_file, tasks)))
 
 
 def _load(manager: TaskManager, task: str) -> list[Any]:
-    """A task, the tasks of a tag, or a group, with their data."""
+    """Load a task, the tasks of a tag, or a group, with their data."""
     try:
         loaded = manager.load([task])
-    # Errors of the Hub's client, of data sets and of a task's own code have no common class.
+    # Errors of the Hub's client, of `datasets` and of a task's own code have no common base class.
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {said}. The trained model is "
-            "saved; mend that, or leave the task out, and start the run again, which evaluates it"
+            f"evaluation.tasks: {task!r} could not be loaded: {type(error).__name__}: {reason}. The trained model is "
+            "saved. Fix the cause or remove the task, and start the run again, which evaluates it"
         ) from error
     children = {child for names in loaded["group_map"].values() for child in names}
     groups = [group for name, group in loaded["groups"].items() if name not in children]

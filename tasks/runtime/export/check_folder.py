@@ -1,6 +1,6 @@
-"""Reads an exported model as anybody else would, and compares it with the one that was trained.
+"""Read an exported model as its users would, and compare it with the trained model.
 
-A process of its own, which has nothing of the training but the folder: what it reads is what the next person reads.
+The comparison runs in a process of its own, which gets nothing from training except the folder.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tokens of the text that both read.
+# Tokens of the compared text.
 TOKENS = 64
-# By type: how far logits may differ, as a share of the greatest. The same arithmetic in the same order differs by none.
+# Largest difference of logits relative to the largest logit, by dtype. Equal arithmetic in equal order differs by 0.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _TEXT = (
     "The exported model must read this text as the trained one did: the same tokens, and for each of them the same "
@@ -30,7 +30,7 @@ _TEXT = (
 
 
 def expected_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """What a model makes of a short text: `input_ids` [1, T] and `logits` [1, T, V], both on the CPU."""
+    """The model's result for a short text: `input_ids` [1, T] and `logits` [1, T, V], on the CPU."""
     ids = tokenizer(_TEXT, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :TOKENS]
     with torch.inference_mode():
         logits = model.eval()(input_ids=ids.to(model.device)).logits
@@ -38,7 +38,7 @@ def expected_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
-    """What is different, or None where nothing is, rounding aside."""
+    """A description of the difference; None if there is none beyond rounding."""
     for name in expected:
         if expected[name].shape != found[name].shape or expected[name].dtype != found[name].dtype:
             return f"{name} are {_form(found[name])}, not {_form(expected[name])}"
@@ -46,12 +46,12 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | N
         return "the tokenizer makes other tokens of a text"
     wanted, got = expected["logits"].float(), found["logits"].float()
     most, allowed = float((wanted - got).abs().max()), _TOLERANCE[expected["logits"].dtype] * float(wanted.abs().max())
-    # Written so that NaN is a difference.
+    # Written so that NaN counts as a difference.
     return None if most <= allowed else f"logits differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
 
 
 def verify(folder: Path, expected: dict[str, Tensor], device: torch.device, attention: str) -> None:
-    """Raises ValueError when a fresh process reads anything else from `folder` than was expected of the model."""
+    """Raises ValueError if a fresh process reads another model from `folder` than `expected` describes."""
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "expected.safetensors"
         save_file(expected, file)
@@ -66,8 +66,8 @@ def verify(folder: Path, expected: dict[str, Tensor], device: torch.device, atte
         wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
     if wrong is not None:
         raise ValueError(
-            f"the exported model in {folder} is not the trained one: {wrong}. It is not put in place; the run's "
-            "checkpoints are whole. Start the run again to export once more"
+            f"the exported model in {folder} is not the trained one: {wrong}. It replaces no earlier export, and the "
+            "run's checkpoints are complete. Start the run again to export once more"
         )
 
 
@@ -76,7 +76,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def main() -> None:
-    """Print what is different as a line of JSON."""
+    """Print the difference as one line of JSON."""
     folder, file, device, attention = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(

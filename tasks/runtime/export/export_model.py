@@ -1,4 +1,4 @@
-"""Write the trained model as a plain Hugging Face folder, with its tokenizer and where it comes from."""
+"""Write the trained model as a plain Hugging Face folder, with tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
-from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish, require_targets
-from tasks.runtime.models.build import PRESETS, adopt_tokenizer
+from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
+from tasks.runtime.models.build import PRESETS, set_special_tokens
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
@@ -30,22 +31,24 @@ log = logging.getLogger(__name__)
 
 
 def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
-    """Write `model/`, `report.html` and `record.json` to the run's folder, and say where they are.
+    """Write `model/`, `report.html` and `record.json` to the run's folder, and publish the model.
 
-    `weights` is what `collect_weights` made. The model folder appears whole or not at all, and only when a process of
-    its own reads from it what was trained; an earlier one is replaced. Then it is copied to where the spec says.
-    Raises ValueError when the run did not finish, the folder is not the model, or a place does not take the copy.
+    `weights`: the folder of `collect_weights`. The model folder is replaced as a whole, after a separate process has
+    read the trained model from the new one.
+
+    Raises:
+        ValueError: the run is not complete, the folder does not hold the trained model, or a target rejects the copy.
     """
     record.require_complete()
-    require_targets(spec)
+    run_checks("export", "spec", spec=spec)
     folder = RunFolder.of(spec)
     folder.root.mkdir(parents=True, exist_ok=True)
-    # A fixed name: what a killed export left is as large as the model, and goes with the next one.
+    # A fixed name, so that the next export removes what a killed one left, which is as large as the model.
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     write_model(spec, data, weights, temporary)
     (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
-    # Others get it with the model: where the run's folder was is nothing to them.
+    # Users of the model do not need the path of the run's folder.
     record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
     _replace(temporary, folder.model)
 
@@ -60,10 +63,10 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
 
 
 def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) -> None:
-    """Model and tokenizer, in a folder that was read back. One model is in memory at a time."""
+    """Write model and tokenizer and verify the folder. One model is in memory at a time."""
     device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)
-    adopt_tokenizer(model, tokenizer)
+    set_special_tokens(model, tokenizer)
     model.config.use_cache = True
     _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)
@@ -79,7 +82,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
 
 
 def _copy_processor(spec: RunSpec, folder: Path) -> None:
-    """What a model that also sees or hears makes its input with: who serves it wants that for texts, too."""
+    """Copy the processor files of a multimodal model; servers want them for text, too."""
     name, kept = spec.model.name, []
     for file in PROCESSOR_FILES:
         found = cached_file(
@@ -93,22 +96,22 @@ def _copy_processor(spec: RunSpec, folder: Path) -> None:
             kept.append(shutil.copyfile(found, folder / file))
     if not kept:
         log.warning(
-            "model.name %r takes more than texts, and none of %s could be read; who serves the exported model may want "
-            "them: put them into its folder", name, ", ".join(PROCESSOR_FILES),
+            "model.name %r is multimodal, but none of %s could be read; servers may need them: copy them into the "
+            "exported folder", name, ", ".join(PROCESSOR_FILES),
         )  # fmt: skip
 
 
 def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:
-    """Have what the model writes end where it learned to end, and where its makers say."""
+    """Stop generation at the tokens that ended training texts, and at those of the base model."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     found = sorted({*tokens, *(end for end in ends if end is not None)})
     config.eos_token_id = found[0] if len(found) == 1 else found or None
 
 
 def model_card(spec: RunSpec, record: CompletionRecord) -> str:
-    """A model card: what it was trained from, on what, how far, and how to load it.
+    """A model card: base model, data, steps, losses, and how to load the model.
 
-    It is for others: of a local file or folder it has the name, and not where that was.
+    The card is public: it names local files and folders without their path.
     """
     base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{_without_folder(spec)}`"
     if spec.model.revision is not None:
@@ -146,13 +149,13 @@ Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` ho
 
 
 def _without_folder(spec: RunSpec) -> str:
-    """The model's name, of a folder the last part alone."""
+    """The model's name; the last part of a local path."""
     folder = Path(spec.model.name)
     return folder.absolute().name if folder.is_dir() else spec.model.name
 
 
 def _origin(spec: RunSpec) -> dict[str, Any]:
-    """What the Hub knows origin and licence of a model by: its licence is that of the model it was made from."""
+    """Base model and license for the Hub. The license is that of the base model."""
     name, folder = spec.model.name, Path(spec.model.name)
     if name in PRESETS:
         return {}
@@ -161,9 +164,9 @@ def _origin(spec: RunSpec) -> dict[str, Any]:
     try:
         card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=spec.model.revision)
         known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    # There is no card, or no network, or what its author took for YAML.
+    # There is no card, no network, or the card's YAML is invalid.
     except Exception as error:
-        log.info("model card: without a licence, as no card of %s could be read (%s)", name, type(error).__name__)
+        log.info("model card: no license, because the card of %s could not be read (%s)", name, type(error).__name__)
         return origin
     licence = {
         key: known[key] for key in ("license", "license_name", "license_link") if isinstance(known.get(key), str)
@@ -177,9 +180,9 @@ def _losses(record: CompletionRecord) -> str:
     before, after = record.eval_loss_before, record.eval_loss_after
     if before is None or after is None:
         return "It was not validated."
-    told = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
-    told += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
-    return ", ".join(told) + "."
+    sentences = [f"Validation loss went from {before:.4f} to {after:.4f} {record.loss_unit}"]
+    sentences += [f"{name.replace('_', ' ')} is {value:.4g}" for name, value in record.eval_metrics.items()]
+    return ", ".join(sentences) + "."
 
 
 def _scores(record: CompletionRecord) -> str:
@@ -189,7 +192,7 @@ def _scores(record: CompletionRecord) -> str:
 
 
 def _replace(new: Path, old: Path) -> None:
-    """Put the folder `new` in the place of `old`. Between the two renames there is none, never a mixture."""
+    """Replace the folder `old` by `new`. Between the two renames there is no folder, never a mixture."""
     retired = old.with_name(f".{old.name}.old")
     shutil.rmtree(retired, ignore_errors=True)
     if old.exists():

@@ -1,4 +1,4 @@
-"""Hand an exported model on: to the Hub, and to an object store."""
+"""Copy an exported model to the Hub and to an object store."""
 
 from __future__ import annotations
 
@@ -13,47 +13,45 @@ from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)
 
-# What an earlier model in a repository may have that a library would load in place of the new one's files, or on top.
+# Files of an earlier model that a library would load instead of the new ones, or in addition to them.
 _EARLIER = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
 RECORD = "strata_record.json"
-"""What every exported model has, and nothing else: the record of its run."""
+"""Name of the run's record, which only exported models have."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a model that takes more than texts has beside a tokenizer."""
-# Names of all that an export writes, as patterns.
+"""Files of a multimodal model, next to those of its tokenizer."""
+# Patterns of all files that an export writes.
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
              "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
 
 
-def require_targets(spec: RunSpec) -> None:
-    """Raises ValueError when what `export` names cannot be opened, or has what is no earlier model of this run.
-
-    Before anything is trained, and not at its end.
-    """
+def require_export_targets(spec: RunSpec) -> None:
+    """Raises ValueError if a target of `export` cannot be opened, or holds files that no export wrote."""
     if spec.export.push_to_hub is not None:
         from huggingface_hub import get_token
 
         if get_token() is None:
             raise ValueError(
-                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token that may write there; set the "
-                "environment variable HF_TOKEN, also where the model is exported, or leave export.push_to_hub out"
+                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token with write access; set the environment "
+                "variable HF_TOKEN here and where the model is exported, or remove export.push_to_hub"
             )
     if spec.export.url is not None:
         address, store, root = _place(spec)
         try:
             there = _names(store, root)
-        # A store's client raises errors of its own, of no common class.
+        # Clients of stores raise errors without a common base class.
         except Exception as error:
             raise ValueError(
-                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; mend that, choose another "
-                "export.url, or leave it out"
+                f"export.url: {address} cannot be read: {type(error).__name__}: {error}; fix the cause, choose "
+                "another export.url, or remove it"
             ) from error
         _require_exported(address, there)
 
 
 def publish(spec: RunSpec, model: Path) -> list[str]:
-    """Copy the folder `model` to where `export` says; returns the addresses.
+    """Copy the folder `model` to the targets of `export` and return their addresses.
 
-    Raises ValueError when one of them does not take it; the folder stays what it is.
+    Raises:
+        ValueError: a target rejects the copy; the folder stays as it is.
     """
     places = []
     if spec.export.push_to_hub is not None:
@@ -66,12 +64,12 @@ def publish(spec: RunSpec, model: Path) -> list[str]:
 def _attempt(field: str, model: Path, copy: Callable[[], str]) -> str:
     try:
         place = copy()
-    # Errors of the Hub's client and of those of stores have no common class.
+    # The clients of the Hub and of stores raise errors without a common base class.
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{field}: the model could not be copied: {type(error).__name__}: {said}. It is in {model}, whole; mend "
-            "that and start the run again, which copies once more"
+            f"{field}: the model could not be copied: {type(error).__name__}: {reason}. It is complete in {model}; fix "
+            "the cause and start the run again, which copies it again"
         ) from error
     log.info("copied to %s", place)
     return place
@@ -82,17 +80,18 @@ def _to_hub(spec: RunSpec, model: Path) -> str:
 
     assert spec.export.push_to_hub is not None
     hub, name = HfApi(), spec.export.push_to_hub
-    # Also where it is there already, whose visibility then stays.
+    # An existing repository keeps its visibility.
     address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
-    told = f"Add the model of run {spec.name}"
-    hub.upload_folder(repo_id=name, folder_path=model, commit_message=told, delete_patterns=list(_EARLIER))
+    message = f"Add the model of run {spec.name}"
+    hub.upload_folder(repo_id=name, folder_path=model, commit_message=message, delete_patterns=list(_EARLIER))
     return str(address)
 
 
 def _to_store(spec: RunSpec, model: Path) -> str:
-    """Its configuration comes last and goes first: a folder without one is no model.
+    """Copy the model to `export.url`.
 
-    Its record comes first and never goes: what a broken copy leaves is known by it.
+    `config.json` is written last and removed first: a folder without it is not a model. The record is written first and
+    never removed: it identifies the rest of an interrupted copy.
     """
     address, store, root = _place(spec)
     there = _names(store, root)
@@ -107,34 +106,34 @@ def _to_store(spec: RunSpec, model: Path) -> str:
 
 
 def _place(spec: RunSpec) -> tuple[str, Any, str]:
-    """Where `export.url` wants the model: the address, its file system, and the folder in that."""
+    """The model's address for `export.url`, its file system, and the folder in that."""
     url = str(spec.export.url)
     store, root = open_url(url, "export.url")
     return f"{url.rstrip('/')}/{spec.name}", store, f"{root.rstrip('/')}/{spec.name}"
 
 
 def _names(store: Any, root: str) -> list[str]:
-    """Files below the folder `root`, by their paths in it."""
+    """Paths of the files below the folder `root`, relative to it."""
     store.invalidate_cache()
     try:
-        # What ends so marks a folder that somebody made in a store that has none.
+        # A name that ends with a slash marks an empty folder, which object stores do not have.
         return sorted(path.removeprefix(root).lstrip("/") for path in store.find(root) if not path.endswith("/"))
     except FileNotFoundError:
         return []
 
 
 def _require_exported(address: str, there: list[str]) -> None:
-    """Raises ValueError when there are files that no export has written: what is replaced is removed for good."""
+    """Raises ValueError if there are files that no export wrote, because replaced files are deleted for good."""
     foreign = [name for name in there if RECORD not in there or not _is_exported(name)]
     if foreign:
         more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
         raise ValueError(
-            f"export.url: {address} is to be the exported model's alone, and has what no export wrote: "
-            f"{foreign[0] or 'it is a file'}{more}; choose another export.url or name, or move that away"
+            f"export.url: {address} has files that no export wrote: {foreign[0] or 'it is a file'}{more}; choose "
+            "another export.url or name, or move them away"
         )
 
 
 def _is_exported(name: str) -> bool:
     path = PurePosixPath(name)
-    # A pattern that is shorter than the path is matched with the end of it.
+    # `PurePath.match` compares a shorter pattern with the end of the path.
     return any(len(path.parts) == pattern.count("/") + 1 and path.match(pattern) for pattern in _EXPORTED)

@@ -1,5 +1,7 @@
-"""Are the machines fit to train on? Asked before a model is loaded: a GPU that lost memory, computes wrongly or has a
-bad connection would otherwise be found hours later, as a hang or as a loss that nobody can explain.
+"""The health check before training: GPU memory, arithmetic and connections.
+
+Without it, a GPU that computes wrongly or a slow link shows up hours later, as a hang or as a loss that nobody can
+explain.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ import torch
 import torch.distributed as dist
 
 from strata_platform.outcomes import UNHEALTHY, RunError
-from strata_platform.spec import RunSpec
+from strata_platform.spec.faults import Faults
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-# Seconds that a process which ended just before may take to give back its memory.
+# How long the check waits for a previous process to release GPU memory.
 RELEASE_SECONDS = 10.0
-# Seconds after which the check hangs: connections between many nodes take their time.
+# After how many seconds the check counts as hanging; connecting many nodes takes time.
 HANG_SECONDS = 300
 
 Link = tuple[int, int]
-"""Two processes."""
+"""The ranks of two connected processes."""
 
 
 class Unhealthy(RunError):
@@ -41,34 +43,35 @@ class Unhealthy(RunError):
 
 @dataclass
 class Finding:
-    """What one process has found of its own device."""
+    """What one process measured on its own device."""
 
     place: str
-    """Which process, and where."""
+    """Description of the process and its node."""
     problems: list[str] = field(default_factory=list)
     teraflops: float = 0.0
     free: float = 1.0
-    """Share of the device's memory."""
+    """Fraction of the device's memory that is free."""
 
 
-def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
-    """Look at memory, arithmetic and connections, in well under two seconds. A collective.
+def check_health(faults: Faults, folder: RunFolder, processes: Processes) -> None:
+    """Check memory, arithmetic and connections, in less than two seconds. A collective.
 
-    Raises `Unhealthy`, on every process, with the processes and nodes at fault.
+    Raises:
+        Unhealthy: a check failed. Raised on every rank; the message names the processes and nodes at fault.
     """
-    if not spec.faults.health_check:
+    if not faults.health_check:
         return
     began = time.monotonic()
-    limit = min(HANG_SECONDS, spec.faults.hang_timeout)
-    # What an earlier start left there would be taken for what the processes say now.
+    limit = min(HANG_SECONDS, faults.hang_timeout)
+    # A folder of its own, so that hang reports of an earlier start are not read.
     start = processes.on_main(lambda: f"start-{time.time_ns()}")
     watchdog = Watchdog(folder.hangs / start, processes.rank, processes.world_size, limit)
     with closing(watchdog):
         watchdog.start()
         watchdog.expect("the health check")
-        found = processes.gather(_look(spec, processes))
-        _refuse(processes, lambda: _problems(found or []))
-        speed = _connections(spec, processes) if processes.world_size > 1 else None
+        found = processes.gather(_look(faults, processes))
+        _raise_if_unfit(processes, lambda: _problems(found or []))
+        speed = _connections(faults, processes) if processes.world_size > 1 else None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if found:
@@ -76,7 +79,7 @@ def check_health(spec: RunSpec, folder: RunFolder, processes: Processes) -> None
 
 
 def summary(found: list[Finding], speed: float | None) -> str:
-    """What was measured, of all devices.
+    """Measurements of all devices, for the log.
 
     >>> summary([Finding("", [], 700.0, 0.99), Finding("", [], 650.0, 0.98)], 340.0)
     'memory 98 % free, matrix products 650 to 700 TFLOP/s, all-reduce 340 GB/s'
@@ -88,33 +91,33 @@ def summary(found: list[Finding], speed: float | None) -> str:
     return f"memory {100 * free:.0f} % free, matrix products {spread} TFLOP/s{connected}"
 
 
-def place_of(processes: Processes) -> str:
-    """A process as its cluster knows it."""
+def describe_process(processes: Processes) -> str:
+    """A process by rank, GPU and node."""
     where = f"GPU {processes.local_rank} of " if torch.cuda.is_available() else ""
     return f"process {processes.rank} ({where}{os.environ.get('NODE_NAME') or socket.gethostname()})"
 
 
-def _look(spec: RunSpec, processes: Processes) -> Finding:
-    finding = Finding(place_of(processes))
+def _look(faults: Faults, processes: Processes) -> Finding:
+    finding = Finding(describe_process(processes))
     try:
         if torch.cuda.is_available():
-            finding.free = _free_share(processes.device, spec.faults.min_free_memory)
-            if finding.free < spec.faults.min_free_memory:
+            finding.free = _free_share(processes.device, faults.min_free_memory)
+            if finding.free < faults.min_free_memory:
                 finding.problems.append(
                     f"{100 * finding.free:.0f} % of its memory is free, and faults.min_free_memory is "
-                    f"{spec.faults.min_free_memory}: something else runs on it"
+                    f"{faults.min_free_memory}: something else runs on it"
                 )
         wrong, finding.teraflops = _products(processes.device)
         if wrong:
             finding.problems.append(f"{wrong} values of a matrix product are wrong")
-    # Whatever it is: the others wait to hear of it.
+    # Report any error: the other ranks wait for this finding.
     except RuntimeError as error:
         finding.problems.append(str(error).partition("\n")[0])
     return finding
 
 
 def _free_share(device: torch.device, enough: float) -> float:
-    """Waits a little for the memory of who was here before."""
+    """The fraction of free memory, after waiting for a previous process to release its own."""
     deadline = time.monotonic() + RELEASE_SECONDS
     while True:
         free, total = torch.cuda.mem_get_info(device)
@@ -124,9 +127,10 @@ def _free_share(device: torch.device, enough: float) -> float:
 
 
 def _products(device: torch.device) -> tuple[int, float]:
-    """How many values of products with a known result are wrong, and TFLOP/s.
+    """The number of wrong values in matrix products with a known result, and TFLOP/s.
 
-    Factors are a_i s_k and s_k b_j, with signs s, so that every value is an integer that each type has: K a_i b_j.
+    The factors are a_i s_k and s_k b_j with signs s, so every value of the product is K a_i b_j, an integer that the
+    dtype represents exactly.
     """
     size, times = (8192, 4) if device.type == "cuda" else (128, 1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -142,7 +146,7 @@ def _products(device: torch.device) -> tuple[int, float]:
         for _ in range(times):
             wrong.logical_or_(left @ right != expected)
 
-    # The first time kernels are loaded.
+    # Load the kernels before timing.
     multiply()
     seconds = _timed(device, multiply, times=1)
     return int(wrong.sum()), 2 * size**3 * times / seconds / 1e12
@@ -152,42 +156,46 @@ def _problems(found: list[Finding]) -> str:
     return "; ".join(f"{finding.place}: {problem}" for finding in found for problem in finding.problems)
 
 
-def _refuse(processes: Processes, told: Callable[[], str]) -> None:
-    """End every process by what the main one has to tell, if anything."""
-    problems = processes.on_main(told)
+def _raise_if_unfit(processes: Processes, message: Callable[[], str]) -> None:
+    """Raise `Unhealthy` on every rank if the text from rank 0 is not empty."""
+    problems = processes.on_main(message)
     if problems:
         raise Unhealthy(f"not fit to train on: {problems}. Nothing was started; take the node out of the cluster")
 
 
-def _connections(spec: RunSpec, processes: Processes) -> float:
-    """Bus bandwidth of an all-reduce in GB/s, as NCCL's tests count it; refuses wrong sums and what is too slow."""
+def _connections(faults: Faults, processes: Processes) -> float:
+    """Bus bandwidth of an all-reduce in GB/s, as nccl-tests define it. Raises `Unhealthy` for wrong sums or a slow
+    network.
+    """
     device, number = processes.device, processes.world_size
     size = (64 << 20) if device.type == "cuda" else (64 << 10)
     values = torch.full((size,), float(processes.rank + 1), device=device)
-    # Also connects, which takes longer than the sum.
+    # The first all-reduce also connects the ranks, which takes longer.
     dist.all_reduce(values)
     wrong = int((values != number * (number + 1) / 2).sum())
-    outcomes = processes.gather(f"{place_of(processes)}: {wrong} values of a sum over all are wrong" if wrong else "")
-    _refuse(processes, lambda: "; ".join(filter(None, outcomes or [])))
+    outcomes = processes.gather(
+        f"{describe_process(processes)}: {wrong} values of a sum over all are wrong" if wrong else ""
+    )
+    _raise_if_unfit(processes, lambda: "; ".join(filter(None, outcomes or [])))
     seconds = _timed(device, lambda: dist.all_reduce(values))
     speed = 2 * (number - 1) / number * values.nbytes / seconds / 1e9
-    # What decides must be one number: some wait for others.
+    # All ranks must compare the same number, or some would wait for the others.
     slowest = torch.tensor(speed)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
-    floor = spec.faults.min_bandwidth
+    floor = faults.min_bandwidth
     if floor is not None and float(slowest) < floor:
         links = processes.gather(_links(processes, values))
-        places = processes.gather(place_of(processes))
-        _refuse(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
+        places = processes.gather(describe_process(processes))
+        _raise_if_unfit(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
     return float(slowest)
 
 
 def _links(processes: Processes, values: torch.Tensor) -> dict[Link, float]:
-    """GB/s in each direction between this process and the next one of its rank, and the one before."""
+    """GB/s in each direction between this rank and its neighbors, the next and the previous rank."""
     rank, number = processes.rank, processes.world_size
     found = {}
     for turn in (0, 1):
-        # First 0-1, 2-3, ..., then 1-2, 3-4, ..., and the last with the first where that leaves both.
+        # First 0-1, 2-3, ..., then 1-2, 3-4, ..., and the last with the first if both are left.
         partner = rank + 1 if rank % 2 == turn else rank - 1
         if turn == 1 and number % 2 == 0:
             partner %= number
@@ -214,7 +222,7 @@ def _merged(links: list[dict[Link, float]]) -> dict[Link, float]:
 
 
 def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[str]) -> str:
-    blamed = to_blame(links)
+    blamed = slow_processes(links)
     by = " and ".join(places[rank] for rank in blamed) if blamed else "no process more than others"
     listed = ", ".join(f"{a}-{b} {links[a, b]:.3g}" for a, b in sorted(links, key=lambda link: links[link])[:8])
     return (
@@ -223,10 +231,10 @@ def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[
     )
 
 
-def to_blame(links: Mapping[Link, float]) -> list[int]:
-    """The processes that the slow links have in common, or both ends of the only one; none where all are alike.
+def slow_processes(links: Mapping[Link, float]) -> list[int]:
+    """Ranks that the slow links have in common, or both ends of a single link; none if all links are alike.
 
-    >>> to_blame({(0, 1): 40.0, (1, 2): 4.0, (2, 3): 5.0, (0, 3): 41.0})
+    >>> slow_processes({(0, 1): 40.0, (1, 2): 4.0, (2, 3): 5.0, (0, 3): 41.0})
     [2]
     """
     if not links:
@@ -235,7 +243,7 @@ def to_blame(links: Mapping[Link, float]) -> list[int]:
     if len(links) == 1:
         slow = list(links)
     ends = [rank for link in slow for rank in link]
-    # With two neighbors each, a process that is slow itself is an end of two slow links.
+    # Every rank has two neighbors, so a slow one is the end of two slow links.
     return sorted({rank for rank in ends if ends.count(rank) > 1} or set(ends))
 
 

@@ -1,4 +1,4 @@
-"""What to change about a run that does not fit into a GPU's memory, and what each change would save."""
+"""Advice after running out of GPU memory: changes to the spec, and how much memory each of them saves."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class _Change:
-    """Fields, by section, and what they cost in exchange."""
+    """New values of fields, by section, and their price."""
 
     fields: dict[str, dict[str, Any]]
     price: str
 
 
 def advice_for(spec: RunSpec, capacity: float) -> str:
-    """`advise` for the spec's model and folder; for an error's message, which nothing here may take the place of."""
+    """`advise` for the spec's model and folder. It becomes part of an error message, so it never raises."""
     try:
-        shape = from_config(load_config(spec).to_dict())
+        shape = from_config(load_config(spec.model).to_dict())
         return advise(spec, shape, capacity, has_progress=RunFolder.of(spec).has_progress)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 
 
 def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: bool = True) -> str:
-    """What a process of the run needs, and changes that need less, beside the `capacity` bytes of its GPU.
+    """The estimated memory of a process next to the GPU's `capacity` in bytes, and changes that lower it.
 
-    Where the run has `has_progress`, its folder is bound to what the next step computes.
+    If the run has `begun`, changes that its folder does not allow are marked.
     """
     now = memory_of(spec, shape)
     lines = [
@@ -51,7 +51,7 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: b
         after = memory_of(changed, shape).peak
         if after < now.peak - 0.05 * GIB:
             lines.append(
-                f"  {_said(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
+                f"  {_describe(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
                 f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {change.price}"
                 f"{'; choose another name' if has_progress and changed_fixed_fields(spec, changed) else ''}"
             )
@@ -65,7 +65,7 @@ def _parts(memory: Memory) -> str:
 
 
 def _changes(spec: RunSpec) -> Iterator[_Change]:
-    """What may be changed, the cheapest first."""
+    """Possible changes, the cheapest first."""
     training = spec.training
     rows, passes = training.micro_batch_size, training.gradient_accumulation_steps
     processes, nodes = spec.topology.nproc_per_node, spec.topology.nnodes
@@ -97,7 +97,7 @@ def _changes(spec: RunSpec) -> Iterator[_Change]:
 
 
 def _spread(rows: int, at_once: int) -> dict[str, Any]:
-    """The `rows` of a process and step, so many of them in a forward pass."""
+    """The same `rows` per process and step, with `at_once` of them in a forward pass."""
     return {"micro_batch_size": at_once, "gradient_accumulation_steps": rows // at_once}
 
 
@@ -106,7 +106,7 @@ def _largest_divisor(rows: int, most: int) -> int:
 
 
 def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
-    """The spec with the change, or None where it refuses it or has it already."""
+    """The changed spec; None if it is invalid, or equal to the current one."""
     values = spec.model_dump()
     for section, fields in change.fields.items():
         other = "type" in fields and fields["type"] != values[section]["type"]
@@ -118,15 +118,15 @@ def _apply(spec: RunSpec, change: _Change) -> RunSpec | None:
     return None if changed == spec else changed
 
 
-def _said(spec: RunSpec, change: _Change) -> str:
+def _describe(spec: RunSpec, change: _Change) -> str:
     values = spec.model_dump()
-    said = []
+    changed = []
     for section, fields in change.fields.items():
         for field, value in fields.items():
             old = values[section].get(field)
             if old != value:
-                said.append(f"{section}.{field} {_yaml(old)} -> {_yaml(value)}")
-    return ", ".join(said)
+                changed.append(f"{section}.{field} {_yaml(old)} -> {_yaml(value)}")
+    return ", ".join(changed)
 
 
 def _yaml(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""What is measured while a run trains, and who is told: `metrics.jsonl`, progress lines, MFU, trackers."""
+"""Metrics of a run and their outputs: `metrics.jsonl`, progress lines, MFU, trackers."""

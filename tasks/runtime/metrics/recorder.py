@@ -1,7 +1,7 @@
-"""Metrics of every step, without a synchronisation at every step.
+"""Record metrics of every step without synchronizing with the device at every step.
 
-Losses stay on the device until `log_every` steps are gathered, then travel to the host in one copy: after one reduction
-over the processes the main one writes them to the metrics file, tells the trackers and prints a line.
+Losses stay on the device until `tracking.log_every` steps are pending. One reduction over the ranks and one copy bring
+them to the host. Rank 0 then writes them to the metrics file, passes them to the trackers and prints a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.mfu import Mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import Trackers
-from tasks.runtime.objectives import Share
+from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import MetricsFile, read_points
@@ -45,11 +45,11 @@ class _Step:
     learning_rate: float
     targets: Tensor
     tokens: int
-    withheld: Tensor | None
+    skipped: Tensor | None
 
 
 class Recorder:
-    """Collects a run's steps. Every process calls every method; only the main one writes."""
+    """Records the steps of a run. Every rank calls every method; rank 0 writes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Recorder:
         self._trackers: Trackers | None = None
 
     def begin(self, step: int, steps: int) -> None:
-        """Training goes on after `step`, up to `steps`; once more where a run goes back."""
+        """Training continues after `step`, up to `steps`. Called again after a rollback."""
         self._steps = steps
         self._totals = self._processes.on_main(lambda: self._totals_after(step))
         if self._processes.is_main and self._file is None:
@@ -95,49 +95,51 @@ class Recorder:
         return self._targets is not None
 
     def begin_step(self, targets: Tensor) -> None:
-        """A step of so many target tokens, over all processes, begins."""
+        """Start a step with `targets` target tokens on all ranks together."""
         self._values, self._targets, self._tokens = {}, targets, 0
 
-    def add_micro_batch(self, share: Share, *, tokens: int) -> None:
-        """This process's share of the step grows by a micro-batch of so many `tokens`."""
-        for name, value in {_LOSS: share.loss.detach(), **share.metrics}.items():
+    def add_micro_batch(self, part: MicroBatchLoss, *, tokens: int) -> None:
+        """Add a micro-batch with `tokens` tokens to the current step."""
+        for name, value in {_LOSS: part.loss.detach(), **part.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
         self._tokens += tokens * self._processes.dp_cp_size
 
     @property
-    def share(self) -> Tensor:
-        """This process's share of the loss of the step that is open."""
+    def local_loss(self) -> Tensor:
+        """This rank's part of the current step's loss."""
         return self._values[_LOSS]
 
     def add_data_wait(self, seconds: float) -> None:
-        """This process waited so long for data."""
+        """Add seconds that this rank waited for data."""
         self._data_wait += seconds
 
     def end_step(
-        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, withheld: Tensor | None
+        self, step: int, grad_norm: Tensor | float | None, learning_rate: float, skipped: Tensor | None
     ) -> list[MetricPoint]:
-        """An optimizer step is done, or was not taken where `withheld` is 1. Returns what is written by that."""
+        """Record an optimizer step; `skipped` is 1 if it changed nothing. Returns the points that were written,
+        if any.
+        """
         assert self._targets is not None
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
-        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, withheld))
+        self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, skipped))
         self._targets = None
         return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
 
     def flush(self) -> list[MetricPoint]:
-        """Write what is pending, and return it. A collective: every process calls it at the same step."""
+        """Write the pending points and return them. A collective: every rank calls it at the same step."""
         steps, self._pending = self._pending, []
         if not steps:
             return []
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
         memory, data_wait = _peak_memory(self._processes), self._data_wait
-        most = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
+        maxima = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
-            # Shares of one mean: each process has divided by what all have.
+            # Each rank has divided its sums by the item count of all ranks, so their sum is the mean.
             dist.all_reduce(sums)
             sums /= self._processes.tp_size
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], most.tolist())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], maxima.tolist())
         self._data_wait = 0.0
         if self._file is not None and self._trackers is not None:
             self._file.write(points)
@@ -149,8 +151,8 @@ class Recorder:
             self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)
         return points
 
-    def _points(self, steps: list[_Step], values: list[dict[str, float]], most: list[float]) -> list[MetricPoint]:
-        """The points of `steps`, whose clock ends now; `most` is the peak memory and the wait of any process."""
+    def _points(self, steps: list[_Step], values: list[dict[str, float]], maxima: list[float]) -> list[MetricPoint]:
+        """Points of `steps`, which took until now. `most`: the highest peak memory and data wait of any rank."""
         now, count = time.monotonic(), steps[-1].step - self._flushed_step
         rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
         of_all: dict[str, Any] = {
@@ -158,26 +160,26 @@ class Recorder:
             "time": time.time(),
             "tokens_per_second": rate,
             "step_seconds": (now - self._flushed_at) / count,
-            "memory_bytes": int(most[0]),
-            "data_wait_seconds": most[1] / count,
+            "memory_bytes": int(maxima[0]),
+            "data_wait_seconds": maxima[1] / count,
             "mfu": self._mfu.of(rate) if self._mfu else None,
         }
         points = []
         tokens, targets = self._totals
-        for step, told in zip(steps, values, strict=True):
+        for step, step_values in zip(steps, values, strict=True):
             tokens, targets = tokens + step.tokens, targets + int(step.targets)
             norm = None if step.grad_norm is None else float(step.grad_norm)
-            # One strategy looks at the gradients itself, when it is to take the step.
+            # DeepSpeed finds non-finite gradients itself, inside its step.
             ruined = norm is not None and not math.isfinite(norm)
             point = MetricPoint(
                 step=step.step,
-                loss=told.pop(_LOSS),
+                loss=step_values.pop(_LOSS),
                 learning_rate=step.learning_rate,
                 grad_norm=norm,
                 tokens=tokens,
                 target_tokens=targets,
-                metrics=told,
-                skipped=int(ruined or (step.withheld is not None and bool(step.withheld))),
+                metrics=step_values,
+                skipped=int(ruined or (step.skipped is not None and bool(step.skipped))),
                 **of_all,
             )
             points.append(point)
@@ -186,30 +188,30 @@ class Recorder:
         return points
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
-        """Numbers of the run and of no step, for the trackers; what is not a number is left out."""
+        """Pass numbers that belong to the run, not to a step, to the trackers; ignores other values."""
         if self._trackers is not None:
             numbers = {f"{name}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
             self._trackers.note(numbers, step=self._steps)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk, as a checkpoint that relies on it will be."""
+        """Wait until the written points are on disk, because a checkpoint relies on them."""
         if self._file is not None:
             self._file.sync()
 
     def rolled_back(self) -> None:
-        """The run went back to a checkpoint; `begin` comes next."""
+        """The run returned to a checkpoint; `begin` follows."""
         if self._prometheus is not None:
             self._prometheus.rolled_back()
 
     def restart_clock(self) -> None:
-        """Leave out of the next rate what was done since `flush`: a checkpoint, not training."""
+        """Leave the time since `flush` out of the next rate: it went into a checkpoint."""
         now = time.monotonic()
         if self._prometheus is not None:
             self._prometheus.saved(now - self._flushed_at)
         self._flushed_at = now
 
     def close(self) -> None:
-        """Close the files. Pending steps of a broken attempt are dropped: they are after its last checkpoint."""
+        """Close the files. Drops pending steps of a failed attempt: they come after its last checkpoint."""
         if self._file is not None:
             self._file.close()
         if self._trackers is not None:
@@ -242,11 +244,11 @@ def _peak_memory(processes: Processes) -> int:
 
 
 def throughput(points: list[MetricPoint]) -> float:
-    """Median tokens per second over a run's steps; 0 when it has none."""
+    """Median tokens per second over the steps; 0 without steps."""
     return statistics.median(point.tokens_per_second for point in points) if points else 0.0
 
 
 def utilization(points: list[MetricPoint]) -> float | None:
-    """Median MFU over a run's steps; None when it was not measured."""
+    """Median MFU over the steps; None if it was not measured."""
     measured = [point.mfu for point in points if point.mfu is not None]
     return statistics.median(measured) if measured else None

@@ -1,4 +1,4 @@
-"""Build the model a spec names: a preset from scratch, or a pretrained one from the Hub or a folder."""
+"""Build the model of a spec: a preset with random weights, or a pretrained model from the Hub or a folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.spec import RunSpec
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import Model
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
-from tasks.runtime.models.activation_checkpointing import recompute
+from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
 
-# 4.2 million parameters: a few minutes on two CPU cores suffice to write plausible docstrings.
+# 4.2 million parameters: after a few minutes on two CPU cores it writes plausible docstrings.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama": {
         "vocab_size": 4096,
@@ -44,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        # Those of the tokenizer that is trained on the data; see `adopt_tokenizer`.
+        # Set to those of the tokenizer that is trained on the data; see `set_special_tokens`.
         "bos_token_id": None,
         "eos_token_id": None,
     },
@@ -53,47 +56,66 @@ PRESETS: dict[str, dict[str, Any]] = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def dtype_of(spec: RunSpec) -> torch.dtype:
-    """The dtype of weights and arithmetic; `auto` asks the GPU."""
-    if spec.model.dtype == "auto":
+def model_dtype(model: Model) -> torch.dtype:
+    """The dtype of the weights. `auto` is bfloat16 on a GPU that computes in it, and float32 elsewhere."""
+    if model.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
-    return _DTYPES[spec.model.dtype]
+    return _DTYPES[model.dtype]
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
-    """The dtype that the forward and backward passes of training run in."""
+    """The dtype of forward and backward passes in training."""
     if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
         return _DTYPES[spec.parallel.compute_dtype]
-    return dtype_of(spec)
+    return model_dtype(spec.model)
 
 
-def load_config(spec: RunSpec) -> PretrainedConfig:
-    """The architecture alone; no weights are read."""
-    if spec.model.name in PRESETS:
-        return LlamaConfig(**PRESETS[spec.model.name])
-    with _readable(spec.model.name):
-        return AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+def load_config(model: Model) -> PretrainedConfig:
+    """The configuration of `model.name`; reads no weights.
+
+    A process reads the same configuration once, and again if the file in a local folder changes. You get a copy.
+
+    Raises:
+        ValueError: the configuration cannot be read.
+        Unreachable: the Hub does not answer.
+    """
+    if model.name in PRESETS:
+        return LlamaConfig(**PRESETS[model.name])
+    file = Path(model.name, "config.json")
+    return deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
+
+
+@lru_cache(maxsize=8)
+def _read_config(name: str, revision: str | None, modified: int | None) -> PretrainedConfig:
+    """`modified` is the time in ns at which a local file was written; a newer file is another entry of the cache."""
+    with _readable(name):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def has_router_loss(spec: RunSpec) -> bool:
-    """Whether the model adds a loss of its routers to that of tokens: a mixture of experts that is told to."""
-    return bool(getattr(load_config(spec).get_text_config(), "output_router_logits", False))
+    """Whether the model is a mixture of experts whose configuration adds an auxiliary loss of its routers."""
+    return bool(getattr(load_config(spec.model).get_text_config(), "output_router_logits", False))
 
 
 def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model on the CPU, in `dtype`, by default the spec's.
+    """The model on the CPU.
 
-    `weights`, a folder in Hugging Face format, replaces the spec's own start: the same architecture, later weights.
-    A preset without weights is initialised from `seed`, the same on every machine. Raises ValueError for a model that
-    cannot be read, and for an adapter, which transformers would take for its model with the adapter in it.
+    Args:
+        spec: names the model. A preset gets random weights from `seed`, the same on every machine.
+        weights: a folder in Hugging Face format, whose weights replace those of `model.name`.
+        dtype: of the weights; by default that of the spec.
+
+    Raises:
+        ValueError: the model cannot be read, or it is an adapter, which transformers would load with its base model.
+        Unreachable: the Hub does not answer.
     """
-    dtype = dtype or dtype_of(spec)
+    dtype = dtype or model_dtype(spec.model)
     source = weights or spec.model.name
     if source in PRESETS:
         torch.manual_seed(spec.seed)
-        # Initialised in fp32 and then rounded, so that every dtype starts from the same weights. Weights alone: what is
-        # computed, such as the frequencies of rotary embeddings, has the type that the model gives it in any dtype.
-        model = AutoModelForCausalLM.from_config(load_config(spec), attn_implementation=spec.model.attention)
+        # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
+        # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
+        model = AutoModelForCausalLM.from_config(load_config(spec.model), attn_implementation=spec.model.attention)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
@@ -112,16 +134,16 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
                 f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
                 "merge_and_unload, save that, and give its folder"
             )
-        _freeze_as_made(model)
+        _freeze_as_the_class_does(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
-    _drop_idle_settings(model.generation_config)
+    _reset_unused_settings(model.generation_config)
     return model
 
 
-def _freeze_as_made(model: PreTrainedModel) -> None:
-    """What its family does not have learn, such as biases that balance experts, transformers lets learn as it loads it.
+def _freeze_as_the_class_does(model: PreTrainedModel) -> None:
+    """Freeze parameters that the model class itself freezes, such as biases that balance experts.
 
-    Processes without weights, and a run that continues, have it as it was made.
+    `from_pretrained` makes all of them trainable. Ranks with a meta model and resumed runs do not go through it.
     """
     with init_empty_weights(include_buffers=False):
         made = type(model)(deepcopy(model.config))
@@ -132,23 +154,23 @@ def _freeze_as_made(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _readable(source: str) -> Iterator[None]:
-    """Name the model where it cannot be read; what the libraries say of it are their own words."""
+    """Turn errors of transformers into a ValueError that names the model; an unreachable Hub stays `Unreachable`."""
     try:
         with asking_hub(f"model.name {source!r}"):
             yield
-    # ImportError: of a package that the weights need, such as those that are quantized.
+    # ImportError: the weights need a package, for example for their quantization.
     except (OSError, ImportError, ValueError, SafetensorError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"model.name {source!r} cannot be read: {said}; give the name of a model on the Hub, or a folder with its "
-            "config.json and weights as safetensors"
+            f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
+            "its config.json and weights as safetensors"
         ) from error
 
 
-def _drop_idle_settings(config: GenerationConfig) -> None:
-    """Leave out settings without effect, such as how to sample where nothing is sampled, and padding by no token.
+def _reset_unused_settings(config: GenerationConfig) -> None:
+    """Reset generation settings that have no effect, such as `temperature` without sampling.
 
-    transformers loads such settings, and does not save them beside one that was changed.
+    transformers loads such settings, but rejects them when it saves the model.
     """
     idle: tuple[str, ...] = ()
     if not config.do_sample:
@@ -165,15 +187,15 @@ def _drop_idle_settings(config: GenerationConfig) -> None:
         setattr(config, name, None)
 
 
-def build_empty_model(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model of `build_model` without memory for its weights, which come from elsewhere; buffers are on the CPU."""
-    return _empty_model(load_config(spec), dtype or dtype_of(spec), spec.model.attention)
+def build_model_on_meta(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model of `build_model` with its parameters on the meta device and its buffers on the CPU."""
+    return _model_on_meta(load_config(spec.model), dtype or model_dtype(spec.model), spec.model.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of a checkpoint, likewise without memory for its weights."""
+    """The model of a checkpoint, with its parameters on the meta device."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model = _empty_model(config, config.dtype, attention)
+    model = _model_on_meta(config, config.dtype, attention)
     index = Index(folder)
     set_dtypes(model, {name: index.dtype(name) for name in index})
     model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -181,12 +203,12 @@ def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def saved_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the model of a checkpoint."""
+    """The dtype of a checkpoint's model."""
     dtype: torch.dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
     return dtype
 
 
-def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
@@ -194,14 +216,16 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
     return model
 
 
-def is_empty(model: PreTrainedModel) -> bool:
-    """Whether the model has no memory for its weights yet."""
+def is_on_meta(model: PreTrainedModel) -> bool:
+    """Whether the parameters are on the meta device, without memory."""
     return next(model.parameters()).is_meta
 
 
-def take_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of `model_tensors`, of a model that is then empty; {} of one that is so already."""
-    if is_empty(model):
+def move_to_meta(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Move the parameters to the meta device and return the tensors of `model_tensors`; {} if they were there
+    already.
+    """
+    if is_on_meta(model):
         return {}
     taken = model_tensors(model)
     for module in model.modules():
@@ -212,7 +236,7 @@ def take_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: torch.device | None = None) -> None:
-    """Give an empty model memory on `device` for weights that are read next; its buffers keep their values."""
+    """Allocate memory for the parameters of a meta model on `device`, uninitialized. Buffers keep their values."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     for path, buffer in buffers.items():
@@ -221,23 +245,23 @@ def materialize(model: PreTrainedModel, device: torch.device, *, buffers_on: tor
     model.tie_weights()
 
 
-def place(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the model to `device`; one that is empty gets its memory there."""
-    if is_empty(model):
+def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
+    """Move the model to `device`; the parameters of a meta model get uninitialized memory there."""
+    if is_on_meta(model):
         materialize(model, device)
     else:
         model.to(device)
 
 
 def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
-    """Raises ValueError when the model has no embedding for a token that it may come to read. Reads no weights.
+    """Raises ValueError if the rows contain a token that the model does not embed. Reads no weights.
 
-    A model's own tokenizer may have more than it embeds, as Gemma 3's has one for images: tokens that no plain text
-    becomes, and that the data must not have.
+    A model's own tokenizer may have more tokens than the model embeds, for example one for images in Gemma 3. No plain
+    text becomes such a token, and prepared rows must not contain it.
     """
     tokenizer, name = data.tokenizer(), spec.model.name
-    # Of a model that sees as well, that of its text.
-    embedded = load_config(spec).get_text_config().vocab_size
+    # A multimodal model has its text configuration in a part of its own.
+    embedded = load_config(spec.model).get_text_config().vocab_size
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
         raise ValueError(
@@ -248,27 +272,27 @@ def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
     if largest in others:
         raise ValueError(
             f"data.source: its rows have the token {others[largest]!r}, number {largest}, but model.name {name!r} "
-            f"embeds {embedded}; leave it out of the texts, or, where it pads or ends them, name another in the "
+            f"embeds {embedded}; remove it from the texts; if it is the padding or end token, set another one in the "
             "tokenizer's tokenizer_config.json"
         )
     if others:
         shown = ", ".join(map(repr, list(others.values())[:3])) + (", …" if len(others) > 3 else "")
-        log.warning("model.name %r has no embedding for %s of the tokenizer, which no row has", name, shown)
+        log.warning("model.name %r has no embedding for %s of the tokenizer; no row contains them", name, shown)
 
 
-def adopt_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a model from scratch the special tokens of the tokenizer trained for it; a pretrained one has its own."""
-    # Of a model that sees as well, those of its text; the whole one's configuration need not have any.
+def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a model from scratch the special tokens of its tokenizer; a pretrained model keeps its own."""
+    # Of a multimodal model, only the text configuration always has these fields.
     for config in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:
                 setattr(config, name, getattr(tokenizer, name))
 
 
-def freeze_beyond_texts(model: PreTrainedModel) -> None:
-    """Let learn of a model that sees or hears as well only what texts come to.
+def freeze_non_text_parameters(model: PreTrainedModel) -> None:
+    """Freeze the parameters of a multimodal model that text does not reach.
 
-    Others never have a gradient: `ddp` would wait for it, and where gradients lie in flat memory they would decay.
+    They never get a gradient: `ddp` would wait for one, and in flat buffers weight decay would shrink them.
     """
     if model.config.get_text_config() is model.config:
         return
@@ -278,15 +302,15 @@ def freeze_beyond_texts(model: PreTrainedModel) -> None:
     for parameter in beyond:
         parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in beyond)
-    log.info("model: %.1f M of its parameters are for other input than texts, and do not learn", total / 1e6)
+    log.info("model: %.1f M parameters for other input than text are frozen", total / 1e6)
 
 
-def build_meta_model(spec: RunSpec) -> PreTrainedModel:
-    """The same modules without memory: for planning what a run will compile."""
+def build_planning_model(spec: RunSpec) -> PreTrainedModel:
+    """The model with everything on the meta device, in the compute dtype, for planning kernels."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            # Attention is not the kernel layer's, and this one runs on meta tensors.
-            load_config(spec),
+            # Attention is not an operator of the kernel layer, and sdpa runs on meta tensors.
+            load_config(spec.model),
             attn_implementation="sdpa",
             dtype=compute_dtype(spec),
         )
@@ -295,27 +319,28 @@ def build_meta_model(spec: RunSpec) -> PreTrainedModel:
 
 
 def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
-    """Patch the model, and set what it recomputes in the backward pass."""
-    report = patch(model, spec)
-    recompute(model, spec)
+    """Patch the operators and set up activation checkpointing."""
+    report = patch(model, spec.kernels)
+    checkpoint_activations(model, spec.training)
     return report
 
 
 def has_fused_loss(report: PatchReport | None) -> bool:
-    """Whether a model that was patched with this report computes its loss without logits."""
+    """Whether the patched model computes its loss without materializing logits."""
     return report is not None and "linear_cross_entropy" in report.counts
 
 
-def patch(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
-    """Replace the model's operators by the kernel layer's, unless the spec turns them off.
+def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
+    """Replace the model's operators by those of the kernel layer; None if `kernels.enabled` is false.
 
-    Raises ValueError where that cannot be done.
+    Raises:
+        ValueError: the model is of an unknown family, or an operator in `kernels.exclude` is unknown.
     """
-    if not spec.kernels.enabled:
+    if not kernels.enabled:
         return None
     try:
-        return patch_model(model, exclude=spec.kernels.exclude)
+        return patch_model(model, exclude=kernels.exclude)
     except ValueError as error:
         raise ValueError(
-            f"kernels: {error}. In a spec, kernels.exclude leaves out operators, and kernels.enabled false all of them"
+            f"kernels: {error}. Set kernels.exclude to leave out operators, or kernels.enabled to false for all of them"
         ) from error

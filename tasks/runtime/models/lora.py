@@ -1,8 +1,8 @@
-"""Adapters: a few weights that learn inside a model whose own weights do not, by PEFT.
+"""LoRA adapters, with PEFT.
 
-The model stays the object it was, its linear layers replaced by ones that add the adapter: it is patched, split, saved
-and evaluated like any other. Its own weights are in no checkpoint; every start reads them where the first one did, and
-`base_fingerprint` tells whether they are still the same.
+The model object stays the same; PEFT replaces its linear layers with layers that add the adapter. The model is patched,
+sharded, saved and evaluated like any other. Checkpoints contain only the adapter: every start reads the base weights
+again, and `base_fingerprint` detects that they changed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from tasks.runtime.checkpoint.state import has_adapter
 
-# Imported where there is an adapter: PEFT loads every quantization library that is installed, which takes seconds.
+# Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
 
-# Of every tensor so many values are looked at: any further training of a model moves some of them.
+# Values per tensor that the fingerprint reads; training a model further changes some of them.
 _SAMPLED = 256
 
 
 def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
-    """Put the adapter that the spec wants into `model` and freeze the rest; None when it wants none.
+    """Add the adapter of the spec to `model` and freeze all other parameters.
 
-    It starts from `seed` as an adapter that changes nothing, in the dtype of the model; in an empty model it is empty.
-    Returns PEFT's view of the same model. Raises ValueError when `adapter.target_modules` names no linear layer of it.
+    The adapter is initialized from `seed`, has no effect yet, and has the dtype of the model. On a meta model it is on
+    the meta device.
+
+    Returns:
+        PEFT's view of the same model, or None if `adapter.type` is none.
+
+    Raises:
+        ValueError: `adapter.target_modules` names no linear layer of the model.
     """
     settings = spec.adapter
     if not isinstance(settings, Lora):
@@ -55,12 +61,12 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """What `model`, wrapped or not, computes in this block is what it would without its adapter."""
+    """Within the block, `model`, wrapped or not, computes without its adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers, "no adapter is switched off"
-    # PEFT's own switch, but for the freezing that `enable_adapters` adds: FSDP remembers which weights learn.
+    # PEFT's own `enable_adapters` also changes requires_grad, and FSDP keeps the trainable parameters it saw at first.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -71,7 +77,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def base_fingerprint(model: PreTrainedModel) -> str:
-    """A digest of names, shapes and some values of the weights but the adapter's; the same in every dtype."""
+    """A digest of the names, shapes and some values of the base weights; the same in every dtype."""
     digest = hashlib.sha256()
     adapted = has_adapter(model)
     for name, parameter in model.named_parameters():
@@ -83,21 +89,22 @@ def base_fingerprint(model: PreTrainedModel) -> str:
 
 
 def require_base(model: PreTrainedModel, spec: RunSpec, expected: str) -> None:
-    """Raises ValueError when an adapter was trained in a model of other weights than `model` has."""
+    """Raises ValueError if `model` has other weights than the one in which the adapter was trained."""
     if base_fingerprint(model) != expected:
         raise ValueError(
-            f"model.name {spec.model.name!r} has other weights now than those that the adapter was trained in; restore "
-            "them, pin a Hub model by model.revision, or choose another name and train anew"
+            f"model.name {spec.model.name!r} has other weights than those that the adapter was trained in; restore "
+            "them, pin a Hub model with model.revision, or choose another name and train again"
         )
 
 
 def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
-    """PEFT passes over a name that matches nothing as long as another one matches."""
+    """Raises ValueError for a name that matches no layer; PEFT ignores it as long as another name matches."""
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     for target in settings.target_modules:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
             raise ValueError(
-                f"adapter.target_modules: {target!r} is no linear layer of the model, its head aside; it has {known}"
+                f"adapter.target_modules: {target!r} is not a linear layer of the model, or is its head; choose from "
+                f"{known}"
             )

@@ -1,7 +1,7 @@
-"""What a model makes of positions: whether it keeps the texts of a row apart, and how many it has learned.
+"""Whether a model supports packed rows, and how many positions it has learned.
 
-Texts that share a row begin at position 0 again, which is all that tells them apart. Attention of transformers' goes by
-it; state-space layers, convolutions and a few families with masks of their own do not.
+In a packed row, each sequence starts again at position 0; nothing else marks its start. Attention in transformers
+honors that. State-space layers, convolutions and a few families with their own masks do not.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ from transformers import PreTrainedModel
 
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import build_empty_model, is_empty, load_config
+from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
 
-# Two texts in a row of the probe.
+# Lengths of the two sequences in the row of the probe.
 _FIRST, _SECOND = 5, 4
-# Known to keep texts apart: these are not probed, which costs a pass on the host.
-KEEPS_APART = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
+# Families that are known to support packing, so that the probe, a pass on the CPU, can be skipped.
+SUPPORTS_PACKING = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
 
 
-def require_apart(model: PreTrainedModel, spec: RunSpec) -> None:
-    """Raises ValueError where texts are to share rows, and `model`, unless it is empty, does not keep them apart."""
+def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
+    """Raises ValueError if rows hold several sequences and `model` mixes them. Skips a model on the meta device."""
     pairs = spec.objective.type == "dpo"
-    if not (pairs or spec.data.packing) or model.config.model_type in KEEPS_APART or is_empty(model):
+    if not (pairs or spec.data.packing) or model.config.model_type in SUPPORTS_PACKING or is_on_meta(model):
         return
-    if keeps_apart(model):
+    if supports_packing(model):
         return
-    why = f"{type(model).__name__} lets a text see those before it in its row, wherever positions begin again"
+    why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
     if pairs:
         raise ValueError(
-            f"objective.type 'dpo' puts both answers of a pair into one row, and model.name {spec.model.name!r} cannot "
-            f"do with that: {why}; choose a model of another family"
+            f"objective.type 'dpo' puts both answers of a pair into one row, but model.name {spec.model.name!r} does "
+            f"not support packed rows: {why}; choose a model of another family"
         )
     raise ValueError(
-        f"data.packing is true, and model.name {spec.model.name!r} cannot do with that: {why}; set data.packing to "
-        "false"
+        f"data.packing is true, but model.name {spec.model.name!r} does not support packed rows: {why}; set "
+        "data.packing to false"
     )
 
 
-def keeps_apart(model: PreTrainedModel) -> bool:
-    """Whether no text in a row depends on the one before it: its gradient there is zero to the last bit."""
+def supports_packing(model: PreTrainedModel) -> bool:
+    """Whether the second sequence of a row is independent of the first: its gradient there is exactly zero."""
     tokens = torch.arange(_FIRST + _SECOND).remainder(model.config.get_text_config().vocab_size)[None]
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        # Some families change what they get in place.
+        # Some families change their embeddings in place.
         return embedded[0].clone()
 
     training, attention = model.training, model.config._attn_implementation
     hook = model.get_input_embeddings().register_forward_hook(keep)
     model.eval()
-    # On the host, where there is no other; what masks are made of is the same.
+    # Flash attention does not run on the CPU, and sdpa derives its mask from the same inputs.
     model.set_attn_implementation("sdpa" if attention.startswith("flash") else attention)
     try:
         states = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0][:, _FIRST:]
@@ -66,21 +66,21 @@ def keeps_apart(model: PreTrainedModel) -> bool:
     return not bool(gradient[:, :_FIRST].any())
 
 
-def require_positions(spec: RunSpec) -> None:
-    """Raises ValueError where rows are longer than the model has learned positions. Reads no weights."""
-    most = getattr(load_config(spec), "max_position_embeddings", None)
+def require_position_embeddings(spec: RunSpec) -> None:
+    """Raises ValueError if rows are longer than the model's learned position embeddings. Reads no weights."""
+    most = getattr(load_config(spec.model), "max_position_embeddings", None)
     if most is None or spec.data.sequence_length <= most:
         return
-    learned = learned_positions(build_empty_model(spec))
+    learned = learned_position_count(build_model_on_meta(spec))
     if learned is not None and spec.data.sequence_length > learned:
         raise ValueError(
-            f"data.sequence_length {spec.data.sequence_length} is more than the {learned} positions that model.name "
-            f"{spec.model.name!r} has learned; set data.sequence_length to {learned} or less"
+            f"data.sequence_length {spec.data.sequence_length} exceeds the {learned} learned positions of model.name "
+            f"{spec.model.name!r}; set data.sequence_length to {learned} or less"
         )
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model has embeddings of; None where positions are computed, and any will do."""
+def learned_position_count(model: PreTrainedModel) -> int | None:
+    """The number of learned position embeddings; None if the model computes positions, which sets no limit."""
     for name, module in model.base_model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in (
             "wpe",

@@ -1,8 +1,8 @@
-"""Frozen weights in four bits under an adapter (QLoRA), by bitsandbytes.
+"""Frozen 4-bit weights under a LoRA adapter (QLoRA), with bitsandbytes.
 
-Only what lies in memory is quantized: the model is read as it is, its fingerprint and what is exported are those of its
-exact weights. bitsandbytes quantizes a layer when it moves to its device. FSDP hands out exact weights, one at a time,
-and each process keeps its part of what `pack` makes of one; the scales, a byte for 64 weights, are whole everywhere.
+Only the weights in memory are quantized: the model is read exactly, and its fingerprint and export use exact weights.
+bitsandbytes quantizes a layer when it moves to its device. FSDP broadcasts exact weights one at a time, and each rank
+keeps its shard of what `quantize_weight` returns. The scales, one byte for 64 weights, are replicated.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Weights that share a scale, each with its own.
+# Weights that share a scale.
 _BLOCK = 64
 _KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
-Packed: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
-"""By the name of a weight that is packed its layer, and an empty tensor like the exact weight."""
+PackedLayers: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
+"""The name of a quantized weight → its layer, and a meta tensor with shape and dtype of the exact weight."""
 
 
 @contextmanager
-def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
-    """From now on the linear layers of `model`, its head aside, hold four bits of a weight; in the block PEFT knows."""
+def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
+    """Replace the linear layers of `model`, except its head, with 4-bit layers. Add the adapter within the block."""
     if not spec.is_quantized:
         yield
         return
@@ -46,31 +46,30 @@ def quantized(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
             continue
         if layer.weight.numel() % _BLOCK:
             log.warning(
-                "adapter.quantization: %s, whose weights are no whole blocks of %d, is not packed", path, _BLOCK
+                "adapter.quantization: %s is not quantized, because its size is not a multiple of %d", path, _BLOCK
             )
             continue
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _four_bits(layer, compute_dtype(spec), _storage(spec)))
+        setattr(model.get_submodule(parent), name, _linear_4bit(layer, compute_dtype(spec), _storage(spec)))
     model.is_loaded_in_4bit = True
     try:
         yield
     finally:
-        # Where it stays, transformers and accelerate take the model for one that they have loaded and placed.
+        # With this attribute transformers and accelerate assume that they have loaded and placed the model themselves.
         del model.is_loaded_in_4bit
 
 
 def _storage(spec: RunSpec) -> torch.dtype:
-    """What packed weights pose as: bytes, where numbers would be converted.
+    """The dtype in which FSDP and checkpoints see packed weights: uint8 where possible.
 
-    As bfloat16 one in a thousand is NaN, and FSDP copies by `torch._foreach_copy_`, which on a GPU goes by way of
-    float32 and, by its source, makes one NaN of them all. Earlier versions of FSDP take no bytes; float32 is copied as
-    it is.
+    In bfloat16 one packed value in a thousand is NaN. FSDP copies with `torch._foreach_copy_`, which on a GPU converts
+    via float32 and may merge all NaNs. FSDP before PyTorch 2.15 does not accept uint8, and copies float32 bit for bit.
     """
     return torch.float32 if spec.parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
 
 
-def _four_bits(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:
-    """The same layer, of bitsandbytes; its weight is packed when it moves to a device."""
+def _linear_4bit(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:
+    """The same layer from bitsandbytes; its weight is quantized when it moves to a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings = {**_KIND, "quant_storage": storage}
@@ -87,25 +86,26 @@ def _four_bits(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torc
     return packed
 
 
-def lay_out(model: nn.Module) -> Packed:
-    """Give the quantized layers of an empty model weights of the shape that they have when packed, still empty."""
+def set_packed_shapes(model: nn.Module) -> PackedLayers:
+    """Give the quantized layers of a meta model weights with their packed shape, on the meta device."""
     from bitsandbytes.nn import Linear4bit
 
-    found: Packed = {}
+    found: PackedLayers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Linear4bit):
             exact = layer.weight.detach()
             size = exact.numel() // 2 // layer.quant_storage.itemsize
             empty = torch.empty(size, 1, dtype=layer.quant_storage, device="meta")
             layer.weight = nn.Parameter(empty, requires_grad=False)
-            # bitsandbytes' own makes a parameter of its class of what it finds, in every pass, which no graph can have.
+            # bitsandbytes' own forward wraps the weight in a parameter class in every pass, which torch.compile
+            # rejects.
             vars(layer)["forward"] = partial(_project, layer)
             found[f"{name}.weight"] = (layer, exact)
     return found
 
 
-def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
-    """The weight of `layer` in four bits; the layer keeps the scales."""
+def quantize_weight(layer: Linear4bit, exact: Tensor) -> Tensor:
+    """Quantize `exact` to 4 bits. Returns the packed weight; `layer` keeps the scales."""
     from bitsandbytes.functional import quantize_4bit
 
     packed: Tensor
@@ -114,7 +114,7 @@ def pack(layer: Linear4bit, exact: Tensor) -> Tensor:
 
 
 def _project(layer: Linear4bit, x: Tensor) -> Tensor:
-    """`layer(x)`, of a weight that is a plain tensor."""
+    """`layer(x)` with a plain tensor as the weight."""
     from bitsandbytes import matmul_4bit
 
     y: Tensor = matmul_4bit(x.to(layer.compute_dtype), layer.weight, bias=layer.bias, quant_state=layer.quant_state)

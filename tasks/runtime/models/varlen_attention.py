@@ -1,8 +1,8 @@
-"""Attention over rows of several documents: a token sees those of its own document up to itself, and no others.
+"""Varlen attention for packed rows: a token attends to its own sequence, up to itself.
 
-transformers' `sdpa` is told so by a mask of [T, T] values: of every row all pairs are computed, also those of different
-documents, and the host waits for the GPU to see what mask it needs. Here the host counts where documents end, and
-attention goes from one to the next by PyTorch's `varlen_attn`; where no row has more than one, it is plainly causal.
+transformers tells `sdpa` so with a mask of [T, T] values. It computes all pairs of a row, also across sequences, and
+the host waits for the GPU to find out which mask is needed. Here the host computes `cu_seqlens`, and PyTorch's
+`varlen_attn` runs over the sequences. If every row has one sequence, attention is plainly causal.
 """
 
 from __future__ import annotations
@@ -18,82 +18,86 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.context_shards import document_ends
+from tasks.runtime.data.context_shards import cu_seqlens
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
-from tasks.runtime.models.packing_support import KEEPS_APART
+from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 
 _NAME = "strata_documents"
-# Flash attention starts a program for each block of so many queries that a document may have, whether or not it has.
-_LEAST_ROOM = 128
-# Said to later versions of PyTorch; earlier ones see it by the shapes.
+# The smallest `max_seqlen`. Flash attention starts a program for each block of that many queries.
+_MIN_SEQLEN = 128
+# Newer versions of PyTorch need this argument; older ones derive it from the shapes.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def go_by_document(spec: RunSpec, config: PretrainedConfig, device: torch.device) -> bool:
-    """Whether the attention of such a model goes by document in training, and its batches have to say where they end.
+def uses_varlen(spec: RunSpec, config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether training with this spec, model and device uses varlen attention, and batches need `cu_seqlens`.
 
-    Of families that are known to keep documents apart, on GPUs in `bfloat16`, in place of `sdpa`.
+    True for families that are known to support packing, on a GPU in bfloat16, in place of `sdpa`.
     """
     return (
         _has_flash(device)
         and spec.model.attention == "sdpa"
         and compute_dtype(spec) == torch.bfloat16
-        # It has slices of rows, and an attention for these.
+        # Context parallelism has an attention function of its own.
         and spec.context_parallel == 1
-        and config.model_type in KEEPS_APART
-        and obstacle(config) is None
+        and config.model_type in SUPPORTS_PACKING
+        and unsupported_reason(config) is None
     )
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Whether PyTorch's flash attention runs there; on any GPU, as far as is known where a run is planned without."""
+    """Whether PyTorch's flash attention runs on `device`. Assumes it for a plan that is made without a GPU."""
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return device.type == "cuda"
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def obstacle(config: PretrainedConfig) -> str | None:
-    """What the attention of a model does that is told to masks alone, or that PyTorch's does not do."""
+def unsupported_reason(config: PretrainedConfig) -> str | None:
+    """The property of the model's attention that varlen attention lacks, or that only masks express; None if there is
+    none.
+    """
     if getattr(config, "attn_logit_softcapping", None):
         return "caps the scores of attention (attn_logit_softcapping)"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "attends to later tokens (is_causal, use_bidirectional_attention)"
-    # These layers do not tell their windows to attention; those of SmolLM3 do where windows are said to be on.
+    # These layers do not pass their sliding window to attention. SmolLM3 does if `use_sliding_window` is true.
     silent = config.model_type == "qwen2_moe" or (config.model_type == "smollm3" and not config.use_sliding_window)
     if silent and "sliding_attention" in (config.layer_types or ()):
-        return "has windows in its masks alone (layer_types)"
+        return "has sliding windows only in its masks (layer_types)"
     return None
 
 
-def attend_by_document(model: PreTrainedModel) -> None:
-    """Let the attention of `model` go by document; its batches come by `with_documents`."""
-    # No mask is registered under this name, so transformers makes none.
+def set_varlen_attention(model: PreTrainedModel) -> None:
+    """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
+    # transformers makes no mask for an attention name without a registered mask function.
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
 
 
-def with_documents(collate: Callable[[list[Row]], Batch]) -> Callable[[list[Row]], Batch]:
-    """`collate`, and where documents begin and end in its batch."""
-    return lambda rows: bounded(collate(rows))
+def with_cu_seqlens(collate: Callable[[list[Row]], Batch]) -> Callable[[list[Row]], Batch]:
+    """Make `collate` add the inputs of varlen attention to its batches."""
+    return lambda rows: add_cu_seqlens(collate(rows))
 
 
-def bounded(batch: Batch) -> Batch:
-    """A batch, and where the document of each token begins in its row, and documents end in all rows.
+def add_cu_seqlens(batch: Batch) -> Batch:
+    """Add the inputs of varlen attention to a batch.
 
-    `document_begins`: [B, T], int64. `document_ends`: [2, documents + 1], int32, of `document_ends`. `document_room`:
-    [longest, 0], without values: how long the longest document is at most, which a host reads without its GPU.
+    `sequence_starts`: [B, T], int64, the position in its row at which the sequence of each token starts. `cu_seqlens`:
+    [2, sequences + 1], int32, for queries and keys, counted over all rows. `max_seqlen`: [bound, 0], int32, without
+    values: its first dimension is an upper bound of the longest sequence, which the host reads without waiting for the
+    GPU.
     """
     positions = batch["position_ids"]
     begins = torch.arange(positions.shape[1]) - positions
-    # Of few sizes, so that a compiled layer sees few.
-    room = max(_LEAST_ROOM, 1 << int(positions.max()).bit_length())
+    # Rounded to a power of two, so that a compiled layer sees few sizes.
+    bound = max(_MIN_SEQLEN, 1 << int(positions.max()).bit_length())
     return {
         **batch,
-        "document_begins": begins,
-        "document_ends": document_ends(begins, 0, 1),
-        # Of whole numbers: others would be converted where layers compute in another type.
-        "document_room": torch.empty(min(room, positions.shape[1]), 0, dtype=torch.int32),
+        "sequence_starts": begins,
+        "cu_seqlens": cu_seqlens(begins, 0, 1),
+        # An integer dtype: FSDP's mixed precision would convert a floating-point one.
+        "max_seqlen": torch.empty(min(bound, positions.shape[1]), 0, dtype=torch.int32),
     }
 
 
@@ -104,33 +108,32 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    document_begins: Tensor,
-    document_ends: Tensor,
-    document_room: Tensor,
+    sequence_starts: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D]."""
+    """An attention function for transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D]."""
     rows, length = query.shape[0], query.shape[2]
-    one_each = document_ends.shape[1] == rows + 1
+    one_each = cu_seqlens.shape[1] == rows + 1
     if one_each and (sliding_window is None or sliding_window >= length):
         attended = scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=True
         )
     else:
-        bounds = Bounds(document_begins, document_ends, (document_room.shape[0], document_room.shape[0]))
-        attended = attend(query, key, value, bounds, scaling, sliding_window, dropout)
+        bounds = VarlenLayout(sequence_starts, cu_seqlens, (max_seqlen.shape[0], max_seqlen.shape[0]))
+        attended = packed_attention(query, key, value, bounds, scaling, sliding_window, dropout)
     return attended.transpose(1, 2).contiguous(), None
 
 
-class Bounds(NamedTuple):
-    """Documents of L queries of each row, the last of T positions.
+class VarlenLayout(NamedTuple):
+    """The sequences of packed rows, for L queries of each row, the last of its T positions.
 
-    begins: [B, L], where in its row the document of a query begins. ends: [2, documents + 1], int32, where documents
-    end among the queries and among the keys, both counted over all rows. longest: how many of each a document has at
-    most.
+    begins: [B, L], the position in its row at which the sequence of a query starts. ends: [2, sequences + 1], int32,
+    cumulative lengths over all rows, of queries and of keys. longest: upper bounds of the two lengths of a sequence.
     """
 
     begins: Tensor
@@ -138,26 +141,32 @@ class Bounds(NamedTuple):
     longest: tuple[int, int]
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None, dropout: float
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: VarlenLayout,
+    scale: float | None,
+    window: int | None,
+    dropout: float,
 ) -> Tensor:
-    """[B, H, L, D] against [B, K, T, D] → [B, H, L, D]; a query sees `window` tokens at most."""
+    """[B, H, L, D] against [B, K, T, D] → [B, H, L, D]; a query attends to at most `window` tokens."""
     size = query.shape[-1]
-    # What flash attention takes.
+    # The conditions of flash attention.
     if query.device.type != "cpu" and query.dtype != torch.float32 and size <= 256 and size % 8 == 0 and not dropout:
-        return _by_document(query, key, value, bounds, scale, window)
-    return _under_mask(query, key, value, bounds.begins, scale, window, dropout)
+        return _varlen(query, key, value, bounds, scale, window)
+    return _masked(query, key, value, bounds.begins, scale, window, dropout)
 
 
-def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """A document at a time, by flash attention."""
+    """With flash attention, sequence by sequence."""
     rows = query.shape[0]
     inputs = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
-    # Its signature is not the same in every version. Ends come as two tensors even where they are equal: for one and
-    # the same later versions take cuDNN's attention, whose gradients were wrong in PyTorch 2.11.
+    # The signature differs between versions. Both rows of `ends` are passed as separate tensors, even if they are
+    # equal: for one tensor twice, newer versions choose cuDNN, whose gradients were wrong in PyTorch 2.11.
     varlen: Any = varlen_attn
     attended: Tensor = varlen(
         *inputs, *bounds.ends.unbind(), *bounds.longest, scale=scale, window_size=(left, 0), **_GROUPED
@@ -165,14 +174,14 @@ def _by_document(
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _under_mask(
+def _masked(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """The same on any device and in any type, with a mask of [B, L, T] values."""
+    """The same on any device and in any dtype, with a mask of [B, L, T] values."""
     places = torch.arange(key.shape[2], device=key.device)
     own = places[key.shape[2] - query.shape[2] :, None]
     first = begins[..., None] if window is None else begins[..., None].maximum(own - window + 1)
-    # Not every implementation takes fewer heads of keys than of queries beside a mask.
+    # Some implementations do not support grouped heads together with a mask.
     groups = query.shape[1] // key.shape[1]
     return scaled_dot_product_attention(
         query,

@@ -1,4 +1,4 @@
-"""What is minimized: a file for each objective, chosen by `objective.type`."""
+"""Training objectives: one file for each value of `objective.type`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
-from tasks.runtime.objectives.objective import Objective, Share, Start, target_tokens
+from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
 
 __all__ = [
+    "MicroBatchLoss",
     "Objective",
-    "Share",
-    "Start",
-    "objective_of",
+    "ObjectiveContext",
+    "build_objective",
+    "build_validation_objective",
     "require_same_tokens",
     "target_tokens",
-    "validation_objective_of",
 ]
 
 
-def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
-    """The objective that `objective.type` names; with `fused`, for a model whose loss the kernel layer computes."""
+def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
+    """The objective that `objective.type` names. `fused`: the patched model computes the loss without logits."""
     match spec.objective.type:
         case "dpo":
             return Dpo(spec, fused=fused)
@@ -30,8 +30,8 @@ def objective_of(spec: RunSpec, *, fused: bool) -> Objective:
     return NextToken(fused=fused, routed=has_router_loss(spec))
 
 
-def validation_objective_of(spec: RunSpec, *, fused: bool) -> Objective:
-    """What the trained model is measured by: by itself, where a teacher helped."""
+def build_validation_objective(spec: RunSpec, *, fused: bool) -> Objective:
+    """The objective that measures the trained model. A distilled model is measured without its teacher."""
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec))
-    return objective_of(spec, fused=fused)
+    return build_objective(spec, fused=fused)

@@ -1,4 +1,4 @@
-"""`distill`: learn the distributions of a teacher, a larger model of the same vocabulary, beside the next token."""
+"""`distill`: learn the distributions of a teacher with the same vocabulary, in addition to the next token."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import (
-    build_empty_model,
-    build_meta_model,
     build_model,
+    build_model_on_meta,
+    build_planning_model,
     has_fused_loss,
     load_config,
+    move_to_device,
     patch,
-    place,
     require_embeddings,
 )
 from tasks.runtime.models.lora import base_fingerprint
-from tasks.runtime.models.packing_support import require_apart, require_positions
-from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document
+from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
+from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen
 from tasks.runtime.objectives.divergence import Head, distillation
-from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens, without_bounds
+from tasks.runtime.objectives.objective import (
+    MicroBatchLoss,
+    ObjectiveContext,
+    model_inputs,
+    next_labels,
+    target_tokens,
+    without_varlen_inputs,
+)
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import NATS
 
-# By which a checkpoint notes the teacher.
+# Key of the teacher's fingerprint in a checkpoint's metadata.
 _FACT = "teacher"
 
 
@@ -47,66 +54,70 @@ class Distill:
         assert isinstance(spec.objective, Settings)
         self._settings, self._spec, self._fused = spec.objective, spec, fused
         self._teacher: nn.Module | None = None
-        self._teacher_fused = self._by_document = False
+        self._teacher_fused = self._varlen = False
         self._fingerprint = ""
 
-    def begin(self, start: Start) -> PreparedData:
-        """With the teacher in its place: split as the model is under `fsdp`, whole in every process elsewhere.
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Load the teacher: sharded like the model under `fsdp`, replicated under other strategies.
 
-        Raises ValueError when it has too few positions or embeddings for the rows, or its weights are not those that a
-        run which continues has learned from.
+        Raises:
+            ValueError: the teacher has too few positions or token embeddings for the rows, or other weights than at the
+            start
+                of the run.
+            Unreachable: the Hub does not answer.
         """
-        spec, processes = self._teacher_spec(), start.processes
+        spec, processes = self._teacher_spec(), context.processes
         try:
-            processes.on_main(lambda: require_positions(spec))
-            processes.on_main(lambda: require_embeddings(spec, start.data))
-            teacher = build_model(spec) if processes.is_main else build_empty_model(spec)
-            processes.on_main(lambda: require_apart(teacher, spec))
+            processes.on_main(lambda: _require_room(spec, context.data))
+            teacher = build_model(spec) if processes.is_main else build_model_on_meta(spec)
+            processes.on_main(lambda: require_packing_support(teacher, spec))
             unpatched = base_fingerprint(teacher) if processes.is_main else ""
             self._adopt(teacher)
-            self._by_document = all(
-                go_by_document(each, config, processes.device)
-                for each, config in ((start.spec, load_config(start.spec)), (spec, teacher.config))
+            self._varlen = all(
+                uses_varlen(each, config, processes.device)
+                for each, config in ((context.spec, load_config(context.spec.model)), (spec, teacher.config))
             )
         except (ValueError, Unreachable) as error:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
-        # Checkpoints of runs that did not look at it note none.
-        expected = start.metadata.get(_FACT, unpatched)
+        # Checkpoints of earlier versions have no fingerprint of the teacher.
+        expected = context.metadata.get(_FACT, unpatched)
         self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
         set_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
-        if self._by_document:
-            attend_by_document(teacher)
+        if self._varlen:
+            set_varlen_attention(teacher)
         if spec.parallel.type == "fsdp" and processes.world_size > 1:
-            self._teacher = start.strategy.wrap(teacher, weights_follow=False)
+            self._teacher = context.strategy.wrap(teacher, weights_loaded_later=False)
         else:
-            _replicate(teacher, processes)
-        return start.data
+            _broadcast_teacher(teacher, processes)
+        return context.data
 
     def metadata(self) -> dict[str, Any]:
         """The fingerprint of the teacher's weights."""
         return {_FACT: self._fingerprint}
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """The rows bring all that is needed."""
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Return the data unchanged."""
         return data
 
-    def example(self, tokens: Tensor) -> Batch:
-        """What rows are made of; the teacher comes without memory."""
-        self._adopt(build_meta_model(self._teacher_spec()))
+    def example_row(self, tokens: Tensor) -> Batch:
+        """The columns of a row. Loads the teacher on the meta device."""
+        self._adopt(build_planning_model(self._teacher_spec()))
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
     def count(self, batch: Batch) -> Tensor:
-        """Target tokens."""
+        """The number of target tokens."""
         return target_tokens(batch)
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
-        """Loss, cross entropy and divergence, divided by the targets of the whole step."""
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """Loss, cross entropy and divergence, divided by the target tokens of the whole step."""
         labels = next_labels(batch).flatten()
-        # Positions with a label first, in order: the others add nothing.
+        # Positions with a label first, in order; the others add nothing.
         kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
         labels = labels[kept]
-        teacher_x, teacher = self._ask(batch)
+        teacher_x, teacher = self._run_teacher(batch)
         teacher_x = teacher_x[kept]
 
         def loss(hidden: Tensor, *head: Any) -> Tensor:
@@ -115,11 +126,13 @@ class Distill:
 
         inputs = model_inputs(batch)
         sums: Tensor = model(**inputs, head_loss=loss).loss if self._fused else loss(model(**inputs).logits)
-        return Share(sums[0], {"next_token_loss": sums[1].detach(), self._settings.divergence: sums[2].detach()})
+        return MicroBatchLoss(
+            sums[0], {"next_token_loss": sums[1].detach(), self._settings.divergence: sums[2].detach()}
+        )
 
     @torch.no_grad()
-    def _ask(self, batch: Batch) -> tuple[Tensor, Head]:
-        """Rows of the teacher, and what makes logits of them."""
+    def _run_teacher(self, batch: Batch) -> tuple[Tensor, Head]:
+        """The teacher's hidden states [N, H], and the head that turns them into logits."""
         assert self._teacher is not None
         found: list[Head] = []
 
@@ -127,8 +140,8 @@ class Distill:
             found.append(Head(*head))
             return hidden
 
-        # Of a family that does not go by them it would not be known what it does with bounds.
-        inputs = model_inputs(batch) if self._by_document else without_bounds(model_inputs(batch))
+        # Without varlen attention, a model may not accept these inputs.
+        inputs = model_inputs(batch) if self._varlen else without_varlen_inputs(model_inputs(batch))
         if not self._teacher_fused:
             return self._teacher(**inputs).logits.flatten(0, 1), Head()
         hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss
@@ -137,26 +150,26 @@ class Distill:
     def _same(self, found: str, expected: str) -> str:
         if found != expected:
             raise ValueError(
-                f"objective.teacher {self._settings.teacher!r} has other weights now than those that the run has "
-                "learned from so far; restore them, pin a teacher on the Hub by objective.teacher_revision, or choose "
-                "another name and train anew"
+                f"objective.teacher {self._settings.teacher!r} has other weights than at the start of the run; "
+                "restore them, pin a teacher on the Hub with objective.teacher_revision, or choose another name and "
+                "train again"
             )
         return found
 
     def _adopt(self, teacher: PreTrainedModel) -> None:
         teacher.requires_grad_(False)
         teacher.eval()
-        self._teacher_fused = has_fused_loss(patch(teacher, self._spec))
+        self._teacher_fused = has_fused_loss(patch(teacher, self._spec.kernels))
         self._teacher = teacher
 
     def _teacher_spec(self) -> RunSpec:
-        """The spec of a run of the teacher."""
+        """The spec of a run whose model is the teacher."""
         named = {"name": self._settings.teacher, "revision": self._settings.teacher_revision}
         return self._spec.model_copy(update={"model": self._spec.model.model_copy(update=named)})
 
 
 def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
-    """Raises ValueError when there is a teacher, and a token of the data is another one to it."""
+    """Raises ValueError if a token of the data has another number in the teacher's vocabulary."""
     if not isinstance(spec.objective, Settings):
         return
     name = spec.objective.teacher
@@ -171,9 +184,15 @@ def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
         )
 
 
-def _replicate(teacher: PreTrainedModel, processes: Processes) -> None:
-    """Put the main process's teacher on the device of every process. A collective."""
-    place(teacher, processes.device)
+def _require_room(spec: RunSpec, data: PreparedData) -> None:
+    """Raises ValueError if the teacher has too few positions or token embeddings for the rows."""
+    require_position_embeddings(spec)
+    require_embeddings(spec, data)
+
+
+def _broadcast_teacher(teacher: PreTrainedModel, processes: Processes) -> None:
+    """Copy the teacher of rank 0 to the device of every rank. A collective."""
+    move_to_device(teacher, processes.device)
     if processes.world_size > 1:
         for tensor in model_tensors(teacher).values():
             dist.broadcast(tensor, src=0)

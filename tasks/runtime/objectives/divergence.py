@@ -1,12 +1,12 @@
-"""Cross entropy and a divergence from a teacher, a few rows at a time: never are all logits of a model held.
+"""Cross entropy and a divergence from a teacher, in chunks of rows: the logits of a model never exist as a whole.
 
     z, t = logits of student and teacher         p, q = softmax(z / T), softmax(t / T)         m = (p + q) / 2
     forward_kl = Σ q log(q / p)      reverse_kl = Σ p log(p / q)      jsd = (Σ p log(p / m) + Σ q log(q / m)) / 2
     loss = (1 - w) cross entropy(z, label) + w T² divergence
 
-T² keeps the gradient of the divergence as large as at temperature 1. Source: Hinton et al. (arXiv:1503.02531), Agarwal
-et al. (arXiv:2306.13649). A sum over rows is linear in its incoming gradient, so that its own gradient is computed in
-the forward pass, chunk by chunk, and no logits are kept or computed again.
+T² keeps the gradient of the divergence as large as at temperature 1. Sources: Hinton et al. (arXiv:1503.02531), Agarwal
+et al. (arXiv:2306.13649). A sum over rows is linear in its incoming gradient. The forward pass therefore computes the
+gradient chunk by chunk, and logits are neither stored nor recomputed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from strata_platform.spec.objectives import Distill as Settings
 
-# Of the logits of one model in fp32; a chunk takes several times as much while its gradient is computed.
+# Of one model's fp32 logits; computing the gradient of a chunk takes several times as much.
 CHUNK_BYTES = 128 * 2**20
 
 
 class Head(NamedTuple):
-    """What makes logits of rows [N, H]: softcap · tanh((x Wᵀ + b) / softcap). Without a weight, rows are logits."""
+    """Turns rows [N, H] into logits: softcap · tanh((x Wᵀ + b) / softcap). Without a weight, rows are logits
+    already.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None
     softcap: float | None = None
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[N, V], fp32 or more."""
-        return _capped(_wide(self.project(rows)), self.softcap)
+        """[N, V], in fp32 or fp64."""
+        return _softcapped(_at_least_fp32(self.project(rows)), self.softcap)
 
     def project(self, rows: Tensor) -> Tensor:
-        """Before the cap, in the dtype of the rows."""
+        """Logits before the softcap, in the dtype of the rows."""
         return rows if self.weight is None else linear(rows, self.weight, self.bias)
 
 
 class Sums(NamedTuple):
-    """Over rows with a label, by `items`; `loss` alone has a gradient."""
+    """Sums over the rows with a label, divided by `items`; only `loss` has a gradient."""
 
     loss: Tensor
     cross_entropy: Tensor
@@ -52,9 +54,10 @@ class Sums(NamedTuple):
 def distillation(
     x: Tensor, head: Head, labels: Tensor, teacher_x: Tensor, teacher: Head, settings: Settings, items: Tensor
 ) -> Sums:
-    """Sums over the rows of x [N, H], labels [N] and teacher_x [N, H'], divided by `items`; -100 leaves a row out.
+    """Sums over the rows of x [N, H], labels [N] and teacher_x [N, H'], divided by `items`; label -100 skips a row.
 
-    Vocabularies may be padded to different sizes: the divergence is over what both have. x and the head get gradients.
+    Vocabularies may be padded to different sizes: the divergence covers the tokens that both have. x and the head get
+    gradients.
     """
     sums = _Distillation.apply(x, head.weight, head.bias, (head.softcap, labels, teacher_x, teacher, settings, items))
     return Sums(*sums)
@@ -74,9 +77,11 @@ class _Distillation(torch.autograd.Function):
         width = x.shape[1] if weight is None else weight.shape[0]
         for rows in torch.arange(x.shape[0], device="cpu").split(max(1, CHUNK_BYTES // (4 * width))):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
-            z = _wide(head.project(x[part])).detach().requires_grad_()
+            z = _at_least_fp32(head.project(x[part])).detach().requires_grad_()
             with torch.enable_grad():
-                parts = _losses(_capped(z, softcap), teacher.logits(teacher_x[part]), labels[part], settings) / items
+                parts = (
+                    _losses(_softcapped(z, softcap), teacher.logits(teacher_x[part]), labels[part], settings) / items
+                )
                 (dz,) = torch.autograd.grad(parts[0], z)
             sums += parts.detach()
             dz = dz.to(x.dtype)
@@ -88,9 +93,9 @@ class _Distillation(torch.autograd.Function):
         gradients = (dx, None if dw is None else dw.to(x.dtype), None if db is None else db.to(x.dtype))
         ctx.present = [gradient is not None for gradient in gradients]
         ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
-        loss, *told = sums.unbind()
-        ctx.mark_non_differentiable(*told)
-        return loss.clone(), *(value.clone() for value in told)
+        loss, *metrics = sums.unbind()
+        ctx.mark_non_differentiable(*metrics)
+        return loss.clone(), *(value.clone() for value in metrics)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
@@ -110,7 +115,7 @@ def _losses(z: Tensor, t: Tensor, labels: Tensor, settings: Settings) -> Tensor:
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """Terms of the divergence of the second from the first, from logarithms of probabilities."""
+    """Terms of KL(a || b) from log-probabilities."""
     return a.exp() * (a - b)
 
 
@@ -126,9 +131,9 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _at_least_fp32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,11 +1,11 @@
-"""`dpo`: of two answers, make the chosen one likelier than the model had it at first, and the rejected one less so.
+"""`dpo`: make the chosen of two answers likelier than under the reference model, and the rejected one less likely.
 
-    r = log p(answer | prompt) - log p_first(answer | prompt)
+    r = log p(answer | prompt) - log p_reference(answer | prompt)
     sigmoid    loss = -(1 - ε) log sigma(β (r_chosen - r_rejected)) - ε log sigma(-β (r_chosen - r_rejected))
     ipo        loss = (r_chosen / tokens_chosen - r_rejected / tokens_rejected - 1 / (2β))²
 
-with ε the label smoothing. Source: Rafailov et al. (arXiv:2305.18290), Azar et al. (arXiv:2310.12036), whose log-ratios
-are taken per token here, as its authors advise, or long answers would weigh more.
+with ε the label smoothing. Sources: Rafailov et al. (arXiv:2305.18290), Azar et al. (arXiv:2310.12036). For IPO the
+log-ratios are per token, as its authors advise; otherwise long answers would weigh more.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from strata_platform.spec.objectives import Dpo as Settings
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.models.lora import without_adapter
-from tasks.runtime.objectives.objective import Share, Start, next_labels
+from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, next_labels
 from tasks.runtime.objectives.reference import score_rows, with_reference_log_probs
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.process.ranks import Processes
 
 
 class Dpo:
-    """The loss of pairs of answers, averaged over the pairs.
+    """The DPO loss, averaged over pairs of answers.
 
-    The first model's log-probabilities are in the batch, or are those of the model without its adapter.
+    The batch has the log-probabilities of the reference model; with an adapter, the base model can compute them in each
+    step instead.
     """
 
     unit = "per pair"
@@ -38,20 +39,20 @@ class Dpo:
     def __init__(self, spec: RunSpec, *, fused: bool) -> None:
         assert isinstance(spec.objective, Settings)
         self._settings, self._fused = spec.objective, fused
-        self._switches = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
+        self._disables_adapter = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
 
-    def begin(self, start: Start) -> PreparedData:
-        """With the first model's log-probabilities, unless the adapter is switched off to get them in every step."""
-        if self._switches:
-            return start.data
-        return with_reference_log_probs(start, lambda batch: self.scores(start.model, batch))
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""
+        if self._disables_adapter:
+            return context.data
+        return with_reference_log_probs(context, lambda batch: self.scores(context.model, batch))
 
     def metadata(self) -> dict[str, Any]:
-        """None: the data and the first model have theirs."""
+        """Empty: the data and the base weights have their own metadata."""
         return {}
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """With the log-probabilities of `model`; rows that evaluation does not read are left out."""
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows."""
         rows, size = data.validation, spec.training.micro_batch_size
         read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
         collate = collator(spec.model.attention)
@@ -59,45 +60,47 @@ class Dpo:
         assert found is not None
         return data.with_reference_log_probs(validation=found)
 
-    def example(self, tokens: Tensor) -> Batch:
-        """With whose answer a token is, and the reference if rows bring it."""
+    def example_row(self, tokens: Tensor) -> Batch:
+        """A row with `sides`, which tells the answers of a pair apart, and with `reference` if rows have it."""
         batch = dict.fromkeys(("input_ids", "labels", "position_ids", "sides"), tokens)
-        return batch if self._switches else batch | {"reference": tokens.float()}
+        return batch if self._disables_adapter else batch | {"reference": tokens.float()}
 
     def count(self, batch: Batch) -> Tensor:
-        """Pairs of answers."""
+        """The number of pairs."""
         return (_begins(batch) & (batch["sides"] == 1)).sum()
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
-        """Loss and rewards of the pairs of the batch, divided by those of the whole step."""
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """Loss and rewards of the batch's pairs, divided by the pairs of the whole step."""
         if "reference" not in batch:
             with without_adapter(model):
                 batch = {**batch, "reference": self.log_probs(model, batch, max_targets)}
-        growth = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
-        chosen, rejected = (_by_answer(growth, batch, side) for side in (1, -1))
+        log_ratios = -token_losses(model, batch, fused=self._fused, max_targets=max_targets) - batch["reference"]
+        chosen, rejected = (_sum_by_answer(log_ratios, batch, side) for side in (1, -1))
         losses = self._losses(chosen, rejected, batch)
-        # There is room for more answers than there are: how many is known to the device alone.
+        # The tensors have space for more pairs than there are, because only the device knows their number.
         real = torch.arange(losses.numel(), device=losses.device) < self.count(batch)
         beta = self._settings.beta
-        told = {
+        metrics = {
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
             "reward_margin": beta * (chosen - rejected),
             "reward_accuracy": (chosen > rejected).double(),
         }
-        return Share(
+        return MicroBatchLoss(
             (losses.where(real, 0.0).sum() / items).float(),
-            {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in told.items()},
+            {name: (value.detach().where(real, 0.0).sum() / items).float() for name, value in metrics.items()},
         )
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """Sums of `log_probs` over the answers of the batch, chosen and rejected in turn, then zeros: [D], fp64."""
         values = self.log_probs(model, batch)
-        return torch.stack([_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
+        return torch.stack([_sum_by_answer(values, batch, side) for side in (1, -1)], dim=1).flatten()
 
     @torch.no_grad()
     def log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None = None) -> Tensor:
-        """What `model`, without dropout, gives the label that each position predicts: [B, T], fp32."""
+        """Log-probability of the label that each position predicts, without dropout: [B, T], fp32."""
         training = model.training
         model.eval()
         try:
@@ -109,7 +112,7 @@ class Dpo:
         beta, smoothing = self._settings.beta, self._settings.label_smoothing
         if self._settings.loss == "ipo":
             learned = (next_labels(batch) != IGNORE_INDEX).float()
-            tokens = [_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
+            tokens = [_sum_by_answer(learned, batch, side).clamp(min=1.0) for side in (1, -1)]
             return (chosen / tokens[0] - rejected / tokens[1] - 0.5 / beta).square()
         z = beta * (chosen - rejected)
         return -(1.0 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
@@ -119,8 +122,8 @@ def _begins(batch: Batch) -> Tensor:
     return batch["position_ids"] == 0
 
 
-def _by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
-    """Sums over each answer of a side, in their order, then zeros: [B T // 4], since a pair has four tokens or more.
+def _sum_by_answer(values: Tensor, batch: Batch, side: int) -> Tensor:
+    """Sums over each answer of a side, in order, then zeros: [B T // 4], since a pair has at least four tokens.
 
     In fp64: the sums are differences of large numbers, and must not depend on the order in which a GPU adds them.
     """

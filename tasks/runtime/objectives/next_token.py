@@ -1,4 +1,4 @@
-"""`pretrain` and `sft`: the next token, of all text or of what the model is to say; the labels tell which."""
+"""`pretrain` and `sft`: predict the next token. The labels select all text, or only what the model has to say."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from torch import Tensor, nn
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.objectives.objective import Share, Start, model_inputs, next_labels, target_tokens
+from tasks.runtime.objectives.objective import (
+    MicroBatchLoss,
+    ObjectiveContext,
+    model_inputs,
+    next_labels,
+    target_tokens,
+)
 from tasks.runtime.run_folder.record import NATS
 
 
 class NextToken:
-    """Cross entropy, averaged over the target tokens; of a patched model with `fused`.
+    """Cross entropy, averaged over the target tokens.
 
-    With `routed` the model adds a loss of its routers, one number for a batch. It weighs as much as the target tokens
-    of its batch, and so the same in however many batches a step is.
+    With `fused`, the patched model computes it without logits. With `routed`, the model adds an auxiliary loss of its
+    routers, one number per batch; it is weighted by the batch's target tokens, so its weight does not depend on the
+    number of micro-batches.
     """
 
     unit = NATS
@@ -26,38 +33,40 @@ class NextToken:
         self._fused = fused
         self._routed = routed
 
-    def begin(self, start: Start) -> PreparedData:
-        """The rows bring all that is needed."""
-        return start.data
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Return the data unchanged."""
+        return context.data
 
     def metadata(self) -> dict[str, Any]:
-        """None: the data and the first model have theirs."""
+        """Empty: the data and the base weights have their own metadata."""
         return {}
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """The rows bring all that is needed."""
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Return the data unchanged."""
         return data
 
-    def example(self, tokens: Tensor) -> Batch:
-        """What rows are made of."""
+    def example_row(self, tokens: Tensor) -> Batch:
+        """The columns of a row."""
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
     def count(self, batch: Batch) -> Tensor:
-        """Target tokens."""
+        """The number of target tokens."""
         return target_tokens(batch)
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
-        """The loss that the model itself computes, divided by the targets of the whole step."""
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """The loss that the model computes, divided by the target tokens of the whole step."""
         if not self._routed:
-            return Share(self._loss(model, batch, items, max_targets), {})
+            return MicroBatchLoss(self._loss(model, batch, items, max_targets), {})
         own = target_tokens(batch)
         mean = self._loss(model, batch, own.clamp(min=1), max_targets)
-        return Share(mean * (own / items), {})
+        return MicroBatchLoss(mean * (own / items), {})
 
     def _loss(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> Tensor:
         inputs: dict[str, Any] = model_inputs(batch)
         if self._fused:
-            # In evaluation, too, nobody wants the logits.
+            # Evaluation does not need logits either.
             inputs |= {"skip_logits": True, "max_targets": max_targets}
         labels = next_labels(batch)
         output: Any = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=items)

@@ -1,4 +1,4 @@
-"""What an objective is; `tasks.runtime.objectives` has one file for each."""
+"""The interface of objectives, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -15,91 +15,93 @@ from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 
-# What attention by document reads.
-_BOUNDS = ("document_begins", "document_ends", "late_document_ends", "document_room")
+# Inputs of varlen attention in a batch.
+_VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "late_cu_seqlens", "max_seqlen")
 
 
-class Share(NamedTuple):
-    """What one micro-batch adds to the means over a step: its sums, divided by the items of the whole step."""
+class MicroBatchLoss(NamedTuple):
+    """What a micro-batch adds to the means over a step: its sums, divided by the items of the whole step."""
 
     loss: Tensor
-    """With gradients."""
+    """Has gradients."""
     metrics: dict[str, Tensor]
-    """What else is told of the step, by name; without gradients."""
+    """Other values to log, by name; without gradients."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """What an objective prepares from, on every process, before the first step."""
+class ObjectiveContext:
+    """What `Objective.prepare` gets on every rank before the first step."""
 
     spec: RunSpec
     processes: Processes
     data: PreparedData
     strategy: Strategy
     model: nn.Module
-    """As the strategy wrapped it; with the weights that the run starts from, unless it continues."""
+    """The model as the strategy wrapped it, with the initial weights unless the run resumes."""
     base: str
-    """Identifies those weights."""
+    """Fingerprint of the initial weights."""
     continues: bool
-    """Whether this attempt loads a checkpoint next."""
+    """Whether a checkpoint is loaded next."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What that checkpoint notes."""
+    """That checkpoint's metadata."""
     collate: Callable[[list[Row]], Batch] = collate
-    """Rows to a batch, as the model takes it."""
+    """Makes a batch of rows, with the inputs that the model takes."""
 
 
 class Objective(Protocol):
-    """From a batch to a loss. It knows neither the framework nor the strategy that `model` is wrapped by.
+    """Computes a loss from a batch, for any framework and any strategy.
 
-    The loss of a step is a mean over its items, such as target tokens or pairs of answers. They are counted first, over
-    all micro-batches and processes; then every micro-batch gives its share. So all items weigh the same, however
-    unevenly they are spread.
+    The loss of a step is a mean over items: target tokens, or pairs of answers. The items of all micro-batches and
+    ranks are counted first. Then each micro-batch divides its sum by that count. All items weigh the same, however
+    unevenly they are distributed.
     """
 
     unit: str
-    """Of the loss; its exponential is a perplexity where that is `record.NATS`."""
+    """Unit of the loss. Its exponential is a perplexity if the unit is `record.NATS`."""
 
-    def begin(self, start: Start) -> PreparedData:
-        """Called once; returns the data with what rows to train on have to bring. A collective."""
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Called once. Returns the data with the additional columns that training rows need. A collective."""
 
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint notes of what `begin` found, so that what continues from it can tell whether it changed."""
+        """Metadata for checkpoints about what `prepare` found, so that a resumed run can detect a change."""
 
-    def begin_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
-        """Called once with the model before training; returns the data with what validation rows have to bring."""
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Called once with the model before training. Returns the data with the columns that validation rows need."""
 
-    def example(self, tokens: Tensor) -> Batch:
-        """A row with `tokens` [T], for planning what a step of training computes: its values mean nothing."""
+    def example_row(self, tokens: Tensor) -> Batch:
+        """A row with `tokens` [T], for planning kernels; its values have no meaning."""
 
     def count(self, batch: Batch) -> Tensor:
-        """Items of a micro-batch: a whole number, on the device of the batch."""
+        """Number of items in a micro-batch: an integer scalar on the batch's device."""
 
-    def share(self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None) -> Share:
-        """The share of a micro-batch, which is on the device of `model`, in a step of so many `items`.
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """The loss of a micro-batch in a step of `items` items. `batch` is on the device of `model`.
 
-        `max_targets`: at most so many of its positions predict a label, where that is known: the head is spared others.
+        `max_targets`: upper bound of the positions with a label, if known; the head skips the others.
         """
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """What of a batch the model reads."""
-    names = ("input_ids", "position_ids", "attention_mask", *_BOUNDS)
+    """The entries of a batch that a model takes."""
+    names = ("input_ids", "position_ids", "attention_mask", *_VARLEN_INPUTS)
     return {name: batch[name] for name in names if name in batch}
 
 
-def without_bounds(inputs: Batch) -> Batch:
-    """For a model that sees by the positions where documents end."""
-    return {name: tensor for name, tensor in inputs.items() if name not in _BOUNDS}
+def without_varlen_inputs(inputs: Batch) -> Batch:
+    """Remove the inputs of varlen attention, for a model that derives sequences from `position_ids`."""
+    return {name: tensor for name, tensor in inputs.items() if name not in _VARLEN_INPUTS}
 
 
 def next_labels(batch: Batch) -> Tensor:
-    """For each position the label that it predicts: [B, T], -100 where there is none."""
+    """The label that each position predicts: [B, T], -100 where there is none."""
     if "next_labels" in batch:
-        # Of a slice of a row, after which others go on.
+        # The batch has a slice of each row; the next label of its last token is in another slice.
         return batch["next_labels"]
     return pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def target_tokens(batch: Batch) -> Tensor:
-    """Tokens of a batch that carry loss. The first token of a row has nothing before it to be predicted from."""
+    """Number of tokens that carry loss. The first token of a row does not: nothing predicts it."""
     return (next_labels(batch) != IGNORE_INDEX).sum()

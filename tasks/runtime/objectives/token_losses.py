@@ -1,4 +1,4 @@
-"""Cross entropy token by token, for objectives that weigh whole answers."""
+"""Cross entropy per token, for objectives that compare whole answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tasks.runtime.objectives.objective import model_inputs, next_labels
 
 
 def token_losses(model: nn.Module, batch: Batch, *, fused: bool, max_targets: int | None = None) -> Tensor:
-    """What each position loses by the label that it predicts, nats: [B, T], fp32; 0 where there is none.
+    """Cross entropy of the label that each position predicts, in nats: [B, T], fp32; 0 without a label.
 
-    With `fused`, of a patched model: no logits are held, and of `max_targets` positions at most any are computed. Else
-    the model computes all of them.
+    With `fused`, the patched model materializes no logits and computes at most `max_targets` positions. Otherwise it
+    computes logits for all positions.
     """
     labels = next_labels(batch)
     if not fused:

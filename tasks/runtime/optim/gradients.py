@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def withhold(optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
-    """Have the next step change nothing where `verdict`, a scalar of fp32, is 1.
+def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Have the next step change nothing if `skip`, an fp32 scalar, is 1.
 
     The device decides where the optimizer's own kernels can, which is how PyTorch scales losses; else the host waits
-    for the verdict and drops the gradients, without which no parameter takes a step.
+    for `skip` and drops the gradients, without which no parameter takes a step.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         # There now: of a copy that is still under way a step on the host would not know.
-        optimizer.found_inf = verdict.to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
-    elif verdict.item():
+        optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
+    elif skip.item():
         optimizer.zero_grad()
 
 

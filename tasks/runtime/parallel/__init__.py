@@ -1,4 +1,4 @@
-"""How the work is split over processes: one file for each value of `parallel.type`."""
+"""Distribution strategies: one file for each value of `parallel.type`, and tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import compute_dtype, dtype_of
+from tasks.runtime.models.build import compute_dtype, model_dtype
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 
-# The package that an attention implementation is in, and its module.
+# attention implementation: (distribution, module)
 _FLASH = {
     "flash_attention_2": ("flash-attn", "flash_attn"),
     "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
@@ -28,34 +28,46 @@ _FLASH = {
 
 
 class Strategy(Protocol):
-    """Splits a model over the processes of a job, and averages their gradients."""
+    """Distributes a model over the ranks of a job and averages their gradients."""
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
-        """What a forward pass in training calls: `model`, on this process's device, split. A collective.
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
+        """Move `model` to this rank's device and shard or replicate it. A collective.
 
-        The main process's model has the weights that training starts from, and those of the others are empty; with
-        `weights_follow` all are, and are filled later.
+        Rank 0 passes a model with the initial weights, and the other ranks one on the meta device. With
+        `weights_loaded_later` every rank passes a meta model, and a checkpoint fills it after this call.
+
+        Returns:
+            The module that a training forward pass calls.
         """
 
-    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """What training calls and steps, given a wrapped model and an optimizer of its parameters. A collective."""
+    def attach_optimizer(
+        self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Combine the wrapped model with an optimizer of its parameters. A collective.
+
+        Returns:
+            The module that training calls and the optimizer that it steps.
+        """
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; only after the step's `last` need gradients be averaged."""
-
-    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """Have the step's gradients scaled down to a global norm of `max_norm`, 0 for any; returns the norm before.
-
-        A collective. The norm's value may be filled in by the optimizer's step, which comes next; it is finite before,
-        and a strategy that does so does not take a step whose norm is not.
+        """Wrap the forward and backward pass of a micro-batch. Only the `last` one of a step has to average
+        gradients.
         """
 
-    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
-        """Have the optimizer's next step change nothing where `verdict`, a scalar on the device, is 1 and not 0."""
+    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
+        """Scale the step's gradients down to a global norm of `max_norm`; 0 sets no limit. A collective.
+
+        Returns:
+            The norm before clipping. It may be filled in by the optimizer's step that follows. Until then it is finite,
+            and such a strategy skips a step whose norm is not finite.
+        """
+
+    def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+        """Make the optimizer's next step change nothing if `skip` is 1; `skip` is a scalar, 0 or 1, on the device."""
 
 
-def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
-    """The strategy that `parallel.type` names; a single process has nothing to split."""
+def build_strategy(spec: RunSpec, processes: Processes) -> Strategy:
+    """The strategy that `parallel.type` names, or `Single` for a job of one process."""
     if processes.world_size == 1:
         return Single(processes)
     strategies: dict[str, Callable[[RunSpec, Processes], Strategy]]
@@ -63,12 +75,12 @@ def strategy_of(spec: RunSpec, processes: Processes) -> Strategy:
     return strategies[spec.parallel.type](spec, processes)
 
 
-def require_installed(spec: RunSpec) -> None:
-    """Raises ValueError when the run needs a package that is not there."""
+def require_packages(spec: RunSpec) -> None:
+    """Raises ValueError if an optional package that the spec needs is not installed."""
     if spec.parallel.type == "deepspeed" and find_spec("deepspeed") is None:
         raise ValueError(
-            "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install strata[deepspeed], "
-            "or set parallel.type to 'fsdp', which splits as much"
+            "parallel.type 'deepspeed' needs the package deepspeed, which is not installed; install "
+            "strata[deepspeed], or set parallel.type to 'fsdp', which shards as much"
         )
     if spec.is_quantized and find_spec("bitsandbytes") is None:
         raise ValueError(
@@ -78,13 +90,13 @@ def require_installed(spec: RunSpec) -> None:
     if (
         spec.is_quantized
         and spec.parallel.type == "fsdp"
-        and compute_dtype(spec) != dtype_of(spec)
-        # Whose FSDP is known to convert numbers alone.
+        and compute_dtype(spec) != model_dtype(spec.model)
+        # FSDP of PyTorch 2.15 converts only floating-point parameters.
         and torch.__version__ < "2.15"
     ):
         raise ValueError(
-            f"parallel.compute_dtype {spec.parallel.compute_dtype!r} beside adapter.quantization 'nf4' needs PyTorch "
-            f"2.15, and this is {torch.__version__}, whose FSDP would convert packed weights, too; set model.dtype to "
+            f"parallel.compute_dtype {spec.parallel.compute_dtype!r} with adapter.quantization 'nf4' needs PyTorch "
+            f"2.15, because FSDP of {torch.__version__} would convert packed weights; set model.dtype to "
             f"{spec.parallel.compute_dtype!r}"
         )
     if spec.optimizer.type == "adamw_8bit" and find_spec("bitsandbytes") is None:
@@ -92,7 +104,7 @@ def require_installed(spec: RunSpec) -> None:
             "optimizer.type 'adamw_8bit' needs the package bitsandbytes, which is not installed; install "
             "strata[bitsandbytes], or set optimizer.type to 'adamw'"
         )
-    # A part of the package cuda, which may be there without it.
+    # cuda.bindings is a part of the package cuda, which can be installed without it.
     bound = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     if spec.optimizer.paged and torch.cuda.is_available() and not bound:
         raise ValueError(
@@ -100,7 +112,7 @@ def require_installed(spec: RunSpec) -> None:
             "optimizer.paged to false"
         )
     package, module = _FLASH.get(spec.model.attention, ("", ""))
-    # In its place transformers takes kernels of the Hub, where the package for those is installed.
+    # If the package `kernels` is installed, transformers downloads flash attention from the Hub instead.
     if package and find_spec(module) is None and not is_kernels_available():
         raise ValueError(
             f"model.attention {spec.model.attention!r} needs the package {package}, which is not installed; install "

@@ -1,24 +1,26 @@
-"""What strategies share under which parameters have their gradients, whole or a part of them."""
+"""What the strategies have in common whose parameters hold their own gradients, whole or sharded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tasks.runtime.optim.gradients import clip_gradients, withhold
+from tasks.runtime.optim.gradients import clip_gradients, skip_step
 
 
-class InPlace:
-    """Any optimizer steps the parameters where they are."""
+class BaseStrategy:
+    """Steps the model's parameters in place, with any optimizer."""
 
-    def drive(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as they are."""
+    def attach_optimizer(
+        self, wrapped: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return both unchanged."""
         return wrapped, optimizer
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """At once."""
+        """Clip immediately."""
         return clip_gradients(wrapped, max_norm)
 
-    def withhold(self, optimizer: torch.optim.Optimizer, verdict: Tensor) -> None:
-        """By the optimizer itself, or by taking its gradients away."""
-        withhold(optimizer, verdict)
+    def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+        """Skip it in the optimizer's kernel, or drop the gradients."""
+        skip_step(optimizer, skip)

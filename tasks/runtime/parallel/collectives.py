@@ -1,6 +1,6 @@
-"""What processes that compute the same rows together say to each other inside of a model, as autograd functions.
+"""Collectives inside a model, as autograd functions, for tensor and context parallelism.
 
-All are plain tensors before and after: nothing is still under way, and nothing of a subclass goes through the model.
+Inputs and outputs are plain tensors: no DTensor and no unfinished collective reaches the model.
 """
 # mypy: allow-untyped-calls
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Group(NamedTuple):
-    """The processes that have the parts, and which of them this one is."""
+    """A process group of one mesh dimension, and this process's rank in it."""
 
     name: str
     size: int
@@ -22,27 +22,27 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Group:
-        """Those of the one dimension of `mesh`."""
+        """The group of a mesh with one dimension."""
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """What the processes have, added up; `x` stays as it is."""
+        """The sum of `x` over the group; does not change `x`."""
         return _done(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[N, ...] → [size N, ...], what all processes have."""
+        """[N, ...] → [size N, ...], the inputs of all ranks in order."""
         return _done(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.name))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[size N, ...] → [N, ...], this process's part of the sum."""
+        """[size N, ...] → [N, ...], this rank's chunk of the sum."""
         return _done(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name))
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """[..., D / size] → [..., D], the columns of all processes."""
+        """[..., D / size] → [..., D], the columns of all ranks."""
         return torch.cat(self.all_gather(x).chunk(self.size), dim=-1)
 
-    def own_columns(self, x: Tensor) -> Tensor:
-        """[..., D] → [..., D / size], this process's columns."""
+    def local_columns(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D / size], this rank's columns."""
         return x.chunk(self.size, dim=-1)[self.rank].contiguous()
 
 
@@ -52,36 +52,36 @@ def _done(message: Tensor) -> Tensor:
 
 
 class CopyToGroup(torch.autograd.Function):
-    """What every process has whole goes where each computes with a part: its gradients are added up."""
+    """Identity, before a layer whose weight is sharded; the backward pass sums the gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """`x`."""
+        """Returns `x`."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The sum."""
+        """Sums the gradient over the group."""
         return ctx.group.all_reduce(gradient), None
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """What each process has computed with its part is added up, for all of them; each has the whole gradient."""
+    """Sums partial results over the group; in the backward pass every rank keeps the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """The sum."""
+        """Sums `x` over the group."""
         return group.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The gradient as it is."""
+        """Returns the gradient unchanged."""
         return gradient, None
 
 
 class GatherFromGroup(torch.autograd.Function):
-    """Columns of each process become those of all; every process goes on with them in the same way."""
+    """Gathers columns; every rank must continue with them in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -92,17 +92,17 @@ class GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[..., D] → [..., D / size]."""
-        return ctx.group.own_columns(gradient), None
+        return ctx.group.local_columns(gradient), None
 
 
 class ScatterToGroup(torch.autograd.Function):
-    """Of columns that every process has, each goes on with its own."""
+    """Keeps this rank's columns of an input that all ranks have."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         """[..., D] → [..., D / size]."""
         ctx.group = group
-        return group.own_columns(x)
+        return group.local_columns(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -111,7 +111,7 @@ class ScatterToGroup(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """What the processes have, one behind the other; each goes on with its own part of the gradients' sum."""
+    """Concatenates the inputs of all ranks; the backward pass sums the gradient and keeps this rank's chunk."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

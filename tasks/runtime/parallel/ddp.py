@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a replica in each process, gradients averaged while the backward pass runs."""
+"""DistributedDataParallel: one replica per rank; gradients are averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Ddp as Settings
-from tasks.runtime.models.build import place
-from tasks.runtime.parallel.base import InPlace
+from tasks.runtime.models.build import move_to_device
+from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.process.ranks import Processes
 
 
-class Ddp(InPlace):
-    """A replica of the model in each process."""
+class Ddp(BaseStrategy):
+    """Replicates the model on every rank."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._device = spec.parallel, processes.device
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
-        """The model in DistributedDataParallel, which starts with the main process's weights."""
-        place(model, self._device)
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
+        """Wrap the model in DistributedDataParallel, which broadcasts the weights of rank 0."""
+        move_to_device(model, self._device)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._settings.bucket_cap_mb,
-            # Gradients live in the buckets that are reduced: no second copy of them.
+            # Gradients live in the reduction buckets, so there is no second copy of them.
             gradient_as_bucket_view=True,
         )
-        settle_buckets(wrapped)
+        fix_bucket_order(wrapped)
         return wrapped
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged once for a step, in its last backward pass."""
+        """Average the gradients once per step, in its last backward pass."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
 
 
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Have the buckets of gradients ordered before the first step, the same at every start.
+def fix_bucket_order(wrapped: DistributedDataParallel) -> None:
+    """Fix the order of the gradient buckets before the first step, so that it is the same at every start.
 
-    DistributedDataParallel orders them anew after its first backward pass, in the order in which gradients were ready.
-    A gradient's place in its bucket decides in which order the processes' shares of it are summed: a run that is
-    continued would round its first step otherwise than it would have uninterrupted.
+    By default DistributedDataParallel reorders the buckets after the first backward pass, by the order in which
+    gradients became ready. The place of a gradient in its bucket decides the order of the sum over ranks. A resumed run
+    would therefore round its first step differently from an uninterrupted run.
     """
     model = wrapped.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own = vars(model).get("forward")
-    # Gradients of zero, of the last parameters first, as those of a model come. On a GPU a pass must have an input.
+    # Zero gradients arrive for the last parameters first, as in a real backward pass. On a GPU, DistributedDataParallel
+    # needs an input tensor.
     model.forward = lambda zero: torch.stack([parameter.reshape(-1)[0].float() for parameter in trained]).sum() * zero
     zero = torch.zeros((), device=trained[0].device)
     try:
-        # The first pass sees the order, and before the second one buckets are made in it.
+        # The first pass records the order. The buckets are rebuilt before the second one.
         for _ in range(2):
             wrapped(zero).backward()
     finally:

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state are split over the processes, and gathered layer by layer."""
+"""FSDP2: parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
-from tasks.runtime.models.activation_checkpointing import layers_of
-from tasks.runtime.models.build import compute_dtype, dtype_of, materialize, take_weights
-from tasks.runtime.models.quantization import Packed, lay_out, pack
-from tasks.runtime.parallel.base import InPlace
-from tasks.runtime.parallel.context import cut_rows
-from tasks.runtime.parallel.tensor import cut
+from tasks.runtime.models.activation_checkpointing import transformer_layers
+from tasks.runtime.models.build import compute_dtype, materialize, model_dtype, move_to_meta
+from tasks.runtime.models.quantization import PackedLayers, quantize_weight, set_packed_shapes
+from tasks.runtime.parallel.base import BaseStrategy
+from tasks.runtime.parallel.context import apply_context_parallel
+from tasks.runtime.parallel.tensor import apply_tensor_parallel
 from tasks.runtime.process.ranks import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Fsdp(InPlace):
-    """The model split over all processes, or each of several copies over its share of them."""
+class Fsdp(BaseStrategy):
+    """Shards the model over all ranks, or each of `parallel.replicas` replicas over its part of the ranks."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         assert isinstance(spec.parallel, Settings)
         self._settings, self._processes = spec.parallel, processes
         replicas, ways = self._settings.replicas, self._settings.tensor_parallel
         sizes = {"replicate": replicas, "shard": processes.dp_cp_size // replicas, "tensor": ways}
-        # No dimension where there is one copy: PyTorch then leaves out what copies say to each other.
+        # With one replica the mesh has no replicate dimension, and PyTorch skips the all-reduce between replicas.
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
         mesh = init_device_mesh(processes.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
         self._tensor_mesh = mesh["tensor"] if ways > 1 else None
@@ -46,39 +46,41 @@ class Fsdp(InPlace):
                 "context"
             ]
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
-        # Where nothing is to be converted, earlier versions would convert packed weights all the same.
-        converts = not self._quantized or compute_dtype(spec) != dtype_of(spec)
+        # Without a conversion to make, versions before 2.15 would still convert packed 4-bit weights.
+        converts = not self._quantized or compute_dtype(spec) != model_dtype(spec.model)
         self._dtypes = MixedPrecisionPolicy(
             param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
-        """The model itself, its parameters now parts of the whole ones."""
-        layers = layers_of(model, "parallel.type", "'ddp'")
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
+        """Shard the model's parameters in place."""
+        layers = transformer_layers(model, "parallel.type", "'ddp'")
         require_one_dtype(model)
-        # Before they are split: the main process hands out what only it has.
-        whole = take_weights(model)
-        packed = lay_out(model) if self._quantized else {}
+        # Taken before sharding: rank 0 broadcasts its weights to the shards below.
+        whole = move_to_meta(model)
+        packed = set_packed_shapes(model) if self._quantized else {}
         if self._context_mesh is not None:
-            cut_rows(model, self._context_mesh, self._processes)
+            apply_context_parallel(model, self._context_mesh, self._processes)
         if self._tensor_mesh is not None:
-            cut(model, self._tensor_mesh, whole_logits=not self._fused_loss)
+            apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         for layer in layers:
-            self._split(layer, reshard_after_forward=self._settings.reshard_after_forward)
-        # What no layer has: embeddings, the last norm and the head. In one group with the model, because the fused loss
-        # reads the head's weight without calling it; kept whole until the backward pass, which follows at once.
-        self._split(model, reshard_after_forward=False)
+            self._shard(layer, reshard_after_forward=self._settings.reshard_after_forward)
+        # Embeddings, last norm and head belong to no layer. They share the root group, because the fused loss reads the
+        # head's weight without calling the head. They stay gathered until the backward pass, which follows at once.
+        self._shard(model, reshard_after_forward=False)
         device = self._processes.device
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
-        if not weights_follow:
-            self._hand_out(model, whole, packed)
+        if not weights_loaded_later:
+            self._broadcast_weights(model, whole, packed)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are split after every backward pass: kept whole until the last one, they would not fit."""
+        """Reduce-scatter gradients after every backward pass: unsharded gradients would not fit in memory until the
+        last.
+        """
         return nullcontext()
 
-    def _split(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
+    def _shard(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
         fully_shard(
             module,
@@ -88,15 +90,15 @@ class Fsdp(InPlace):
             offload_policy=offload if self._settings.cpu_offload else OffloadPolicy(),
         )
 
-    def _hand_out(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: Packed) -> None:
-        """Give every process its parts of the main process's weights, one tensor at a time. A collective."""
+    def _broadcast_weights(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: PackedLayers) -> None:
+        """Broadcast the weights of rank 0, one tensor at a time; each rank keeps its shard. A collective."""
         for name, tensor in model_tensors(model).items():
             layer, like = packed.get(name.removeprefix(MODEL), (None, tensor))
             sent = whole[name] if self._processes.is_main else torch.empty(like.shape, dtype=like.dtype)
             sent = sent.to(self._processes.device)
             dist.broadcast(sent, src=0)
             if layer is not None:
-                sent = pack(layer, sent)
+                sent = quantize_weight(layer, sent)
             if isinstance(tensor, DTensor):
                 for chunk in tensor.__create_chunk_list__():
                     begins = zip(chunk.offsets, chunk.sizes, strict=True)
@@ -106,11 +108,12 @@ class Fsdp(InPlace):
 
 
 def require_one_dtype(model: PreTrainedModel) -> None:
-    """Raises ValueError where weights that learn, of which a layer's gradients are summed together, are not alike."""
+    """Raises ValueError if trainable weights differ in dtype, because a layer's gradients are reduced together."""
     learned = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     others = [name for name, dtype in learned.items() if dtype != model.dtype]
     if others:
         raise ValueError(
-            f"parallel.type 'fsdp' trains weights of one type, and {others[0]!r} is not {str(model.dtype)[6:]} like "
-            "the rest; set model.dtype to 'float32', and parallel.compute_dtype to 'bfloat16' to compute in that"
+            f"parallel.type 'fsdp' needs all trainable weights in one dtype, but {others[0]!r} is not "
+            f"{str(model.dtype)[6:]} like the rest; set model.dtype to 'float32', and parallel.compute_dtype to "
+            "'bfloat16' to compute in bfloat16"
         )

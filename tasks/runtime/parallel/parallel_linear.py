@@ -1,8 +1,8 @@
-"""Linear layers of which each process of a group has a part.
+"""Linear layers that are sharded over a tensor-parallel group.
 
-Weights are DTensors, so that FSDP and checkpoints know the whole; what a layer computes is plain tensors of this
-process's part. Under PyTorch's own styles of tensor parallelism every operator goes through DTensor, and at a few
-thousand tokens the host falls behind an H200.
+Weights are DTensors, so that FSDP and checkpoints know the whole shape. A layer computes with plain tensors of its
+local shard. With PyTorch's own tensor-parallel styles every operator goes through DTensor, and at a few thousand tokens
+the host falls behind an H200.
 """
 # mypy: allow-untyped-calls
 
@@ -20,31 +20,31 @@ from tasks.runtime.parallel.collectives import GatherFromGroup, Group, ReduceFro
 
 
 class ParallelLinear(nn.Linear):
-    """A linear layer that was cut, in place of the whole one."""
+    """A linear layer with a sharded weight."""
 
-    # How its weight is cut, and its bias.
-    cuts: tuple[Placement, Placement]
+    # Placement of the weight, and of the bias.
+    placements: tuple[Placement, Placement]
     group: Group
 
-    def part(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as this process has them; their gradients are parts of the whole ones."""
+    def local_shards(self) -> tuple[Tensor, Tensor | None]:
+        """Local shards of weight and bias; their gradients are shards of the whole gradients."""
         weight, bias = self.weight, self.bias
         assert isinstance(weight, DTensor) and (bias is None or isinstance(bias, DTensor))
         return weight.to_local(), None if bias is None else bias.to_local()
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """Each process has some of the columns of the result."""
+    """Sharded by output features; the output stays sharded."""
 
-    cuts = (Shard(0), Shard(0))
+    placements = (Shard(0), Shard(0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H / size]."""
-        return functional.linear(x, *self.part())
+        return functional.linear(x, *self.local_shards())
 
 
 class GatheredColumnParallelLinear(ColumnParallelLinear):
-    """Each process computes some of the columns, and has all of them."""
+    """Sharded by output features; every rank gathers the whole output."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
@@ -55,61 +55,67 @@ class GatheredColumnParallelLinear(ColumnParallelLinear):
 _ROWS = (Shard(1), Replicate())
 
 
-def _summed(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
-    """What `multiply` makes of the parts of the weight, added up; and the bias once, not by every process."""
-    weight, bias = layer.part()
+def _sum_over_group(layer: ParallelLinear, multiply: Callable[..., Tensor]) -> Tensor:
+    """Sum `multiply(weight=shard)` over the group and add the bias once."""
+    weight, bias = layer.local_shards()
     y: Tensor = ReduceFromGroup.apply(multiply(weight=weight), layer.group)
     return y if bias is None else y + bias
 
 
 class RowParallelLinear(ParallelLinear):
-    """Each process has some of the columns of the input; all have the whole result."""
+    """Sharded by input features; takes sharded input, and every rank gets the whole output."""
 
-    cuts = _ROWS
+    placements = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., H]."""
-        return _summed(self, partial(functional.linear, x))
+        return _sum_over_group(self, partial(functional.linear, x))
 
     def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
-        """`self(activate())`, for an activation that takes the projection's weight along; as the kernel layer asks."""
-        return _summed(self, activate)
+        """`self(activate())` for an activation that is fused with the weight of this projection, as the kernel layer
+        calls it.
+        """
+        return _sum_over_group(self, activate)
 
 
 class SplitRowParallelLinear(ParallelLinear):
-    """The same where every process has all columns of the input."""
+    """Like `RowParallelLinear`, for an input that every rank has whole."""
 
-    cuts = _ROWS
+    placements = _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., H]."""
-        return _summed(self, partial(functional.linear, ScatterToGroup.apply(x, self.group)))
+        return _sum_over_group(self, partial(functional.linear, ScatterToGroup.apply(x, self.group)))
 
 
 def make_parallel(linear: nn.Linear, kind: type[ParallelLinear], mesh: DeviceMesh) -> None:
-    """Make `linear`, which has no memory, a layer of which each process of the one dimension of `mesh` has a part.
+    """Turn `linear`, whose weight is on the meta device, into a layer that is sharded over `mesh`. `mesh` has one
+    dimension.
 
-    Its class changes, nothing else does: names, hooks and the state dict stay as they are.
+    Only its class changes: names, hooks and the state dict stay.
 
-    Raises ValueError when the parts would not be equal.
+    Raises:
+        ValueError: the size of `mesh` does not divide the sharded dimension.
     """
     assert type(linear) is nn.Linear, type(linear)
-    cut = kind.cuts[0]
-    assert isinstance(cut, Shard)
-    if linear.weight.shape[cut.dim] % mesh.size():
+    placement = kind.placements[0]
+    assert isinstance(placement, Shard)
+    if linear.weight.shape[placement.dim] % mesh.size():
         raise ValueError(
-            f"parallel.tensor_parallel {mesh.size()} does not divide dimension {cut.dim} of a projection's weight, "
-            f"{list(linear.weight.shape)}; set it to a number that does"
+            f"parallel.tensor_parallel {mesh.size()} does not divide dimension {placement.dim} of a projection's "
+            f"weight, {list(linear.weight.shape)}; set it to a number that does"
         )
     linear.__class__ = kind
     linear.group = Group.of(mesh)  # type: ignore[assignment]
-    cut_parameters(linear, mesh, kind.cuts)
+    shard_parameters(linear, mesh, kind.placements)
 
 
-def cut_parameters(module: nn.Module, mesh: DeviceMesh, cuts: Sequence[Placement]) -> None:
-    """Make the parameters of `module`, which have no memory, DTensors, each cut as said; not those that are cut."""
-    for (name, parameter), cut in zip(module.named_parameters(recurse=False), cuts, strict=False):
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Turn the meta parameters of `module` into DTensors with these placements; skip parameters that are DTensors
+    already.
+    """
+    for (name, parameter), placement in zip(module.named_parameters(recurse=False), placements, strict=False):
         if not isinstance(parameter, DTensor):
-            # None: every process cuts its part out of what it has, which is nothing but shapes.
-            part = distribute_tensor(parameter, mesh, [cut], src_data_rank=None)
+            # With None, each rank shards its own copy, which has a shape and no values.
+            part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))

@@ -1,4 +1,4 @@
-"""One process: nothing is split."""
+"""One process: no sharding and no communication."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 from transformers import PreTrainedModel
 
-from tasks.runtime.models.build import place
-from tasks.runtime.parallel.base import InPlace
+from tasks.runtime.models.build import move_to_device
+from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.process.ranks import Processes
 
 
-class Single(InPlace):
-    """The whole model in one process."""
+class Single(BaseStrategy):
+    """Keeps the whole model on one device."""
 
     def __init__(self, processes: Processes) -> None:
         self._device = processes.device
 
-    def wrap(self, model: PreTrainedModel, *, weights_follow: bool) -> nn.Module:
-        """The model itself, on this process's device."""
-        place(model, self._device)
+    def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
+        """Move the model to the device."""
+        move_to_device(model, self._device)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Nothing to average."""
+        """Do nothing: there is nothing to average."""
         return nullcontext()

@@ -1,9 +1,9 @@
-"""Tensor parallelism: the matrices of a layer cut over processes that compute the same rows.
+"""Tensor parallelism: the matrices of each layer are sharded over ranks that compute the same rows.
 
-transformers says for each family how its projections are cut (`base_model_tp_plan`): of attention a process has some of
-the heads, of the feed-forward layer some of the columns, and what it computes are plain tensors of its own, which the
-kernel layer sees. The residual stream, and the norms on it, are whole in every process. Embeddings and head are cut by
-the vocabulary; the fused loss takes a head of that kind as it is.
+transformers' `base_model_tp_plan` names the placement of each projection. A rank has some of the attention heads and
+some of the columns of the feed-forward layer; they are plain local tensors, which the kernel layer sees. The residual
+stream and its norms are replicated. Embedding and head are sharded by the vocabulary, and the fused loss takes such a
+head directly.
 """
 
 from __future__ import annotations
@@ -25,102 +25,102 @@ from tasks.runtime.parallel.parallel_linear import (
     ParallelLinear,
     RowParallelLinear,
     SplitRowParallelLinear,
-    cut_parameters,
     make_parallel,
+    shard_parameters,
 )
 
 _KINDS: dict[str, type[ParallelLinear]] = {
     "colwise": ColumnParallelLinear,
     "rowwise": RowParallelLinear,
-    # The layer computes with all columns: every process gathers them, and cuts what it made of them again.
+    # The layer needs all columns: every rank gathers them and shards the result again.
     "colwise_gather_output": GatheredColumnParallelLinear,
     "rowwise_split_input": SplitRowParallelLinear,
 }
-# Norms of heads, of which a process has some: whole weights, whose gradient is a sum over the processes.
-_OF_HEADS = "replicated_with_grad_allreduce"
+# Norms of query and key heads: replicated weights, whose gradients are summed because a rank has only some heads.
+_HEAD_NORM = "replicated_with_grad_allreduce"
 
-# What must be cut in equal parts, by the names that configurations have for it.
-_CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+# Sizes that `parallel.tensor_parallel` has to divide, by their names in a configuration.
+_DIVISIBLE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def require_divisible(spec: RunSpec) -> None:
-    """Raises ValueError when the model cannot be cut into `parallel.tensor_parallel` parts. Reads no weights."""
-    ways = spec.tensor_parallel
-    if ways == 1:
+def require_tensor_parallel_support(spec: RunSpec) -> None:
+    """Raises ValueError if `parallel.tensor_parallel` does not support the model. Reads only its configuration."""
+    tp_size = spec.tensor_parallel
+    if tp_size == 1:
         return
-    config = load_config(spec)
+    config = load_config(spec.model)
     _plan(config)
-    sizes = {name: getattr(config, name) for name in _CUT if getattr(config, name, None)}
+    sizes = {name: getattr(config, name) for name in _DIVISIBLE if getattr(config, name, None)}
     for name, size in sizes.items():
-        if size % ways:
-            others = ", ".join(str(n) for n in range(1, ways) if not any(size % n for size in sizes.values()))
+        if size % tp_size:
+            others = ", ".join(str(n) for n in range(1, tp_size) if not any(size % n for size in sizes.values()))
             raise ValueError(
-                f"parallel.tensor_parallel {ways} does not divide {name} {size} of model.name {spec.model.name!r}; "
+                f"parallel.tensor_parallel {tp_size} does not divide {name} {size} of model.name {spec.model.name!r}; "
                 f"set it to one of {others}"
             )
 
 
-def cut(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None:
-    """Cut the weights of `model`, which has no memory for them, over the one dimension of `mesh`.
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None:
+    """Shard the weights of `model`, which are on the meta device, over `mesh`, which has one dimension.
 
-    With `whole_logits` the head gives those of the whole vocabulary to every process. Without, its weight is cut, and
-    nothing is hooked to it: the fused loss reads it.
+    With `whole_logits` the head returns the logits of the whole vocabulary on every rank. Otherwise its weight is
+    sharded without hooks, for the fused loss.
     """
     base, plan = model.base_model, _plan(model.config)
     paths = dict(_expanded(base, plan))
     for path, style in paths.items():
-        if style != _OF_HEADS:
+        if style != _HEAD_NORM:
             make_parallel(base.get_submodule(path), _KINDS[style], mesh)
     for parent in {path.rpartition(".")[0] for path, style in paths.items() if style in _KINDS}:
-        # Its input goes to several projections: the sum over the processes of its gradient is taken once.
-        base.get_submodule(parent).register_forward_pre_hook(_Entering(mesh), with_kwargs=True)
+        # The input goes to several projections; one hook sums its gradient over the group once.
+        base.get_submodule(parent).register_forward_pre_hook(_SumInputGradients(mesh), with_kwargs=True)
     of_heads: dict[str, list[nn.Module]] = {}
     for path, module in base.named_modules():
-        # Between projections, and not said to have all columns: it has seen those of this process alone.
+        # A module between the projections that the plan does not list has seen only the local columns or heads.
         known = paths.get(path)
         between = known is None and "colwise" in _styles_in(paths, path.rpartition(".")[0])
-        if known == _OF_HEADS or between:
+        if known == _HEAD_NORM or between:
             of_heads.setdefault(_layer_of(path), []).append(module)
     for layer, modules in of_heads.items():
-        # Not on the modules: what a layer does inside may be compiled, or be a recomputation, which hooks nothing.
-        base.get_submodule(layer).register_forward_pre_hook(_Summing(mesh, modules))
+        # The hook sits on the layer, because modules inside may be compiled or recomputed, which bypasses their hooks.
+        base.get_submodule(layer).register_forward_pre_hook(_SumWeightGradients(mesh, modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
-    cut_parameters(embedding, mesh, (Shard(0),))
+    shard_parameters(embedding, mesh, (Shard(0),))
     if tied:
         head.weight = embedding.weight
-    cut_parameters(head, mesh, (Shard(0), Shard(0)))
+    shard_parameters(head, mesh, (Shard(0), Shard(0)))
     for module in (embedding, head) if whole_logits else (embedding,):
         module.register_forward_pre_hook(lambda _, args: (_as_replicated(args[0], mesh),))
-        # Waits for it: a compiled layer gives no gradient to what is still under way.
+        # full_tensor waits for the collective: a compiled layer does not propagate gradients to an unfinished one.
         module.register_forward_hook(lambda _, args, found: found.full_tensor())
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:
-    """Paths in the base model, with `*` for the number of a layer → how it is cut."""
-    told: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    # What it says of embeddings, in some versions, is left out.
-    plan = {path: style for path, style in told.items() if path.startswith("layers.")}
-    unknown = sorted(set(plan.values()) - {*_KINDS, _OF_HEADS})
-    # Gradients are summed where the input of a part of a layer comes in. Behind its row-cut projection all is whole
-    # again; a part without one may have another input in the middle, which is nobody's.
+    """Paths in the base model, with `*` for a layer's number → placement style."""
+    plan_of_family: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    # Some versions also list embeddings and head; `apply_tensor_parallel` handles those.
+    plan = {path: style for path, style in plan_of_family.items() if path.startswith("layers.")}
+    unknown = sorted(set(plan.values()) - {*_KINDS, _HEAD_NORM})
+    # Gradients are summed at the input of a block (attention, MLP). After its row-sharded projection the values are
+    # whole again. A block without such a projection could have another input in the middle, without a hook.
     columns, rows = _parents(plan, ColumnParallelLinear), _parents(plan, RowParallelLinear, SplitRowParallelLinear)
     unclosed = sorted(columns - rows)
     if not plan or unknown or unclosed:
-        reason = "does not say how"
+        reason = "does not exist"
         if unknown:
-            reason = f"cuts it in ways that are not known here: {', '.join(unknown)}"
+            reason = f"has unknown styles: {', '.join(unknown)}"
         elif unclosed:
-            reason = f"cuts only columns of {', '.join(unclosed)}, of which gradients are not known here"
+            reason = f"shards only the columns of {', '.join(unclosed)}, whose gradients would be incomplete"
         raise ValueError(
-            f"parallel.tensor_parallel cuts the matrices of a model as transformers says, and for model type "
-            f"{config.model_type!r} it {reason}; set parallel.tensor_parallel to 1"
+            "parallel.tensor_parallel needs a sharding plan of transformers, and that for model type "
+            f"{config.model_type!r} {reason}; set parallel.tensor_parallel to 1"
         )
     return plan
 
 
 def _parents(plan: dict[str, str], *kinds: type[ParallelLinear]) -> set[str]:
-    """The parts of layers that have such projections."""
+    """Names of the blocks that contain projections of `kinds`."""
     return {path.split(".")[-2] for path, style in plan.items() if style in _KINDS and issubclass(_KINDS[style], kinds)}
 
 
@@ -134,7 +134,7 @@ def _styles_in(paths: dict[str, str], parent: str) -> set[str]:
 
 
 def _expanded(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Paths of modules, each with its entry of the plan. A layer may lack one: not all are made alike."""
+    """Module paths with their entry of the plan. A layer may lack a module, because layers can differ."""
     for path, _ in base.named_modules():
         pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
         if pattern in plan:
@@ -142,12 +142,12 @@ def _expanded(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]
 
 
 def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """What every process of `mesh` has whole; the gradients that they have for it are summed."""
+    """Wrap a tensor that every rank of `mesh` has whole; its gradients are summed."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
-class _Entering:
-    """Adds up the gradients of a module's input, the first or that by name, over the processes of the mesh."""
+class _SumInputGradients:
+    """Sums the gradient of a module's first input, or of `hidden_states`, over the group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group = Group.of(mesh)
@@ -158,14 +158,14 @@ class _Entering:
         return args, {**kwargs, "hidden_states": CopyToGroup.apply(kwargs["hidden_states"], self._group)}
 
 
-class _Summing:
-    """Before a layer: sums the gradients of the weights of modules in it over the mesh, in every backward pass."""
+class _SumWeightGradients:
+    """Before a layer runs: hooks the weights of `modules` to sum their gradients over the group."""
 
     def __init__(self, mesh: DeviceMesh, modules: Sequence[nn.Module]) -> None:
         self._group, self._modules = Group.of(mesh), modules
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        # FSDP puts the same whole parameters there whenever it has gathered them.
+        # After each gather FSDP puts the same parameter objects back, so one hook per parameter is enough.
         for parameter in (found for module in self._modules for found in module.parameters(recurse=False)):
             if parameter.requires_grad and not hasattr(parameter, "_strata_summed"):
                 parameter._strata_summed = parameter.register_hook(self._group.all_reduce)  # type: ignore[attr-defined]

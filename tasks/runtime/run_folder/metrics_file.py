@@ -1,7 +1,7 @@
-"""Metrics of a run: one schema, one JSON object per line per optimizer step.
+"""`metrics.jsonl`: one JSON object per line and optimizer step.
 
-The file is append-only. A resumed attempt writes the steps after its checkpoint again, with a higher `attempt`; readers
-take the last line of each step, so a torn last line or a repeated step never changes a curve.
+The file is append-only. A resumed attempt writes the steps after its checkpoint again, with a higher `attempt`. Readers
+take the last line of each step, so neither a torn last line nor a repeated step changes a curve.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends points to a JSON-lines file; every `write` reaches the operating system."""
+    """Appends points to the file; every `write` reaches the operating system."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A line torn by a kill would swallow the next one.
+        # A kill may leave a line without its end, and the next line would be appended to it.
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if torn:
@@ -43,7 +43,7 @@ class MetricsFile:
 
 
 def read_points(path: Path) -> list[MetricPoint]:
-    """The points of a metrics file by step, the newest attempt's for each; [] when there is no file yet."""
+    """The points by step, the newest attempt's for each step; [] without a file."""
     by_step = {point.step: point for point in _lines(path)} if path.exists() else {}
     return [by_step[step] for step in sorted(by_step)]
 

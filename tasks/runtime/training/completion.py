@@ -1,22 +1,22 @@
-"""The completion record of a run that is at its end: what it did, on what, with what."""
+"""The completion record of a finished run: steps, losses, throughput, data, kernels and versions."""
 
 from __future__ import annotations
 
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from strata_kernels import PatchReport
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.metrics.recorder import throughput, utilization
-from tasks.runtime.objectives import Objective
+from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.warmup.facts import WarmupFacts
 
 if TYPE_CHECKING:
     from tasks.runtime.training.session import Session
@@ -26,15 +26,15 @@ def write_record(
     run: Session,
     data: PreparedData,
     parameters: tuple[int, int],
-    objective: Objective,
-    patched: PatchReport | None,
+    step: TrainingStep,
     steps: int,
     attempt: int,
-    warmup: dict[str, Any],
+    warmup: WarmupFacts,
 ) -> CompletionRecord:
-    """What the run did, by its metrics and its last checkpoint; written to its folder. For the main process.
+    """Build the record from the run's metrics and its last checkpoint, and write it to the run's folder. Runs on rank
+    0.
 
-    `parameters` are all, and those that learn.
+    `parameters`: the number of all parameters, and of the trainable ones.
     """
     points = read_points(run.folder.metrics)
     latest = checkpoint.folders(run.folder.checkpoints)[-1]
@@ -48,7 +48,7 @@ def write_record(
         tokens=points[-1].tokens,
         target_tokens=points[-1].target_tokens,
         train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
-        loss_unit=objective.unit,
+        loss_unit=step.objective.unit,
         checkpoint=str(latest),
         restarts=attempt,
         skipped_steps=sum(point.skipped for point in points),
@@ -63,8 +63,8 @@ def write_record(
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),
-        kernels=dict(patched.counts) if patched else {},
-        warmup=warmup,
+        kernels=dict(step.patched.counts) if step.patched else {},
+        warmup=warmup.to_dict(),
         versions=versions(),
     )
     record.save(run.folder.record)
@@ -72,7 +72,7 @@ def write_record(
 
 
 def _counts(data: PreparedData) -> dict[str, int]:
-    """Every sample that was read is used or in one of the skips."""
+    """Counts of samples: each sample that was read is either used or skipped for one reason."""
     manifest = data.manifest
     return {
         "read": manifest.samples_read,
@@ -88,14 +88,14 @@ def _counts(data: PreparedData) -> dict[str, int]:
 
 
 def device_name(processes: Processes) -> str:
-    """The device by the name its maker gave it."""
+    """The device's name as its vendor gives it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(processes.device)
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that decides the numbers."""
+    """Versions of everything that can change the results."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in ("strata", "torch", "triton", "transformers", "accelerate", "lightning", "peft", "tokenizers"):
         try:

@@ -1,4 +1,4 @@
-"""A process in a job: its shape checked, warmed up, connected, alone in its folder; and what leaves that again."""
+"""Set up a training process and tear it down: checks, warm-up, process group, lock of the run's folder."""
 
 from __future__ import annotations
 
@@ -17,43 +17,40 @@ from tasks.runtime.checkpoint.upload import CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
 from tasks.runtime.metrics.progress import report_progress
-from tasks.runtime.metrics.trackers import require_trackers
-from tasks.runtime.parallel import require_installed
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.deterministic import deterministic
 from tasks.runtime.process.error_explanations import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.warmup.pod import ensure_warm
-from tasks.runtime.warmup.training_process import Warmed, warmed
+from tasks.runtime.warmup.pod import warm_up_pod
+from tasks.runtime.warmup.training_process import TrainingWarmup, training_warmup
 
 
 @dataclass(frozen=True)
 class Session:
-    """This process's place in the job, for as long as the job runs."""
+    """What one process of the job has while the job runs."""
 
     spec: RunSpec
     folder: RunFolder
     processes: Processes
-    warmed: Warmed
+    training_warmup: TrainingWarmup
     uploader: CheckpointUploader | None
-    """For the main process."""
+    """Uploads checkpoints; None on other ranks than 0, or without `checkpoint.url`."""
 
 
 @contextmanager
 def session(spec: RunSpec) -> Iterator[Session]:
-    """Check the job's shape, warm up, join the process group, lock the run; leave all at the end.
+    """Check the spec, warm up, join the process group and lock the run's folder. Undo all of it at the end.
 
-    SIGTERM raises `Preempted`, and the end of the elastic agent is the end of its processes.
+    SIGTERM raises `Preempted`. If the elastic agent dies, this process ends too.
     """
     processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
     folder = RunFolder.of(spec)
-    processes.require_world_size(spec)
-    require_trackers(spec)
-    require_installed(spec)
+    run_checks("pod", "spec", spec=spec, processes=processes)
     uploader = uploader_for(spec, folder)
     if not torch.cuda.is_available():
-        # Unset, accelerate makes a guess of its own and warns of it.
+        # Without it, accelerate guesses a value and warns.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     die_with_agent()
     with raise_on_sigterm(), ExitStack() as held:
@@ -61,27 +58,29 @@ def session(spec: RunSpec) -> Iterator[Session]:
             held.enter_context(deterministic())
         report_progress(stage=Stage.WARM_UP)
         # Before the process group exists: a long compilation must not look like a hanging collective.
-        report = ensure_warm(spec, folder)
+        report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
         exclusive = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claimed(spec, folder, uploader, exclusive=exclusive)))
+        processes.on_main(lambda: held.enter_context(_claim_folder(spec, folder, uploader, exclusive=exclusive)))
         if uploader is not None:
             held.callback(uploader.close)
-        _require_shared(spec, folder, processes)
-        with _explained(spec, processes):
-            check_health(spec, folder, processes)
-            with warmed(spec, folder, processes, report) as warm:
+        _require_shared_folder(spec, folder, processes)
+        with _explain_errors(spec, processes):
+            check_health(spec.faults, folder, processes)
+            with training_warmup(spec, folder, processes, report) as warm:
                 yield Session(spec, folder, processes, warm, uploader)
 
 
 @contextmanager
-def _claimed(
+def _claim_folder(
     spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, exclusive: bool
 ) -> Iterator[None]:
-    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: the folder's lock is held.
+    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: this process holds
+    the folder's lock.
 
-    An object store has no locks. A start that ends before its first step therefore deletes the spec that it uploaded.
+    A store has no lock that shows whether another run is active. A start that fails before its first step therefore
+    removes its claim from the store.
     """
     if uploader is not None:
         uploader.download_run_files()
@@ -97,8 +96,10 @@ def _claimed(
 
 
 @contextmanager
-def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
-    """Say of errors of the GPU and its libraries what they mean and what to do; want of memory has one type."""
+def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
+    """Explain errors of the GPU and its libraries; every out-of-memory error becomes `torch.OutOfMemoryError` with
+    advice.
+    """
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -112,11 +113,11 @@ def _explained(spec: RunSpec, processes: Processes) -> Iterator[None]:
         raise
 
 
-def _require_shared(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
-    """Raises ValueError when the run's folder is not one and the same for all processes."""
+def _require_shared_folder(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+    """Raises ValueError if the processes see different folders."""
     if processes.world_size == 1:
         return
-    # A new name: a network file system may remember for seconds that a file of an old name was not there.
+    # A new file name each time: a network file system may cache for seconds that an old name did not exist.
     mark = folder.root / processes.on_main(lambda: f".shared-{uuid4().hex}")
     if processes.is_main:
         mark.touch()

@@ -1,8 +1,8 @@
-"""Steps that would ruin a model: which they are, and what follows them.
+"""Skip steps that would ruin the model, and apply the policy of `faults` to them.
 
-A step whose loss or gradients are not finite, or whose loss is a spike where the spec watches for that, is not taken.
-That is decided on the device, and on all processes alike; the host learns of it with the metrics, and then skips the
-step, goes back to a checkpoint, or ends the run.
+A step is skipped if its loss or its gradients are not finite, or if its loss is a spike and `faults.spike` watches for
+spikes. The device decides, the same on every rank. The host reads the decision with the metrics and then continues,
+returns to a checkpoint, or ends the run.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# Of normally distributed values, in medians of their distances from the median.
+# Standard deviation of a normal distribution in units of its median absolute deviation.
 _DEVIATION = 1.4826
-# Losses that are all but equal have deviations that mean nothing; this share of their median is one at least.
+# Lower bound of the deviation as a fraction of the median loss; losses that barely differ have no meaningful deviation.
 _LEAST_DEVIATION = 1e-3
 
 
 class RollBack(Exception):
-    """The run is to go back to its last checkpoint, and to pass over the data up to step `bad`."""
+    """The run has to return to its last checkpoint and skip the data up to step `bad`."""
 
     def __init__(self, bad: int, reason: str) -> None:
         super().__init__(f"step {bad}: {reason}")
         self.bad = bad
 
 
-class Guard:
-    """Judges the steps of a run; every process has the same one."""
+class StepGuard:
+    """Decides which steps to skip, and what follows; identical on every rank."""
 
     def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
-        """`metadata` are those of the checkpoint that the run continues from; none at its start."""
+        """`metadata`: that of the checkpoint that the run resumes from; empty for a new run."""
         self._spec, self._processes = spec, processes
-        self.recall(metadata)
+        self.restore(metadata)
 
-    def recall(self, metadata: dict[str, Any]) -> None:
-        """Go on as at the checkpoint whose metadata this is."""
+    def restore(self, metadata: dict[str, Any]) -> None:
+        """Set the state to that of a checkpoint."""
         kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
-        # Filled from the end; what is missing is NaN, and then so is every median.
+        # The window fills from its end. Missing losses are NaN, which makes every median NaN.
         losses = kept["losses"][-self._spec.faults.spike_window :]
         missing = self._spec.faults.spike_window - len(losses)
         self._losses = torch.tensor([math.nan] * missing + losses, dtype=torch.float64, device=self._processes.device)
@@ -56,30 +56,37 @@ class Guard:
         self.data_skips: list[DataSkip] = [(step, steps) for step, steps in kept["passed_over"]]
 
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint notes, so that what continues from it judges as this would."""
+        """State for a checkpoint, so that a resumed run decides in the same way."""
         losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
 
-    def judge(self, share: Tensor, norm: Tensor) -> Tensor:
-        """Whether a step is not to be taken: 1 or 0, fp32, on the device. A collective that does not wait for it.
+    def decide(self, local_loss: Tensor, norm: Tensor) -> Tensor:
+        """Whether to skip the step: a scalar, 1 or 0, fp32, on the device. A collective that does not wait for the
+        device.
 
-        `share` is this process's part of the step's loss, and `norm` that of its gradients.
+        `local_loss`: this rank's part of the step's loss; `norm`: the gradient norm.
         """
-        told = torch.stack([share.double(), (~norm.isfinite()).to(share.device, torch.float64, non_blocking=True)])
+        reduced = torch.stack(
+            [local_loss.double(), (~norm.isfinite()).to(local_loss.device, torch.float64, non_blocking=True)]
+        )
         if self._processes.world_size > 1:
-            dist.all_reduce(told)
-        loss, ruined = told.unbind()
+            dist.all_reduce(reduced)
+        loss, ruined = reduced.unbind()
         loss = loss / self._processes.tp_size
-        withheld = ~loss.isfinite() | (ruined > 0)
+        skipped = ~loss.isfinite() | (ruined > 0)
         if self._spec.faults.spike != "ignore":
-            withheld = withheld | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
-            self._losses = torch.where(withheld, self._losses, torch.cat([self._losses[1:], loss[None]]))
-        return withheld.float()
+            skipped = skipped | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
+            self._losses = torch.where(skipped, self._losses, torch.cat([self._losses[1:], loss[None]]))
+        return skipped.float()
 
-    def follow(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
-        """What follows steps that are done, of `steps` in all, with a checkpoint of step `newest`, 0 for none.
+    def apply_policy(self, points: Sequence[MetricPoint], *, newest: int, steps: int) -> None:
+        """Apply `faults.nonfinite` and `faults.spike` to finished steps.
 
-        Raises `RollBack` when the run is to go back, ValueError when it ends here; both on every process.
+        `newest`: step of the newest checkpoint, 0 without one. `steps`: steps of the whole run.
+
+        Raises:
+            RollBack: the run has to return to its checkpoint. Raised on every rank.
+            ValueError: the run ends here. Raised on every rank.
         """
         back: RollBack | None = None
         for point in points:
@@ -89,13 +96,13 @@ class Guard:
                 continue
             field, why = reason
             action = self._spec.nonfinite if field == "nonfinite" else self._spec.faults.spike
-            # In the very first steps there is nothing to go back to.
+            # Before the first checkpoint there is nothing to return to.
             if action == "rollback" and newest == 0 and point.skipped:
                 action = "skip"
             if action == "rollback" and newest > 0:
                 back = RollBack(point.step, why)
                 if not point.skipped:
-                    # The weights are lost: what is wrong with the steps after it is its doing.
+                    # The weights are lost; later points only show the consequences.
                     break
             elif action == "skip":
                 self._skip(point, why, steps)
@@ -104,17 +111,18 @@ class Guard:
         if back is not None:
             raise back
 
-    def pass_over(self, step: int, fault: RollBack) -> None:
-        """After `step`, which has a checkpoint, leave out the data of the steps up to the one at fault.
+    def skip_data(self, step: int, fault: RollBack) -> None:
+        """Skip the data from the checkpoint of `step` to the step at fault.
 
-        Raises ValueError when the run has gone back as often as it may.
+        Raises:
+            ValueError: the run has used all of its `faults.max_rollbacks`.
         """
         limit = self._spec.faults.max_rollbacks
         if len(self.data_skips) >= limit:
             raise ValueError(
-                f"{fault}; the run has gone back {limit} times already, and faults.max_rollbacks allows no more. Start "
-                "anew under another name with a lower optimizer.lr or a higher schedule.warmup_ratio, look at the "
-                "data, or raise faults.max_rollbacks and start it again"
+                f"{fault}; the run has returned to a checkpoint {limit} times already, and faults.max_rollbacks "
+                "allows no more. Start again under another name with a lower optimizer.lr or a higher "
+                "schedule.warmup_ratio, look at the data, or raise faults.max_rollbacks and start it again"
             )
         self.data_skips.append((step, fault.bad - step))
 
@@ -123,23 +131,23 @@ class Guard:
         limit = self._spec.faults.max_skips
         if self._skips > limit or self._skips == steps:
             raise ValueError(
-                f"step {point.step}: {why}, as in the {self._skips - 1} steps before; none of them was taken, and "
-                f"faults.max_skips is {limit}. Start anew under another name with a lower optimizer.lr or a higher "
-                "schedule.warmup_ratio, or look at the data; the last checkpoint is of before"
+                f"step {point.step}: {why}, as in the {self._skips - 1} steps before; all of them were skipped, and "
+                f"faults.max_skips is {limit}. Start again under another name with a lower optimizer.lr or a higher "
+                "schedule.warmup_ratio, or look at the data; the last checkpoint is from before these steps"
             )
         if self._processes.is_main:
             log.warning("step %d is skipped: %s (%d in a row)", point.step, why, self._skips)
 
 
 def spike_limit(losses: Tensor, deviations: float) -> Tensor:
-    """The loss above which the next one is a spike; NaN while one of `losses` [N] is missing, which is NaN."""
+    """The loss above which the next step counts as a spike; NaN if any of `losses` [N] is NaN."""
     median = losses.median()
     deviation = _DEVIATION * (losses - median).abs().median()
     return median + deviations * torch.maximum(deviation, _LEAST_DEVIATION * median.abs())
 
 
 def _reason(point: MetricPoint) -> tuple[str, str] | None:
-    """The field that says what follows, and why; None for a step as any other."""
+    """The field of `faults` that applies to a step, and a description; None for a good step."""
     values = [value for value in (point.loss, point.grad_norm) if value is not None]
     if not all(map(math.isfinite, values)):
         norm = "" if point.grad_norm is None else f" and the gradient norm {point.grad_norm}"
@@ -150,12 +158,12 @@ def _reason(point: MetricPoint) -> tuple[str, str] | None:
 
 
 def _end(point: MetricPoint, field: str, why: str, action: str) -> str:
-    state = "the step was not taken" if point.skipped else "the weights are lost"
+    state = "the step was skipped" if point.skipped else "the weights are lost"
     if action == "rollback":
-        more = "There is no checkpoint to go back to; lower checkpoint.every, or start"
+        more = "There is no checkpoint to return to; lower checkpoint.every, or start"
     else:
         more = f"Set faults.{field} to 'rollback' and start it again, to continue from its last checkpoint; or start"
     return (
-        f"step {point.step}: {why}; {state}, and faults.{field} is {action!r}. {more} anew under another name with a "
+        f"step {point.step}: {why}; {state}, and faults.{field} is {action!r}. {more} again under another name with a "
         "lower optimizer.lr or a higher schedule.warmup_ratio"
     )

@@ -1,4 +1,4 @@
-"""Train: look back, build, load, train, record."""
+"""Train a run: find its checkpoint, build and load the model, train, write the record."""
 
 from __future__ import annotations
 
@@ -13,157 +13,137 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from strata_kernels import PatchReport
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.data import PreparedData, collator
-from tasks.runtime.metrics.mfu import mfu_of
+from tasks.runtime.data import PreparedData
+from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.models.activation_checkpointing import compile_layers
 from tasks.runtime.models.build import (
-    adopt_tokenizer,
-    build_empty_model,
     build_model,
+    build_model_on_meta,
     build_saved_model,
-    freeze_beyond_texts,
-    has_fused_loss,
-    prepare_for_training,
-    require_embeddings,
     saved_dtype,
+    set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
-from tasks.runtime.models.packing_support import require_apart, require_positions
-from tasks.runtime.models.quantization import quantized
-from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document, with_documents
-from tasks.runtime.objectives import Objective, Start, objective_of, require_same_tokens
+from tasks.runtime.models.quantization import quantize_linear_layers
+from tasks.runtime.objectives import ObjectiveContext
+from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.optimizer import build_optimizer
-from tasks.runtime.parallel import strategy_of
-from tasks.runtime.parallel.context import require_attention
-from tasks.runtime.parallel.tensor import require_divisible
+from tasks.runtime.parallel import build_strategy
+from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, write_record
-from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import Session
-from tasks.runtime.training.step_guard import Guard
+from tasks.runtime.training.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
 
 def train(run: Session, data: PreparedData, framework: Framework | None = None) -> CompletionRecord:
-    """Train to the spec's last step, from the newest whole checkpoint if there is one, and return the record.
+    """Train to the spec's last step and return the record. Resumes from the newest complete checkpoint.
 
-    Every process of the job calls it; the main one writes. A run whose last step is done already is not trained again.
-    `framework` replaces that of `runtime.framework`, by default.
+    Every process of the job calls it; rank 0 writes. A finished run is not trained again. `framework` replaces that of
+    `runtime.framework`.
 
     Raises:
-        ValueError: the data has too few rows for one batch, the run's folder may not be continued, or the loss is not
-            finite.
+        ValueError: the data has fewer rows than one batch, the folder holds a run that must not continue, a check of
+            `tasks.runtime.preflight` fails, or the loss is not finite.
     """
     steps = total_steps(run.spec, len(data.train))
-    resume_from, finished = run.processes.on_main(lambda: _look_back(run, data, steps))
+    resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    run.processes.on_main(lambda: require_embeddings(run.spec, data))
-    run.processes.on_main(lambda: require_same_tokens(run.spec, data))
-    run.processes.on_main(lambda: require_divisible(run.spec))
-    run.processes.on_main(lambda: require_attention(run.spec))
-    run.processes.on_main(lambda: require_positions(run.spec))
+    run.processes.on_main(lambda: run_checks("rank 0", "spec", "data", spec=run.spec, data=data))
     if commit := data.manifest.commit:
         run.processes.on_main(lambda: run.folder.write_data_commit(commit))
     attempt = run.processes.on_main(run.folder.begin_attempt)
-    model, base = _model(run, resume_from)
-    adopt_tokenizer(model, data.tokenizer())
-    freeze_beyond_texts(model)
-    patched = prepare_for_training(model, run.spec)
-    _announce(run, model, patched, steps, resume_from)
+    model, base = _build_model(run, resume_from)
+    set_special_tokens(model, data.tokenizer())
+    step = build_training_step(model, run.spec, run.processes.device)
+    _log_summary(run, step, steps, resume_from)
     report_progress(stage=Stage.TRAINING, steps=steps, attempt=attempt)
-    # Now: some strategies leave a model that has no weights between its passes.
+    # Counted now: some strategies leave parameters empty between passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
     recorder = Recorder(
         run.spec,
         run.folder,
         run.processes,
         attempt,
-        mfu=mfu_of(model, run.spec, run.processes, device_name(run.processes)),
-        prometheus=serve_prometheus(run.spec, run.processes, run.warmed.to_dict),
+        mfu=build_mfu(model, run.spec, run.processes, device_name(run.processes)),
+        prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
-    objective = objective_of(run.spec, fused=has_fused_loss(patched))
     with closing(recorder):
-        # Killed between the last checkpoint and the record: nothing is left to train.
+        # After a kill between the last checkpoint and the record, nothing is left to train.
         if not resume_from or checkpoint.step_of(resume_from) < steps:
-            run.warmed.ready()
-            job = build_job(run, data, model, base, objective, recorder, steps=steps, resume_from=resume_from)
+            run.training_warmup.wait_until_loaded()
+            job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
-                    job.run(framework or framework_of(run.spec))
+                    job.run(framework or load_framework(run.spec))
                     job.watchdog.expect("the end", math.inf)
-                _stop_before_copying(run, job)
+                _stop_if_requested(run, job)
                 job.writer.finish()
-            run.warmed.close()
-            recorder.note("warmup", run.warmed.to_dict())
+            run.training_warmup.close()
+            recorder.note("warmup", run.training_warmup.to_dict())
         else:
-            # The last checkpoint may be here and not in the store.
+            # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
-    warmup = run.warmed.to_dict()
-    return run.processes.on_main(
-        lambda: write_record(run, data, parameters, objective, patched, steps, attempt, warmup)
-    )
+    warmup = run.training_warmup.facts()
+    return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
 
-def _stop_before_copying(run: Session, job: Job) -> None:
-    """Raises `Preempted`, on every process, when one was told to stop in the last step and copies may still wait.
+def _stop_if_requested(run: Session, job: Job) -> None:
+    """Raises `Preempted` on every rank if one received SIGTERM in the last step and uploads may be pending.
 
-    While they do nobody looks at the notice any more, and a store that is away is waited for.
+    Later, no rank looks at the stop request, and an upload waits as long as the store is away.
     """
     if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
-        log.info("told to stop: the last step, %d, is done; its checkpoint may have to be copied yet", job.steps)
+        log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.steps)
         raise Preempted("SIGTERM")
 
 
 def build_job(
     run: Session,
     data: PreparedData,
-    model: PreTrainedModel,
+    step: TrainingStep,
     base: str,
-    objective: Objective,
     recorder: Recorder,
     *,
     steps: int,
     resume_from: Path | None,
 ) -> Job:
-    """Put the model in its place, give it an optimizer, and load the checkpoint into both. A collective.
+    """Shard the model, attach its optimizer, and load the checkpoint into both. A collective.
 
-    `base` identifies the weights that the run started from, or trains an adapter in.
+    `base`: fingerprint of the weights that the run started from, or trains an adapter in.
     """
+    model, objective, collate = step.model, step.objective, step.collate
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
-    collate = collator(run.spec.model.attention)
-    if go_by_document(run.spec, model.config, run.processes.device):
-        log.info("attention: from document to document, without masks")
-        attend_by_document(model)
-        collate = with_documents(collate)
-    compile_layers(model, run.spec)
-    strategy = strategy_of(run.spec, run.processes)
-    wrapped = strategy.wrap(model, weights_follow=resume_from is not None and run.spec.adapter.type == "none")
-    wrapped, optimizer = strategy.drive(wrapped, build_optimizer(model, run.spec))
+    compile_layers(model, run.spec.training)
+    strategy = build_strategy(run.spec, run.processes)
+    wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
+    wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
     metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
     continues = resume_from is not None
-    start = Start(
+    start = ObjectiveContext(
         run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
     )
-    data = objective.begin(start)
+    data = objective.prepare(start)
     writer = CheckpointWriter(
         run.folder.checkpoints,
         model,
@@ -189,7 +169,7 @@ def build_job(
     return Job(
         spec=run.spec,
         processes=run.processes,
-        bare=model,
+        unwrapped_model=model,
         model=wrapped,
         strategy=strategy,
         objective=objective,
@@ -201,30 +181,31 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=Guard(run.spec, run.processes, metadata),
+        guard=StepGuard(run.spec, run.processes, metadata),
         load=load,
-        step_ended=run.warmed.step_ended,
+        step_ended=run.training_warmup.step_ended,
         set_random_states=load(resume_from),
     )
 
 
-def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
-    """With the weights to start from on the main process; empty elsewhere, and where a checkpoint has them.
+def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
+    """The model and the fingerprint of its initial weights. A collective.
 
-    Under an adapter a checkpoint has no other weights: they are read anew. Also says which weights the run started
-    from. A collective.
+    Rank 0 has the initial weights. The other ranks, and all ranks of a resumed run, have a meta model. An adapter's
+    checkpoint has no base weights, so a resumed run reads those again.
     """
     spec = run.spec
     if spec.adapter.type == "none" and resume_from:
         return build_saved_model(resume_from, spec.model.attention), checkpoint.metadata_of(resume_from)["base"]
     dtype = saved_dtype(resume_from) if resume_from else None
-    # FSDP hands out exact weights. Of packed ones others would not get what they are read by: each process reads them.
+    # Under FSDP, rank 0 broadcasts exact weights. Otherwise every rank reads its own: a 4-bit weight cannot be
+    # broadcast without the scales that its layer keeps.
     reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
-    model = build_model(spec, dtype=dtype) if reads else build_empty_model(spec, dtype=dtype)
+    model = build_model(spec, dtype=dtype) if reads else build_model_on_meta(spec, dtype=dtype)
     if not resume_from:
-        # As it is: what is quantized computes nothing on the host.
-        run.processes.on_main(lambda: require_apart(model, spec))
-    with quantized(model, spec):
+        # Checked before quantization: quantized layers do not run on the CPU.
+        run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))
+    with quantize_linear_layers(model, spec):
         add_adapter(model, spec)
     if resume_from:
         expected = checkpoint.metadata_of(resume_from)["base"]
@@ -235,14 +216,14 @@ def _model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str
 def _load(
     run: Session, model: PreTrainedModel, optimizer: torch.optim.Optimizer, resume_from: Path | None
 ) -> Callable[[], None]:
-    """Load the checkpoint, if there is one; returns what sets the random states to those of the next step."""
+    """Load the checkpoint, if there is one. Returns a function that sets the random states of the next step."""
     rank = run.processes.rank
     if resume_from is None:
         return lambda: seed_generators(run.spec.seed, run.processes.dp_cp_rank, 0)
     index = Index(resume_from)
     load_model(index, model)
     load_optimizer(index, model, optimizer)
-    continued = have_the_same_ranks(checkpoint.metadata_of(resume_from), run.processes)
+    continued = same_rank_layout(checkpoint.metadata_of(resume_from), run.processes)
 
     def set_random_states() -> None:
         seed_generators(run.spec.seed, run.processes.dp_cp_rank, checkpoint.step_of(resume_from))
@@ -252,14 +233,16 @@ def _load(
     return set_random_states
 
 
-def have_the_same_ranks(metadata: Mapping[str, Any], processes: Processes) -> bool:
-    """Whether each rank's random states in a checkpoint are of use to it: those that compute the same have the same."""
+def same_rank_layout(metadata: Mapping[str, Any], processes: Processes) -> bool:
+    """Whether each rank may use its own random states of a checkpoint: the job has the same size and tensor
+    parallelism.
+    """
     there = metadata["world_size"], metadata.get("copies", processes.tp_size)
     return there == (processes.world_size, processes.tp_size)
 
 
 def total_steps(spec: RunSpec, rows: int) -> int:
-    """Optimizer steps of the run: those that read as many rows as its passes have."""
+    """Optimizer steps of the run; `training.epochs` is converted by the number of rows."""
     if rows < spec.training.micro_batch_size * spec.dp_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
@@ -272,10 +255,10 @@ def total_steps(spec: RunSpec, rows: int) -> int:
     return math.ceil(spec.epochs * rows / spec.rows_per_step)
 
 
-def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
-    """The checkpoint to continue from, and the record of a run that is complete; clears away what a killed save left.
+def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
+    """The checkpoint to resume from, and the record if the run is complete. Removes what a killed save left.
 
-    For the main process: what it finds, the others are told.
+    Runs on rank 0, which sends the result to the others.
     """
     root = run.folder.checkpoints
     # One or the other: each of them reads and digests the whole checkpoint.
@@ -288,22 +271,22 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     if latest and checkpoint.metadata_of(latest)["data_hash"] != data.manifest.content_hash:
         raise ValueError(
             f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
-            "tokenizer, what the chat template prints, Python or a package changed. Restore them, or the folder of the "
-            f"prepared data, to continue that run, choose another name, or remove {run.folder.root}"
+            "tokenizer, the output of the chat template, Python or a package changed. Restore them, or the folder of "
+            f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
     if done in (0, steps) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
         if record.status == "complete" and latest:
-            # The folder may have another place since.
+            # The folder may have moved since.
             return latest, record.model_copy(update={"checkpoint": str(latest)})
         if record.status == "complete":
             raise ValueError(
-                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has no "
-                f"whole checkpoint; restore that, choose another name, or remove {run.folder.root} to train anew"
+                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
+                f"no complete checkpoint; restore it, choose another name, or remove {run.folder.root} to train again"
             )
     if not latest and run.folder.has_progress:
-        log.warning("%s has steps on record and no whole checkpoint: it begins anew", run.folder.root)
+        log.warning("%s has recorded steps but no complete checkpoint: the run starts again", run.folder.root)
     checkpoint.discard_after(run.folder.checkpoints, done)
     if run.uploader is not None:
         run.uploader.discard_after(done)
@@ -313,11 +296,10 @@ def _look_back(run: Session, data: PreparedData, steps: int) -> tuple[Path | Non
     return latest, None
 
 
-def _announce(
-    run: Session, model: PreTrainedModel, patched: PatchReport | None, steps: int, resume_from: Path | None
-) -> None:
+def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:
     if not run.processes.is_main:
         return
+    model, patched = step.model, step.patched
     log.info(
         "model %s, %.1f M parameters, %s, on %d x %s",
         run.spec.model.name,
@@ -331,6 +313,8 @@ def _announce(
         log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
+    if step.varlen:
+        log.info("attention: varlen, without masks")
     log.info("kernels: %s", patched.summary() if patched else "off")
     log.info(
         "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",

@@ -1,4 +1,4 @@
-"""The trained weights on their way from the checkpoint to evaluation and export."""
+"""Pass the trained weights from the checkpoint to evaluation and export."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tasks.runtime.models.lora import add_adapter, require_base
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 
-# In place of a model: an adapter's tensors by their names in the model, and in the header what model that is.
+# Holds an adapter's tensors by their names in the model; its header has the fingerprint of the base weights.
 ADAPTER = "adapter.safetensors"
 
 
 def collect_weights(spec: RunSpec, record: CompletionRecord) -> Path:
-    """A folder with the trained weights and the run's metrics: all that evaluation and export need, and no more.
+    """Write the trained weights and the run's metrics to one folder, for evaluation and export.
 
     The weights are a model in Hugging Face format, or an adapter alone.
     """
@@ -46,9 +46,10 @@ def collect_weights(spec: RunSpec, record: CompletionRecord) -> Path:
 
 
 def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
-    """The model of `collect_weights`, on the CPU, in the spec's dtype; an adapter is merged into its model.
+    """The model of `collect_weights` on the CPU, in the spec's dtype, with an adapter merged.
 
-    Raises ValueError when the adapter's model has other weights now, or the adapter's own are not finite.
+    Raises:
+        ValueError: the adapter's base model has other weights now, or the adapter is not finite.
     """
     if spec.adapter.type == "none":
         return build_model(spec, weights=str(weights))

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.models.build import adopt_tokenizer, build_model, freeze_beyond_texts
+from tasks.runtime.models.build import build_model, freeze_non_text_parameters, set_special_tokens
 from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.objectives import Start, objective_of
+from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.verification.observe import Step, without_dropout
@@ -41,10 +41,10 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
     spec = changed(spec, {"kernels": {"enabled": False}, "model": {"attention": _plain_attention(spec)}})
     processes = Processes()
     model = in_double(build_model(spec), spec, data, processes.device)
-    objective = objective_of(spec, fused=False)
+    objective = build_objective(spec, fused=False)
     with InDouble():
-        start = Start(spec, processes, data, Single(processes), model, "exact", continues=False)
-        data = objective.begin(start)
+        start = ObjectiveContext(spec, processes, data, Single(processes), model, "exact", continues=False)
+        data = objective.prepare(start)
         # That of a distillation is as exact as its pupil.
         teacher = vars(objective).get("_teacher")
         if teacher is not None:
@@ -54,7 +54,7 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
         items = torch.stack([objective.count(batch) for batch in batches]).sum()
         loss = 0.0
         for batch in batches:
-            share = objective.share(model, batch, items).loss
+            share = objective.micro_batch_loss(model, batch, items).loss
             share.backward()
             loss += float(share.detach())
     gradients = {
@@ -68,8 +68,8 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
 def in_double(model: PreTrainedModel, spec: RunSpec, data: PreparedData, device: torch.device) -> PreTrainedModel:
     """The model with the adapter that `spec` wants, in fp64 on `device`, ready to train without dropout."""
     add_adapter(model, spec)
-    adopt_tokenizer(model, data.tokenizer())
-    freeze_beyond_texts(model)
+    set_special_tokens(model, data.tokenizer())
+    freeze_non_text_parameters(model)
     without_dropout(model)
     return model.double().to(device).train()
 

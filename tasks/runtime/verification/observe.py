@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import FlatStateOptimizer
 from tasks.runtime.data import PreparedData
-from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
@@ -41,13 +41,13 @@ def first_step(spec: RunSpec, data: PreparedData) -> Step:
     seen: list[Step] = []
 
     def look(job: Job) -> Tensor | None:
-        seen.append(Step(_loss(job), _gradients(job), plain_buffers(job.bare)))
+        seen.append(Step(_loss(job), _gradients(job), plain_buffers(job.unwrapped_model)))
         raise _Seen
 
     def framework(job: Job) -> None:
-        without_dropout(job.bare)
+        without_dropout(job.unwrapped_model)
         vars(job)["clip_gradients"] = lambda: look(job)
-        framework_of(spec)(job)
+        load_framework(spec)(job)
 
     _leave_when_seen(spec, data, framework)
     return seen[0]
@@ -57,7 +57,7 @@ def with_job(spec: RunSpec, data: PreparedData, look: Callable[[Job], None]) -> 
     """Build the job of `spec` as training would, call `look` with it, and take no step."""
 
     def framework(job: Job) -> None:
-        without_dropout(job.bare)
+        without_dropout(job.unwrapped_model)
         job.begin()
         look(job)
         raise _Seen
@@ -85,14 +85,15 @@ def without_dropout(model: nn.Module) -> None:
 
 def _loss(job: Job) -> float:
     """Of the step, over all processes."""
-    loss = job.recorder.share.double()
+    loss = job.recorder.local_loss.double()
     if job.processes.world_size > 1:
         dist.all_reduce(loss)
     return float(loss) / job.processes.tp_size
 
 
 def _gradients(job: Job) -> dict[str, Tensor]:
-    return {name: _whole(_gradient(job, p)).clone() for name, p in job.bare.named_parameters() if p.requires_grad}
+    named = job.unwrapped_model.named_parameters()
+    return {name: _whole(_gradient(job, p)).clone() for name, p in named if p.requires_grad}
 
 
 def _gradient(job: Job, parameter: nn.Parameter) -> Tensor:

@@ -95,7 +95,7 @@ def _loss_and_gradient(job: Job, batch: Batch) -> tuple[float, Tensor]:
         # Some families change what they get in place.
         return embedded[0].clone()
 
-    hook = job.bare.get_input_embeddings().register_forward_hook(keep)
+    hook = job.unwrapped_model.get_input_embeddings().register_forward_hook(keep)
     try:
         losses = token_losses(job.model, batch, fused=job.spec.fused_loss)
         loss = losses.where(next_labels(batch) != IGNORE_INDEX, 0.0).sum()

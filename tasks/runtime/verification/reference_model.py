@@ -54,7 +54,7 @@ def _answers(job: Job, subject: Subject) -> tuple[float, str]:
         begins = (batch["position_ids"] == 0) & (batch["sides"] != 0)
         ours["the reference's"] = batch["reference"][begins].double()
     else:
-        share = job.objective.share(job.model, on_device, job.objective.count(on_device)).metrics
+        share = job.objective.micro_batch_loss(job.model, on_device, job.objective.count(on_device)).metrics
         beta = job.spec.objective.beta if job.spec.objective.type == "dpo" else 1.0
         # Those of the model without its adapter: rewards are the policy's distance from it.
         distance = (float(share["reward_chosen"].abs()) + float(share["reward_rejected"].abs())) / beta
@@ -103,7 +103,7 @@ def _teacher(job: Job, subject: Subject) -> tuple[float, str]:
     """The logits of the teacher in the job, against those of the model that is named."""
     assert isinstance(job.objective, Distill) and isinstance(job.spec.objective, DistillSettings)
     batch = {name: tensor.to(job.processes.device) for name, tensor in next(iter(job.loader())).items()}
-    hidden, head = job.objective._ask(batch)
+    hidden, head = job.objective._run_teacher(batch)
     found = hidden if head.weight is None else hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
     name, revision = job.spec.objective.teacher, job.spec.objective.teacher_revision
     plain = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=subject.computes_in)

@@ -25,7 +25,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.tokenizer import read_tokenizer
-from tasks.runtime.models.build import PRESETS, compute_dtype, dtype_of, load_config
+from tasks.runtime.models.build import PRESETS, compute_dtype, load_config, model_dtype
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Subject:
     @cached_property
     def weights_dtype(self) -> torch.dtype:
         """The type of the weights in the run."""
-        return dtype_of(self.asked)
+        return model_dtype(self.asked.model)
 
     @cached_property
     def computes_in(self) -> torch.dtype:
@@ -165,7 +165,7 @@ def _sample(spec: RunSpec, folder: Path) -> PreparedData:
 
 def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple[int, int]]:
     """The spec of a model of fewer layers, and how many it has now and had; the model is written to `folder`."""
-    config = load_config(spec)
+    config = load_config(spec.model)
     text = config.get_text_config()
     there = int(getattr(text, "num_hidden_layers", 0))
     kept = max(layers, _least_layers(text))
@@ -179,7 +179,7 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
         spec.model.name,
         revision=spec.model.revision,
         config=config,
-        dtype=dtype_of(spec),
+        dtype=model_dtype(spec.model),
         use_safetensors=True,
         trust_remote_code=False,
     )

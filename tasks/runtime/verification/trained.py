@@ -21,7 +21,7 @@ from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.optim.state_tensors import REMAINDER
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
@@ -100,20 +100,20 @@ class _Watch:
         self._done = 0
 
     def __call__(self, job: Job) -> None:
-        without_dropout(job.bare)
-        self._before = {name: parameter.detach().clone() for name, parameter in job.bare.named_parameters()}
-        self._exact = _exact_copy(job.bare, self._spec)
+        without_dropout(job.unwrapped_model)
+        self._before = {name: parameter.detach().clone() for name, parameter in job.unwrapped_model.named_parameters()}
+        self._exact = _exact_copy(job.unwrapped_model, self._spec)
         self._optimizer = build_optimizer(self._exact, changed(self._spec, {"model": {"dtype": "float32"}}))
         clip = job.clip_gradients
         vars(job)["clip_gradients"] = lambda: self._step(job, clip)
-        framework_of(self._spec)(job)
+        load_framework(self._spec)(job)
         self._compare(job)
         self.input_ids, self.logits = _logits(job)
 
     def _step(self, job: Job, clip: Any) -> Tensor | None:
         norm: Tensor | None = clip()
         copies = dict(self._exact.named_parameters())
-        for name, parameter in job.bare.named_parameters():
+        for name, parameter in job.unwrapped_model.named_parameters():
             if parameter.grad is not None:
                 copies[name].grad = parameter.grad.float()
                 if parameter.grad.any():
@@ -128,7 +128,7 @@ class _Watch:
         copies, found = dict(self._exact.named_parameters()), self.updates
         product = square = 0.0
         moved = moved_exactly = total = 0
-        for name, parameter in job.bare.named_parameters():
+        for name, parameter in job.unwrapped_model.named_parameters():
             before = self._before[name]
             if not parameter.requires_grad:
                 if not torch.equal(before, parameter):

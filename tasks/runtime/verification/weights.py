@@ -15,8 +15,8 @@ from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model
 from tasks.runtime.models.build import (
-    build_empty_model,
     build_model,
+    build_model_on_meta,
     build_saved_model,
     load_config,
     materialize,
@@ -61,9 +61,9 @@ def buffers(subject: Subject) -> Measured:
     ways: dict[str, dict[str, Tensor]] = {}
     for dtype in dict.fromkeys((subject.weights_dtype, torch.bfloat16)):
         ways[f"loaded in {_name(dtype)}"] = plain_buffers(build_model(subject.spec, dtype=dtype))
-        ways[f"empty in {_name(dtype)}, then filled"] = _filled(build_empty_model(subject.spec, dtype=dtype), subject)
+        ways[f"empty in {_name(dtype)}, then filled"] = _filled(build_model_on_meta(subject.spec, dtype=dtype), subject)
     spec = subject.variant(optimizer={"in_backward": False})
-    with_job(spec, subject.data, lambda job: ways.update({"in the job": plain_buffers(job.bare)}))
+    with_job(spec, subject.data, lambda job: ways.update({"in the job": plain_buffers(job.unwrapped_model)}))
     saved = trained(subject)
     if saved.spec.adapter.type == "none":
         from_checkpoint = build_saved_model(_checkpoint(saved), saved.spec.model.attention)
@@ -83,7 +83,7 @@ def buffers(subject: Subject) -> Measured:
 def _expected_buffers(spec: RunSpec) -> dict[str, Tensor]:
     """As transformers makes them of the configuration alone, in fp32."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(load_config(spec), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
     return plain_buffers(model)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.training.frameworks import framework_of
+from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
@@ -61,7 +61,7 @@ def do(request: Request) -> None:
     if request.kind == "first_step":
         found.append(first_step(spec, data))
     else:
-        with_job(spec, data, lambda job: found.append(Step(0.0, {}, plain_buffers(job.bare))))
+        with_job(spec, data, lambda job: found.append(Step(0.0, {}, plain_buffers(job.unwrapped_model))))
     step = found[0]
     on_host = {name: gradient.cpu() for name, gradient in step.gradients.items()}
     torch.save(Step(step.loss, on_host, step.buffers), f"{request.out}{os.environ.get('RANK', '0')}")
@@ -82,7 +82,7 @@ def _train(job: Job, kill_after: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.step_ended = step_ended
-    framework_of(job.spec)(job)
+    load_framework(job.spec)(job)
 
 
 def wait(process: subprocess.Popen[str], *, expected: int = 0) -> None:

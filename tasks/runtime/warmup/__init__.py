@@ -1,4 +1,4 @@
-"""Kernel warm-up: what a run compiles before its first step, and where compiled kernels and graphs are kept.
+"""Kernel warm-up: plan and compile a run's kernels before its first step, and keep kernels and graphs.
 
 May import everything that builds a training step: `models`, `objectives`, `parallel` and what is below.
 """

@@ -1,8 +1,7 @@
-"""The process of the warm-up; it reads the spec as JSON from standard input.
+"""The process that compiles a run's kernels: `python -m tasks.runtime.warmup.compile_process REPORT [IMAGE...]`.
 
-Run as `python -m tasks.runtime.warmup.compile_process REPORT KERNELS PLAN [IMAGE...]`.
-
-Kernels come from Triton's cache directory, from the images, from the store, or from the compiler, in that order.
+It reads the spec as JSON from standard input and writes `WarmupFiles` beside REPORT. It looks for a kernel in Triton's
+cache directory, in the folders of IMAGE, in the store, and compiles what it does not find.
 """
 
 from __future__ import annotations
@@ -13,34 +12,38 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from strata_kernels.warmup import Plan, warmup
 from strata_kernels.warmup.budget import Patience
+from strata_kernels.warmup.describe import Description
 from strata_kernels.warmup.environment import current_target, environment
 from strata_kernels.warmup.seed import Seeder
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
-from tasks.runtime.warmup.plan import plan_of
-from tasks.runtime.warmup.pod import keeps_graphs
+from tasks.runtime.warmup.facts import WarmupFacts, WarmupFiles
+from tasks.runtime.warmup.plan import plan_kernels
+from tasks.runtime.warmup.pod import caches_graphs
 from tasks.runtime.warmup.store import open_store
 
 log = logging.getLogger("tasks.runtime.warmup.compile_process")
 
 
-def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[dict[str, Any], Plan, list[dict[str, Any]]]:
-    """Make everything ready that a step of this spec launches; the report, the plan, and what its kernels are."""
+def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, list[Description]]:
+    """Compile or fetch every kernel that a step of `spec` launches.
+
+    Returns:
+        The facts of the warm-up, the plan, and a description of each of its kernels.
+    """
     patience = Patience(spec.kernels.store.timeout)
-    with ThreadPoolExecutor(1) as beside:
-        # Meanwhile: it waits for the store, and for nothing else.
-        taken = beside.submit(inductor_cache.take, spec, images, patience) if keeps_graphs(spec) else None
+    with ThreadPoolExecutor(1) as executor:
+        # A thread fetches graphs meanwhile: it only waits for the store.
+        graphs = executor.submit(inductor_cache.fetch_graphs, spec, images, patience) if caches_graphs(spec) else None
         start = time.perf_counter()
-        plan = plan_of(spec) if spec.kernels.enabled else Plan(())
+        plan = plan_kernels(spec) if spec.kernels.enabled else Plan(())
         plan_seconds = time.perf_counter() - start
         seeder = _seeder(spec, images, patience)
         with seeder.at_work():
@@ -49,16 +52,14 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[dict[str, Any], Pla
     log.info("warm-up: %s", report.summary())
     if report.skipped is None:
         counts = ", ".join(f"{number} {origin}" for origin, number in seeder.counts().items())
-        log.info("warm-up: kernels by where they came from: %s; %d entries given to the store", counts, seeder.pushed)
-    result = {
-        **report.to_dict(),
-        **seeder.to_dict(),
-        "plan_seconds": plan_seconds,
-        "compile_seconds": sum(kernel.seconds for kernel in report.compiled if not kernel.hit),
-        "load_seconds": sum(kernel.seconds for kernel in report.compiled if kernel.hit),
-        **(taken.result() if taken is not None else {}),
-    }
-    return result, plan, [kernel.to_dict() for kernel in seeder.kernels]
+        log.info("warm-up: kernels by origin: %s; %d entries uploaded to the store", counts, seeder.pushed)
+    facts = WarmupFacts.model_validate(report.to_dict() | seeder.to_dict()).updated(
+        WarmupFacts() if graphs is None else graphs.result(),
+        plan_seconds=plan_seconds,
+        compile_seconds=sum(kernel.seconds for kernel in report.compiled if not kernel.hit),
+        load_seconds=sum(kernel.seconds for kernel in report.compiled if kernel.hit),
+    )
+    return facts, plan, seeder.kernels
 
 
 def _seeder(spec: RunSpec, images: list[Path], patience: Patience) -> Seeder:
@@ -71,22 +72,20 @@ def _seeder(spec: RunSpec, images: list[Path], patience: Patience) -> Seeder:
 
 
 def _for_chip(images: list[Path], arch: int | str) -> list[Path]:
-    """An image has a folder for each chip that it was baked for; a cache directory has none."""
+    """The subfolder of each baked image for a GPU of `arch`; a plain cache directory has no subfolders."""
     folders = [(image, image / (f"sm_{arch}" if isinstance(arch, int) else arch)) for image in images]
     return [baked if baked.is_dir() else image for image, baked in folders]
 
 
 def main() -> None:
-    """Warm up for a spec and write the report to the path given."""
+    """Warm up for the spec on standard input."""
     configure_logging()
     spec = RunSpec.model_validate_json(sys.stdin.read())
-    report, kernels, planned = (Path(path) for path in sys.argv[1:4])
-    result, plan, described = warm_kernels(spec, [Path(image) for image in sys.argv[4:]])
-    for problem in result["problems"]:
+    files = WarmupFiles(Path(sys.argv[1]))
+    facts, plan, kernels = warm_kernels(spec, [Path(image) for image in sys.argv[2:]])
+    for problem in facts.problems or ():
         log.warning("warm-up: %s", problem)
-    write_json(kernels, described)
-    planned.write_text(plan.to_json(), encoding="utf-8")
-    write_json(report, result)
+    files.write(facts, plan, kernels)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The graphs that `training.compile` makes: taken to a folder of this start, given on when they are made.
+"""The graphs of `training.compile`: fetched from an archive at the start, archived after they are compiled.
 
-PyTorch looks for them in a folder, and writes there what it compiles. That folder is new at every start, and filled
-from an archive: of the pod, of the image, of the store, whichever has one first. When the second step is done all
-processes of the pod have compiled all that they run, and the first of them archives the folder for the pod's next
-start; the first of the job also gives it to the store. So no start reads what a killed one left half written.
+Inductor reads and writes graphs in one folder. Each start gets a new folder, filled from the first archive that exists:
+the pod's, the image's or the store's. After the second step, all processes of the pod have compiled all of their
+graphs. The pod's first process then archives the folder for the pod's next start, and rank 0 also uploads it to the
+store. No start reads files that a killed one left half written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from strata_kernels.warmup import graphs
 from strata_kernels.warmup.blobs import Folder
@@ -26,39 +25,43 @@ from strata_kernels.warmup.budget import Patience
 from strata_kernels.warmup.store import Store
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
+from tasks.runtime.warmup.facts import WarmupFacts
 from tasks.runtime.warmup.store import open_store
 
 log = logging.getLogger(__name__)
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""PyTorch's environment variable."""
+"""PyTorch's variable with the folder of the Inductor cache."""
 IN_IMAGE = "graphs"
-"""The folder of a baked image that has archives, as those of a store."""
+"""The folder of archives in a baked image."""
 
 _OURS = "strata-"
-# Where PyTorch writes by itself, and says so in the environment: a name that anybody could have made before.
+# Name of PyTorch's default folder, which it also puts into the environment. Any user could have created it.
 _BY_ITSELF = "torchinductor_"
-_LAYERS = Path(__file__).with_name("layers.py")
+_LAYERS = Path(__file__).parents[1] / "models" / "activation_checkpointing.py"
 _ARCHIVES = f"{_OURS}graphs"
 _POD_LIMIT = 1 << 30
-# Steps after which no process compiles any more: to begin the second one, all of them have ended the first.
+# Steps after which no process compiles any more: a process starts its second step after all have finished the first.
 _SETTLED = 2
 
 
 def triton_directory() -> Path:
-    """Triton's cache directory."""
+    """Triton's cache directory, an absolute path."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache").absolute()
 
 
-def begin(directory: Path, name: str) -> None:
-    """Let `torch.compile`, here and in processes started from here, work in a new folder called after `name`.
+def use_new_folder(directory: Path, name: str) -> None:
+    """Give `torch.compile`, in this process and its children, a new folder that is named after `name`.
 
-    It is in the folder that the environment gives to PyTorch, or in `directory`, where there is none or it takes
-    nothing. Raises OSError.
+    The folder is inside the directory that the environment names, or inside `directory` if there is none or it cannot
+    be written.
+
+    Raises:
+        OSError: neither can be written.
     """
     given = Path(os.environ.get(FOLDER) or directory).absolute()
     if given.name.startswith(_OURS):
-        # Of an earlier run of this process.
+        # Set by an earlier run in this process.
         given = given.parent
     if given.name.startswith(_BY_ITSELF):
         given = directory
@@ -72,7 +75,7 @@ def begin(directory: Path, name: str) -> None:
 
 
 def _folder() -> Path | None:
-    """The folder of this start; any other is PyTorch's own, with graphs of whoever works on this machine."""
+    """This start's folder; None for any other, which PyTorch manages and other users may share."""
     folder = Path(os.environ.get(FOLDER, ""))
     return folder if folder.name.startswith(_OURS) else None
 
@@ -82,33 +85,31 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def key_of(spec: RunSpec) -> str:
-    """Names the graphs of runs like this one. PyTorch's own keys decide which of them fit; this one finds the folder.
+def graphs_key(spec: RunSpec) -> str:
+    """The archive's key. It selects an archive; PyTorch's own keys then decide which graphs in it fit.
 
-    Beside fields of the spec, what PyTorch's keys do not hold: the policy by which layers are recomputed.
+    Next to fields of the spec, it hashes the source of the activation checkpointing policy, which PyTorch's keys leave
+    out.
     """
-    said = spec.model_dump(mode="json")
-    what = {
-        **{section: said[section] for section in ("model", "adapter", "objective", "parallel")},
+    fields = spec.model_dump(mode="json")
+    parts = {
+        **{section: fields[section] for section in ("model", "adapter", "objective", "parallel")},
         "kernels": [spec.kernels.enabled, spec.kernels.exclude],
-        "training": {name: value for name, value in said["training"].items() if name not in ("steps", "epochs")},
+        "training": {name: value for name, value in fields["training"].items() if name not in ("steps", "epochs")},
         "sequence_length": spec.data.sequence_length,
-        # Each process of a pod has graphs of its own: they name the GPU by its number.
+        # Processes of a pod have separate graphs, because a graph contains the GPU's index.
         "processes": spec.topology.nproc_per_node,
         "layers": graphs.sources(_LAYERS),
     }
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str, Any]:
-    """Fill the folder of this start, if anybody has graphs for it; returns its part of the warm-up's report.
-
-    {} where none could be made.
-    """
+def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> WarmupFacts:
+    """Fill this start's folder from the first archive that exists. Returns facts; empty ones if there is no folder."""
     start = time.perf_counter()
-    folder, environment, key = _folder(), graphs.environment(), key_of(spec)
+    folder, environment, key = _folder(), graphs.environment(), graphs_key(spec)
     if folder is None:
-        return {}
+        return WarmupFacts()
     origin, count = None, 0
     for name, store in _places(spec, environment, images, patience):
         if name == "store":
@@ -121,14 +122,14 @@ def take(spec: RunSpec, images: Sequence[Path], patience: Patience) -> dict[str,
                 graphs.write(folder, files)
             except OSError as error:
                 patience.problems.append(f"{folder} takes no graphs: {error}")
-                # The last file may be torn.
+                # The last file may be incomplete.
                 _empty(folder)
                 break
             origin, count = name, len(files)
             if name == "store":
                 patience.ask("renew marks in", store.renew)
             break
-    return {"graphs_from": origin, "graph_files": count, "graph_seconds": time.perf_counter() - start}
+    return WarmupFacts(graphs_from=origin, graph_files=count, graph_seconds=time.perf_counter() - start)
 
 
 def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: Patience) -> Iterator[tuple[str, Store]]:
@@ -141,12 +142,12 @@ def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: P
 
 
 def _of_pod(environment: str) -> Store:
-    """Beside kernels, where what a pod keeps for its next start belongs; the folder of a start goes with it."""
+    """The pod's archive, next to its kernels; unlike this start's folder, it lasts."""
     return _of_machine(triton_directory() / _ARCHIVES, environment)
 
 
 def _of_machine(folder: Path, environment: str) -> Store:
-    """Whoever can write there can change what runs anyway."""
+    """An archive that needs no signature: whoever can write there can already change what runs."""
     return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graphs.GRAPHS, trusted=True)
 
 
@@ -158,8 +159,8 @@ def _pull(store: Store, key: str, problems: list[str]) -> graphs.Files | None:
         return None
 
 
-class Giver:
-    """Gives on what this process and those beside it compile. Training waits for it only at its end."""
+class GraphArchiver:
+    """Archives the graphs that this pod compiles, in a thread. Training waits for it only in `close`."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         self._spec, self._processes = spec, processes
@@ -177,21 +178,21 @@ class Giver:
             self._give()
 
     def close(self) -> None:
-        """Give on what was compiled since, and wait until it is given."""
+        """Archive what was compiled since, and wait for it."""
         self._give()
         if self._thread is not None:
             self._thread.join()
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the record: what this process found and compiled, and the archives that it gave to the store."""
+    def facts(self) -> WarmupFacts:
+        """Graphs that this process found and compiled, and archives that it uploaded."""
         now = graphs.counted()
-        return {
-            "graphs_found": now.found - self._before.found,
-            "graphs_compiled": now.compiled - self._before.compiled,
-            "graphs_not_kept": now.not_kept - self._before.not_kept,
-            "graphs_pushed": self._pushed,
-            "graph_problems": self._patience.problems,
-        }
+        return WarmupFacts(
+            graphs_found=now.found - self._before.found,
+            graphs_compiled=now.compiled - self._before.compiled,
+            graphs_not_kept=now.not_kept - self._before.not_kept,
+            graphs_pushed=self._pushed,
+            graph_problems=tuple(self._patience.problems),
+        )
 
     def _give(self) -> None:
         compiled = graphs.counted().compiled - self._before.compiled
@@ -204,7 +205,7 @@ class Giver:
         self._thread.start()
 
     def _archive(self, folder: Path) -> None:
-        environment, key = graphs.environment(), key_of(self._spec)
+        environment, key = graphs.environment(), graphs_key(self._spec)
         problems = self._patience.problems
         files: graphs.Files = {}
         try:

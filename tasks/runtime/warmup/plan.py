@@ -1,9 +1,10 @@
-"""What a run compiles."""
+"""The plan of a run: every kernel that a training step launches, found before the run has a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,61 +17,76 @@ from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.model import plan_optimizer, record_counts
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
-from tasks.runtime.models.build import build_meta_model, dtype_of, has_fused_loss, prepare_for_training
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.models.build import build_planning_model, model_dtype
 from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.varlen_attention import attend_by_document, go_by_document
-from tasks.runtime.objectives import objective_of
+from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
-from tasks.runtime.parallel.tensor import cut
+from tasks.runtime.parallel.tensor import apply_tensor_parallel
 
 
-def plan_of(spec: RunSpec) -> Plan:
-    """Every kernel that a training step of this spec launches, found by running the real step on meta tensors."""
-    model = build_meta_model(spec)
+def plan_kernels(spec: RunSpec) -> Plan:
+    """Run the training step of `spec` on meta tensors and record every kernel that it launches.
+
+    Training builds its step by the same `build_training_step`, so the plan follows what training does.
+    """
+    model = build_planning_model(spec)
     add_adapter(model, spec)
-    objective = objective_of(spec, fused=has_fused_loss(prepare_for_training(model, spec)))
+    step = build_training_step(model, spec, torch.device("cuda"))
     model.train()
-    row = objective.example(_meta(spec.data.sequence_length // spec.context_parallel))
-    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
-    rows, length = batch["input_ids"].shape
-    # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
-    batch["attention_mask"] = _meta(rows, 1, length, length, dtype=torch.bool)
+    first, *others = _batches(step, spec)
 
-    def step(max_targets: int | None) -> None:
-        objective.share(model, batch, objective.count(batch), max_targets).loss.backward()
+    def forward_backward(batch: Batch, max_targets: int | None = None) -> None:
+        items = step.objective.count(batch)
+        step.objective.micro_batch_loss(model, batch, items, max_targets).loss.backward()
 
-    with _cut_as_in_training(model, spec):
-        plan = record_counts(model, rows * length, step)
-        if go_by_document(spec, model.config, torch.device("cuda")):
-            # Where a row has several documents, what attention makes lies in memory otherwise than under a mask.
-            attend_by_document(model)
-            ends = _meta(2, rows + 2, dtype=torch.int32)
-            batch |= {
-                "document_begins": batch["position_ids"],
-                "document_ends": ends,
-                "document_room": _meta(length, 0),
-            }
-            plan += record(lambda: step(None))
+    with _sharded_as_in_training(model, spec):
+        tokens = first["input_ids"].numel()
+        plan = record_counts(model, tokens, partial(forward_backward, first))
+        for batch in others:
+            plan += record(partial(forward_backward, batch))
     return plan + _optimizer_plan(spec)
 
 
 def _optimizer_plan(spec: RunSpec) -> Plan:
-    if dtype_of(spec) != torch.bfloat16 or spec.parallel.type == "deepspeed":
-        # PyTorch's own optimizer.
+    if model_dtype(spec.model) != torch.bfloat16 or spec.parallel.type == "deepspeed":
+        # PyTorch's own optimizer steps the weights.
         return Plan(())
     return plan_optimizer(ROUNDINGS[spec.optimizer.precision], weights_alone=spec.optimizer.type != "adamw")
 
 
+def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:
+    """Batches on the meta device, one for each path that attention takes in training."""
+    row = step.objective.example_row(_meta(spec.data.sequence_length // spec.context_parallel))
+    batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
+    rows, length = batch["input_ids"].shape
+    # transformers derives the mask of packed rows from the values of `position_ids`, and meta tensors have no values.
+    batch["attention_mask"] = _meta(rows, 1, length, length, dtype=torch.bool)
+    if not step.varlen:
+        return [batch]
+    # One sequence in each row, and one more. The two paths leave the output and the gradients of attention in memory
+    # in different layouts, and the layout is a part of a kernel's key.
+    return [
+        {
+            **batch,
+            "sequence_starts": batch["position_ids"],
+            "cu_seqlens": _meta(2, sequences + 1, dtype=torch.int32),
+            "max_seqlen": _meta(length, 0),
+        }
+        for sequences in (rows, rows + 1)
+    ]
+
+
 @contextmanager
-def _cut_as_in_training(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
-    """Inside of the block `model` is what one process has of it; its peers are made up, and told nothing."""
-    ways = spec.tensor_parallel
-    if ways == 1:
+def _sharded_as_in_training(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
+    """Within the block, `model` is the shard of one tensor-parallel rank. The other ranks of its group are fake."""
+    tp_size = spec.tensor_parallel
+    if tp_size == 1:
         yield
         return
-    dist.init_process_group("fake", rank=0, world_size=ways, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=tp_size, store=FakeStore())
     try:
-        cut(model, init_device_mesh("cpu", (ways,)), whole_logits=not spec.fused_loss)
+        apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not spec.fused_loss)
         yield
     finally:
         dist.destroy_process_group()

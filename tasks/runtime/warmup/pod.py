@@ -1,8 +1,8 @@
-"""Compile a run's kernels once per pod, before its training processes start, and fetch the graphs of `torch.compile`.
+"""Compile a run's kernels once per pod, before its training processes start, and fetch graphs of `torch.compile`.
 
-The warm-up is a process of its own (`tasks.runtime.warmup.compile_process`): its crash, its hang or its CUDA context
-stays out of the training processes. Whatever happens there, training starts, and the report says what happened. Without
-a GPU there are no kernels, and graphs alone are fetched without a process.
+Kernels compile in a process of their own (`tasks.runtime.warmup.compile_process`), so that its crash, hang or CUDA
+context does not affect training. Training starts in any case, and the facts say what happened. Without a GPU there are
+no kernels, and this process fetches the graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,180 +29,167 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
+from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
 
 log = logging.getLogger(__name__)
 
-# Names the report of the warm-up that was made or tried, for the processes that are started from there.
+# Names the report of a finished or failed warm-up, for the processes that this one starts.
 DONE = "STRATA_WARMUP_DONE"
-BAKED = "STRATA_BAKED_KERNELS"
-"""Environment variable: the folder that kernels were baked into when the image was built."""
+BAKED_KERNELS = "STRATA_BAKED_KERNELS"
+"""Environment variable with the folder of kernels in the image."""
 
-# What a warm-up sets for all processes of its pod.
-_LEFT = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
-# How the names begin that `torch.compile` gives to its kernels.
+# Variables that the pod's first process sets for the others.
+_SHARED_VARIABLES = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
+# Prefix of the kernels that `torch.compile` generates.
 _GENERATED = "triton_"
-# What a cache directory must have room for: some hundred kernels.
-_ROOM = 32 << 20
-# Where the pod may write, whatever becomes of its disk: memory first.
+# Space that a cache directory must have: a few hundred kernels.
+_REQUIRED_BYTES = 32 << 20
+# Where a pod can write. Memory comes first: it is there even if the disk is full.
 _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
 
 
-def ensure_warm(spec: RunSpec, folder: RunFolder) -> dict[str, Any]:
-    """Warm up this pod, unless its launcher has done so, and return the report; {} on all but the pod's first process.
+def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
+    """Warm up this pod, unless the agent that started this process has done so.
 
-    The first of the pod's processes that comes warms up, the others wait for it. Sets TRITON_CACHE_DIR, and
-    TORCHINDUCTOR_CACHE_DIR where graphs are compiled. Never raises: a failed warm-up costs compile time during
-    training, nothing else.
+    The first process that gets the pod's lock warms up, and the others wait for it. Sets TRITON_CACHE_DIR, and
+    TORCHINDUCTOR_CACHE_DIR for graphs. Never raises: after a failed warm-up, training compiles as it goes.
+
+    Returns:
+        The facts in the pod's first process, and empty ones in the others.
     """
     reason = _reason_to_skip(spec)
-    report = report_in(folder)
-    done = os.environ.get(DONE) == str(report)
-    os.environ[DONE] = str(report)
+    files = warmup_files(folder)
+    done = os.environ.get(DONE) == str(files.report)
+    os.environ[DONE] = str(files.report)
     if reason is not None and not done:
         log.info("warm-up: %s", reason)
-    if reason is not None and not keeps_graphs(spec):
-        return {"skipped": reason}
+    if reason is not None and not caches_graphs(spec):
+        return WarmupFacts(skipped=reason)
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
         if not done:
-            with _one_of_the_pod(report) as turn:
+            with _first_in_pod(files.report) as turn:
                 if turn.is_mine:
-                    _warm_up(spec, report, reason)
+                    _run_warmup(spec, files, reason)
                 else:
                     os.environ.update(turn.variables)
-        return _read(report) if first else {}
-    except OSError as error:
-        return _given_up(f"its report was not to be had: {error}") if first else {}
+        return files.read_report() if first else WarmupFacts()
+    except (OSError, ValueError) as error:
+        return _skipped_warmup(f"its report cannot be read: {error}") if first else WarmupFacts()
 
 
-def keeps_graphs(spec: RunSpec) -> bool:
-    """Whether the graphs of `torch.compile` are fetched and kept; otherwise PyTorch caches them by itself."""
+def caches_graphs(spec: RunSpec) -> bool:
+    """Whether Strata fetches and archives graphs of `torch.compile`; otherwise only PyTorch caches them."""
     return spec.training.compile and spec.kernels.warmup
 
 
 @contextlib.contextmanager
-def later_misses(folder: RunFolder) -> Iterator[list[dict[str, str]]]:
-    """Kernels that this process compiles while the context is open, each with how it differs from those planned.
+def late_compiles(folder: RunFolder) -> Iterator[list[LateCompile]]:
+    """Record the kernels that this process compiles within the block, and how they differ from the planned ones.
 
-    Those that `torch.compile` generates are left out: no plan can have them.
+    Skips kernels that `torch.compile` generates, because no plan can contain them.
     """
-    planned = _planned(_kernels_of(report_in(folder)))
-    found: list[dict[str, str]] = []
+    planned = warmup_files(folder).read_kernels()
+    found: list[LateCompile] = []
 
     def heard(kernel: Description) -> None:
         if kernel.name.startswith(_GENERATED):
             return
-        found.append({"kernel": kernel.name, "difference": difference(kernel, planned)})
-        log.warning("compiled during training: %s: %s", kernel.name, found[-1]["difference"])
+        found.append(LateCompile(kernel=kernel.name, difference=difference(kernel, planned)))
+        log.warning("compiled during training: %s: %s", kernel.name, found[-1].difference)
 
     with hearing_misses(heard):
         yield found
 
 
-def _warm_up(spec: RunSpec, report: Path, reason: str | None) -> None:
-    """Kernels, unless there is a reason not to, and graphs; write the report."""
-    report.parent.mkdir(parents=True, exist_ok=True)
+def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
+    """Compile kernels, unless there is a `reason` to skip them, fetch graphs, and write the report."""
+    files.report.parent.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
-    if keeps_graphs(spec):
+    if caches_graphs(spec):
         try:
-            inductor_cache.begin(_own_folders()[-1] / "graphs", str(report))
+            inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(files.report))
         except (OSError, IndexError) as error:
-            problems.append(f"graphs are compiled, and not kept: no folder takes them ({error})")
+            problems.append(f"graphs are compiled but not kept: no folder can be written ({error})")
     if torch.cuda.is_available():
-        result = _warm_kernels(spec, report)
+        report = _warm_up_kernels(spec, files)
     else:
-        result = {"skipped": reason}
+        report = WarmupFacts(skipped=reason)
         if not problems:
             patience = Patience(spec.kernels.store.timeout, problems)
-            result |= inductor_cache.take(spec, _baked(), patience) | {"store_seconds": patience.spent}
+            fetched = inductor_cache.fetch_graphs(spec, _baked(), patience)
+            report = report.updated(fetched, store_seconds=patience.spent)
     if problems:
         log.warning("warm-up: %s", "; ".join(problems))
-        result["problems"] = [*problems, *result.get("problems", ())]
-    if origin := result.get("graphs_from"):
-        log.info("warm-up: graphs of torch.compile came from the %s, %d files", origin, result["graph_files"])
-    write_json(report, result)
+        report = _with_problems(report, problems)
+    if report.graphs_from:
+        log.info("warm-up: %d files of torch.compile's graphs, from the %s", report.graph_files, report.graphs_from)
+    write_json(files.report, report.to_dict())
+
+
+def _with_problems(report: WarmupFacts, problems: list[str]) -> WarmupFacts:
+    return report.updated(problems=(*problems, *(report.problems or ())))
 
 
 def _baked() -> list[Path]:
-    return [Path(os.environ[BAKED])] if os.environ.get(BAKED) else []
+    return [Path(os.environ[BAKED_KERNELS])] if os.environ.get(BAKED_KERNELS) else []
 
 
-def _warm_kernels(spec: RunSpec, report: Path) -> dict[str, Any]:
-    """Into the first directory that takes them; returns the report."""
+def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
+    """Run the compile process with the first cache directory that can be written."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = inductor_cache.triton_directory()
     problems: list[str] = []
-    result: dict[str, Any] = {}
-    for directory in [configured, *(folder / "triton" for folder in _own_folders())]:
-        problem = _no_room(directory)
+    report: WarmupFacts | None = None
+    for directory in [configured, *(folder / "triton" for folder in _private_folders())]:
+        problem = _space_problem(directory)
         if problem is None:
             os.environ["TRITON_CACHE_DIR"] = str(directory)
-            # A directory that only cannot be written may still be read.
+            # A directory that cannot be written may still be readable.
             images = [*_baked(), *([] if directory == configured else [configured])]
-            result = _run(spec, report, images, max(deadline - time.monotonic(), 1.0))
-            problem = result.get("unwritable")
+            report = _run(spec, files, images, max(deadline - time.monotonic(), 1.0))
+            problem = report.unwritable
         if problem is None:
             break
         problems.append(f"{directory} cannot be used: {problem}")
         log.warning("warm-up: %s", problems[-1])
     else:
         os.environ["TRITON_CACHE_DIR"] = str(configured)
-        result = result or _given_up("no directory takes what Triton writes")
-    if problems:
-        result["problems"] = [*problems, *result.get("problems", ())]
-    return result
+    if report is None:
+        report = _skipped_warmup("no directory can hold Triton's cache")
+    return _with_problems(report, problems) if problems else report
 
 
-def _run(spec: RunSpec, report: Path, images: list[Path], timeout: float) -> dict[str, Any]:
-    """Run the warm-up in a process of its own; returns what it reports, or what went wrong."""
-    paths = (report, _kernels_of(report), plan_in(report))
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) -> WarmupFacts:
+    """Run the compile process and return its facts; if it fails, `skipped` says why."""
+    files.remove()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.warmup.compile_process", *map(str, paths), *map(str, images)],
+            [sys.executable, "-m", "tasks.runtime.warmup.compile_process", *map(str, (files.report, *images))],
             input=spec.model_dump_json(),
             text=True,
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return _given_up(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
+        return _skipped_warmup(f"given up after kernels.warmup_timeout {spec.kernels.warmup_timeout} s")
     except OSError as error:
-        return _given_up(f"its process did not start: {error}")
-    if done.returncode != 0 or not report.exists():
-        return _given_up(f"its process ended with code {done.returncode}")
-    return _read(report)
-
-
-def _given_up(problem: str) -> dict[str, Any]:
-    log.warning("warm-up: %s; training starts all the same and compiles as it goes", problem)
-    return {"skipped": problem}
-
-
-def report_in(folder: RunFolder) -> Path:
-    """This pod's report."""
-    return folder.root / f"warmup-{socket.gethostname()}.json"
-
-
-def _read(report: Path) -> dict[str, Any]:
-    return dict(json.loads(report.read_text(encoding="utf-8")))
-
-
-def _kernels_of(report: Path) -> Path:
-    """What was planned, as the process of the warm-up describes it; for `later_misses`."""
-    return report.with_suffix(".kernels.json")
-
-
-def plan_in(report: Path) -> Path:
-    """The plan, whose modules every process then loads."""
-    return report.with_suffix(".plan.json")
-
-
-def _planned(kernels: Path) -> list[Description]:
+        return _skipped_warmup(f"its process did not start: {error}")
+    if done.returncode != 0 or not files.report.exists():
+        return _skipped_warmup(f"its process ended with code {done.returncode}")
     try:
-        return [Description.from_dict(data) for data in json.loads(kernels.read_text(encoding="utf-8"))]
-    except FileNotFoundError:
-        return []
+        return files.read_report()
+    except ValueError as error:
+        return _skipped_warmup(f"its report cannot be read: {error}")
+
+
+def _skipped_warmup(problem: str) -> WarmupFacts:
+    log.warning("warm-up: %s; training starts anyway and compiles as it goes", problem)
+    return WarmupFacts(skipped=problem)
+
+
+def warmup_files(folder: RunFolder) -> WarmupFiles:
+    """The files that this pod's warm-up writes to the run's folder."""
+    return WarmupFiles(folder.root / f"warmup-{socket.gethostname()}.json")
 
 
 def _reason_to_skip(spec: RunSpec) -> str | None:
@@ -217,19 +203,19 @@ def _reason_to_skip(spec: RunSpec) -> str | None:
 
 
 class _Turn:
-    """What a process of the pod finds when it is its turn: that it is the first, or what the first one left."""
+    """A process's turn in the pod: whether it is the first, or the variables that the first one set."""
 
     def __init__(self, left: dict[str, str]) -> None:
         self.is_mine = left.get("launch") != _launch()
-        self.variables = {name: left[name] for name in _LEFT if name in left}
+        self.variables = {name: left[name] for name in _SHARED_VARIABLES if name in left}
 
 
 @contextlib.contextmanager
-def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
-    """Let one process of this pod in at a time; the kernel lets the next one in when the one before is killed."""
-    own = _own_folders()
+def _first_in_pod(report: Path) -> Iterator[_Turn]:
+    """Let the pod's processes in one at a time; if one is killed, the operating system lets the next one in."""
+    own = _private_folders()
     if not own:
-        # Nowhere to wait for each other: each process compiles by itself what it does not find.
+        # Without a folder for the lock, each process compiles the kernels that it does not find.
         yield _Turn({})
         return
     name = hashlib.sha256(str(report).encode()).hexdigest()[:16]
@@ -241,12 +227,12 @@ def _one_of_the_pod(report: Path) -> Iterator[_Turn]:
         yield turn
         if turn.is_mine:
             file.truncate(0)
-            left = {name: os.environ[name] for name in _LEFT if name in os.environ}
+            left = {name: os.environ[name] for name in _SHARED_VARIABLES if name in os.environ}
             json.dump({"launch": _launch(), **left}, file)
 
 
 def _launch() -> str:
-    """Names the start of this pod's processes: the same for all that one torchrun starts, restarts included."""
+    """An identifier of this start of the pod's processes, the same for all that one torchrun starts or restarts."""
     if "LOCAL_RANK" not in os.environ:
         return f"alone {os.getpid()} {time.time_ns()}"
     parent = os.getppid()
@@ -254,8 +240,8 @@ def _launch() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {parent} {started}"
 
 
-def _own_folders() -> list[Path]:
-    """Folders that this pod and this user alone have, the first in memory: also there when the disk is full."""
+def _private_folders() -> list[Path]:
+    """Folders that only this pod and this user can write, the first of them in memory."""
     found = []
     for parent in _TEMPORARY:
         folder = parent / f"strata-{os.getuid()}"
@@ -264,18 +250,18 @@ def _own_folders() -> list[Path]:
             status = folder.lstat()
         except OSError:
             continue
-        # Somebody else may have made it first: shared objects are loaded from there.
+        # Another user may have created the folder, and shared objects are loaded from it.
         if status.st_uid == os.getuid() and status.st_mode & 0o7777 == 0o700 and os.access(folder, os.W_OK):
             found.append(folder)
     return found
 
 
-def _no_room(directory: Path) -> str | None:
-    """Why a directory takes no kernels, found by writing as much; None for one that does."""
+def _space_problem(directory: Path) -> str | None:
+    """Why a directory cannot hold the kernels, found by writing as many bytes; None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:
-            for _ in range(_ROOM >> 20):
+            for _ in range(_REQUIRED_BYTES >> 20):
                 file = files.enter_context(tempfile.TemporaryFile(dir=directory))
                 os.posix_fallocate(file.fileno(), 0, 1 << 20)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The store of a spec, or of the cluster that it runs on, opened."""
+"""Open the kernel store that a spec or the cluster names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from strata_kernels.warmup.store import Kind, Store
 from strata_platform.spec import KernelStore
 
 _SHORTEST_KEY = 32
-# What charts/strata gives the pods of a cluster that has a store.
+# Variables that charts/strata sets in the pods of a cluster with a store.
 URL, SIGNING_KEY = "STRATA_KERNEL_STORE", "KERNEL_STORE_KEY"
 
 
 def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[str]) -> Store | None:
-    """The archives of an environment; None without a store, or where it cannot be opened, a problem and no more.
+    """The store's archives for an environment; None without a store, or with a new entry in `problems` if opening
+    fails.
 
-    A spec that names no store has the one that the pod's environment names.
+    A spec that names no store uses that of the pod's environment variables.
     """
     url = spec.url or os.environ.get(URL)
     if not url:
@@ -32,14 +33,14 @@ def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[s
             size_limit=spec.size_limit_mb << 20,
             kind=kind,
         )
-    # Whatever the library of a store may raise is a line of the report.
+    # The clients of stores raise errors of many classes.
     except Exception as error:
-        problems.append(f"the store was left alone: {type(error).__name__}: {error}")
+        problems.append(f"the store cannot be opened: {type(error).__name__}: {error}")
         return None
 
 
 def read_secret(reference: str) -> bytes:
-    """The key that `env:NAME` or `file:PATH` refers to. Raises ValueError where there is none, or a short one."""
+    """Read the key that `env:NAME` or `file:PATH` refers to. Raises ValueError if it is missing or too short."""
     field = f"kernels.store.signing_key {reference!r}"
     kind, _, name = reference.partition(":")
     try:

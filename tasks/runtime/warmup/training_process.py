@@ -1,4 +1,4 @@
-"""What a warm-up left to each training process: modules to load, graphs to give on, and a count of what it missed."""
+"""The warm-up in a training process: load the planned modules, archive new graphs, record late compiles."""
 
 from __future__ import annotations
 
@@ -16,67 +16,79 @@ from strata_kernels.warmup import Plan, warmup
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.warmup.inductor_cache import Giver
-from tasks.runtime.warmup.pod import keeps_graphs, later_misses, plan_in, report_in
+from tasks.runtime.warmup.facts import LateCompile, WarmupFacts
+from tasks.runtime.warmup.inductor_cache import GraphArchiver
+from tasks.runtime.warmup.pod import caches_graphs, late_compiles, warmup_files
 
 log = logging.getLogger(__name__)
 
 
-class Warmed:
-    """This process's part in a warm-up, from its report to the record."""
+class TrainingWarmup:
+    """This process's side of the warm-up, from the pod's facts to those of the completion record."""
 
-    def __init__(self, report: dict[str, Any], misses: list[dict[str, str]], loading: Loading, giver: Giver | None):
-        self.report, self.misses, self._loading, self._giver = report, misses, loading, giver
+    def __init__(
+        self,
+        pod: WarmupFacts,
+        misses: list[LateCompile],
+        modules: ModuleLoader,
+        archiver: GraphArchiver | None,
+    ) -> None:
+        """`pod` holds the facts of the pod's warm-up in its first process; `misses` grows while training runs."""
+        self._pod, self.misses, self._modules, self._archiver = pod, misses, modules, archiver
 
-    def ready(self) -> None:
-        """Call before the first step: waits until all modules are loaded."""
-        self._loading.wait()
+    def wait_until_loaded(self) -> None:
+        """Wait until all modules are loaded. Call it before the first step."""
+        self._modules.wait()
 
     def step_ended(self) -> None:
         """Call after every step."""
-        if self._giver is not None:
-            self._giver.step_ended()
+        if self._archiver is not None:
+            self._archiver.step_ended()
 
     def close(self) -> None:
         """Call after the last step."""
-        if self._giver is not None:
-            self._giver.close()
+        if self._archiver is not None:
+            self._archiver.close()
+
+    def facts(self) -> WarmupFacts:
+        """All that is known now: the pod's facts, and this process's modules, graphs and late compiles."""
+        graphs = WarmupFacts() if self._archiver is None else self._archiver.facts()
+        return self._pod.updated(
+            self._modules.facts(), graphs, later_compiles=len(self.misses), later_misses=tuple(self.misses)
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """For the record: the report of the warm-up, and what came after it."""
-        return {
-            **self.report,
-            **self._loading.to_dict(),
-            **({} if self._giver is None else self._giver.to_dict()),
-            "later_compiles": len(self.misses),
-            "later_misses": self.misses,
-        }
+        """`facts` as plain data, for the record, the trackers and Prometheus."""
+        return self.facts().to_dict()
 
 
 @contextmanager
-def warmed(spec: RunSpec, folder: RunFolder, processes: Processes, report: dict[str, Any]) -> Iterator[Warmed]:
-    """Load the modules of what was planned while the model is built, and count what is compiled from now on.
+def training_warmup(
+    spec: RunSpec, folder: RunFolder, processes: Processes, pod: WarmupFacts
+) -> Iterator[TrainingWarmup]:
+    """Load the planned modules in a thread while the caller builds the model, and record late compiles.
 
-    Call when this process has its GPU.
+    Enter it after this process has selected its GPU.
     """
-    with later_misses(folder) as misses:
+    with late_compiles(folder) as misses:
         planned = spec.kernels.enabled and spec.kernels.warmup
-        loading = Loading(plan_in(report_in(folder)) if planned else None, processes)
+        modules = ModuleLoader(warmup_files(folder).plan if planned else None, processes)
         try:
-            yield Warmed(report, misses, loading, Giver(spec, processes) if keeps_graphs(spec) else None)
+            yield TrainingWarmup(pod, misses, modules, GraphArchiver(spec, processes) if caches_graphs(spec) else None)
         finally:
-            loading.wait()
+            modules.wait()
 
 
-class Loading:
-    """Every kernel of a plan is read and put onto this process's GPU, by a thread, while the model is built.
+class ModuleLoader:
+    """Loads every kernel of a plan onto this process's GPU, in a thread.
 
-    Otherwise that happens at its first launch: in the first step, one after the other, while other processes wait in a
-    collective. Nothing is launched: loading is what takes long, and arguments of made-up sizes could write anywhere.
+    Without it, each kernel loads at its first launch: one after the other in the first step, while the other ranks wait
+    in a collective. The loader launches no kernel: loading takes most of the time, and a launch with made-up sizes
+    could write anywhere.
     """
 
     def __init__(self, plan: Path | None, processes: Processes) -> None:
-        """`plan`: its file, which need not be there."""
+        """`plan`: the plan's file. Without a plan, without that file or without a GPU, nothing is loaded."""
         self._device = processes.device
         self._modules, self._seconds, self._waited = 0, 0.0, 0.0
         self._thread: Thread | None = None
@@ -85,31 +97,33 @@ class Loading:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until all are loaded. One that fails is told; it fails anew, or not, when it is launched."""
+        """Wait until every kernel is loaded, or has failed with a warning. A failed kernel is tried again at launch."""
         if self._thread is None:
             return
         start = time.perf_counter()
         self._thread.join()
         self._thread, self._waited = None, time.perf_counter() - start
-        log.info("warm-up: %d modules loaded in %.2f s, of which %.2f were waited for", *self._said())
+        log.info(
+            "warm-up: %d modules loaded in %.2f s, %.2f s of which training waited",
+            self._modules,
+            self._seconds,
+            self._waited,
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """How many modules, the seconds that it took beside the model, and those that training waited for it."""
+    def facts(self) -> WarmupFacts:
+        """Number of modules, seconds of loading, and seconds that training waited; empty if none was loaded."""
         if not self._modules:
-            return {}
-        return dict(zip(("modules", "module_seconds", "module_wait_seconds"), self._said(), strict=True))
-
-    def _said(self) -> tuple[int, float, float]:
-        return self._modules, self._seconds, self._waited
+            return WarmupFacts()
+        return WarmupFacts(modules=self._modules, module_seconds=self._seconds, module_wait_seconds=self._waited)
 
     def _load(self, plan: Path) -> None:
         start = time.perf_counter()
         try:
             with torch.cuda.device(self._device):
-                # One at a time: every process of the pod loads, and none may keep its model waiting.
+                # One worker: every process of the pod loads modules, and its model must not wait for the CPU.
                 report = warmup(Plan.from_json(plan.read_text(encoding="utf-8")), workers=1)
         except (OSError, ValueError) as error:
-            log.warning("warm-up: modules are loaded when they are launched: %s", error)
+            log.warning("warm-up: the plan cannot be read, and modules load when they are launched: %s", error)
             return
         self._modules, self._seconds = len(report.compiled), time.perf_counter() - start
         for kernel in report.failed:

@@ -1,4 +1,4 @@
-"""Where metrics go beside the JSON lines: a file for each name in `tracking.report_to`, and Prometheus."""
+"""Trackers: one file for each name in `tracking.report_to`, and Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.runtime.run_folder.folder import RunFolder
 if TYPE_CHECKING:
     from tasks.runtime.metrics.trackers.prometheus import Prometheus
 
-# What it takes to be told, of which one must be set. Addresses and keys are the environment's, never the spec's.
+# Variables that a tracker needs; one of them must be set. Addresses and keys never appear in a spec.
 _ENVIRONMENT = {
     "mlflow": {"MLFLOW_TRACKING_URI": "the address of the server"},
     "wandb": {"WANDB_API_KEY": "your key", "WANDB_MODE": "'offline', or 'online' after `wandb login`"},
@@ -28,54 +28,63 @@ _ENVIRONMENT = {
 
 
 class Trackers:
-    """Those that the spec names, told of every step by a thread each: training waits for none of them."""
+    """The trackers that the spec names. Each runs in a thread of its own, so training never waits."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, *, done: int) -> None:
-        """Training goes on after step `done`."""
+        """`done`: the step after which training continues."""
         self._channels = [
             Channel(name, partial(_open, name, spec, folder, done)) for name in dict.fromkeys(spec.tracking.report_to)
         ]
 
     def log(self, points: Sequence[MetricPoint]) -> None:
-        """Tell of steps, in order."""
+        """Log steps, in order."""
         for channel in self._channels:
             channel.log([values_of(point) for point in points])
 
     def note(self, values: Mapping[str, float], *, step: int) -> None:
-        """Tell of the run as such, when `step` is done; names are such as `warmup/planned`."""
+        """Log numbers of the run, by names such as `warmup/planned`, at the time of `step`."""
         for channel in self._channels:
             channel.log([Values(step, time.time(), dict(values))])
 
     def close(self, *, complete: bool) -> None:
-        """No step follows; with `complete` the last one was the run's last. Warns of what could not be told."""
+        """Flush and close; `complete` if the run has finished. Warns about values that did not arrive."""
         for channel in self._channels:
             channel.close(complete=complete)
 
 
 def require_trackers(spec: RunSpec) -> None:
-    """Raises ValueError when one that the spec names is not installed, or does not know whom to tell."""
+    """Raises ValueError if a tracker's package is not installed, or its environment variable is not set."""
     require_tracker_packages(spec)
     for name in spec.tracking.report_to:
         variables = _ENVIRONMENT.get(name, {})
         if variables and not any(os.environ.get(variable) for variable in variables):
             advice = " or ".join(f"{variable} to {value}" for variable, value in variables.items())
-            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or take it out")
+            raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or remove it")
+
+
+def require_planned_trackers(spec: RunSpec) -> None:
+    """Raises ValueError like `require_trackers`, as far as the plan's pod can tell.
+
+    With `resources.pod_template`, training pods may have other environment variables; their image is the same.
+    """
+    (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
 
 
 def require_tracker_packages(spec: RunSpec) -> None:
-    """Raises ValueError when one that the spec names is not installed."""
+    """Raises ValueError if a tracker's package is not installed."""
     for name in spec.tracking.report_to:
         found = find_spec(name)
-        # A folder of that name in the working directory, which some of them leave there, is found without an origin.
+        # Some trackers leave a folder of their name in the working directory, which is found as a package without an
+        # origin.
         if found is None or found.origin is None:
             package = f"'strata[{name}]'" if name in _ENVIRONMENT else name
             raise ValueError(
-                f"tracking.report_to has {name!r}, which is not installed; pip install {package}, or take it out"
+                f"tracking.report_to has {name!r}, which is not installed; pip install {package}, or remove it"
             )
 
 
 def serve_prometheus(spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> Prometheus | None:
-    """This process's endpoint, if `tracking.prometheus_port` asks for one."""
+    """Start this process's endpoint if `tracking.prometheus_port` is set."""
     if spec.tracking.prometheus_port is None:
         return None
     from tasks.runtime.metrics.trackers.prometheus import Prometheus
@@ -84,6 +93,6 @@ def serve_prometheus(spec: RunSpec, processes: Processes, warmup: Callable[[], M
 
 
 def _open(name: str, spec: RunSpec, folder: RunFolder, done: int) -> Tracker:
-    """Loads the file of that name, and the package; those of the others are not loaded."""
+    """Import the tracker of that name, and no other."""
     tracker: Tracker = import_module(f"{__name__}.{name}").begin(spec, folder, done)
     return tracker

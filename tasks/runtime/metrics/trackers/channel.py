@@ -1,4 +1,4 @@
-"""The way from training to a tracker, which may be slow, or down, or gone: training neither waits nor ends for it."""
+"""A queue between training and a tracker. A slow or broken tracker neither delays nor ends training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from tasks.runtime.metrics.trackers.tracker import Tracker, Values
 
 log = logging.getLogger(__name__)
 
-# For what is still on its way at the end: of a run that is done, and of one that ends early, often because its machine
-# is wanted back.
+# How long `close` waits for a complete run, and for one that ends early, often because its machine is being reclaimed.
 PATIENCE_SECONDS = {True: 60.0, False: 10.0}
 
 
 class Channel:
-    """Carries values to a tracker in a thread. What did not arrive goes with the next ones once more."""
+    """Passes values to a tracker in a thread. Values that did not arrive are sent again with the next ones."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self._name, self._open = name, open_tracker
-        # Training adds at the end, the thread takes away from the beginning, each in one operation of the interpreter.
+        # Training appends and the thread removes from the front; both operations are atomic in CPython.
         self._waiting: list[Values] = []
         self._news = SimpleQueue[bool | None]()
         self._warned = False
@@ -29,12 +28,12 @@ class Channel:
         self._thread.start()
 
     def log(self, values: Sequence[Values]) -> None:
-        """Send values; returns at once."""
+        """Queue values; returns immediately."""
         self._waiting.extend(values)
         self._news.put(None)
 
     def close(self, *, complete: bool) -> None:
-        """Wait a little for what is on its way, and warn of what did not arrive."""
+        """Wait a limited time for queued values, and warn about those that did not arrive."""
         self._news.put(complete)
         self._thread.join(PATIENCE_SECONDS[complete])
         lost = list(self._waiting)
@@ -45,7 +44,7 @@ class Channel:
             log.warning("tracking: %s is still busy at the end of the run and may lack some of it", self._name)
 
     def _carry(self) -> None:
-        """In the thread, until it is told whether the run is complete."""
+        """The thread's loop; ends when it learns whether the run is complete."""
         tracker: Tracker | None = None
         complete: bool | None = None
         while complete is None:
@@ -58,7 +57,7 @@ class Channel:
                     del self._waiting[: len(values)]
                 if complete is not None:
                     tracker.close(complete=complete)
-            # Whatever a client or its server comes up with.
+            # Clients and servers raise errors of many classes.
             except Exception as error:
                 self._warn(error)
 
@@ -68,7 +67,7 @@ class Channel:
         self._warned = True
         since = f"from step {self._waiting[0].step} on " if self._waiting else ""
         log.warning(
-            "tracking: %s failed and is tried again at every report (%s: %s); training goes on, and metrics.jsonl has "
-            "what it misses %suntil then",
+            "tracking: %s failed and is tried again at every report (%s: %s); training continues, and metrics.jsonl "
+            "has the values that it misses %suntil then",
             self._name, type(error).__name__, error, since,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MLflow: a run of the experiment `tracking.project`, the same one for every attempt."""
+"""MLflow: one run of the experiment `tracking.project` for all attempts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-# What the server takes in one request.
+# Limits of one request.
 METRICS, PARAMS, CHARACTERS = 1000, 100, 6000
 
 T = TypeVar("T")
 
 
 class Mlflow:
-    """Metrics by step, and the fields of the spec as parameters; on the server that MLFLOW_TRACKING_URI names."""
+    """Logs metrics by step, and the spec's fields as parameters, to the server that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
-        # Read when the package is imported: its makers are not among those whom the spec names.
+        # Read at import. The spec does not name MLflow's developers as a recipient.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -31,11 +31,11 @@ class Mlflow:
         self._client, self._metric = MlflowClient(), Metric
         known = identity(folder, "mlflow")
         if not known.exists():
-            # At once: whatever fails from here on is tried again, and would begin one run after the other.
+            # Saved at once: if a later call fails, the next attempt must find this run instead of creating another.
             known.write_text(self._begin(spec))
         self._run_id = known.read_text()
         self._client.update_run(self._run_id, status="RUNNING")
-        # What the run has stays: another value is refused there.
+        # The server rejects another value for an existing parameter.
         there = self._client.get_run(self._run_id).data.params
         fields = [Param(name, str(value)[:CHARACTERS]) for name, value in flat(settings_of(spec)) if name not in there]
         for params in chunks(fields, PARAMS):
@@ -49,22 +49,22 @@ class Mlflow:
         return run_id
 
     def log(self, values: Sequence[Values]) -> None:
-        """Send them."""
+        """Send the values."""
         metrics = [
             self._metric(name, value, int(time * 1000), step)
-            for step, time, told in values
-            for name, value in told.items()
+            for step, time, named in values
+            for name, value in named.items()
         ]
         for some in chunks(metrics, METRICS):
             self._client.log_batch(self._run_id, metrics=some)
 
     def close(self, *, complete: bool) -> None:
-        """End the run there."""
+        """End the run on the server."""
         self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The innermost values by their paths: `model.name`."""
+    """Leaf values by their dotted paths, such as `model.name`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{path}{key}.")

@@ -1,4 +1,4 @@
-"""Metrics of each process for Prometheus: that of local rank i serves them on `tracking.prometheus_port` + i."""
+"""Prometheus metrics of each process: local rank i serves them on port `tracking.prometheus_port` + i."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# What is served of the last step on record, by its name there. All processes serve the same.
+# Metrics of the last recorded step, by its field. All processes serve the same values.
 _OF_A_STEP = {
     "step": ("strata_step", "Optimizer steps done."),
     "loss": ("strata_loss", "Mean loss of the last step: of its target tokens, in nats, or of what it counts."),
@@ -28,7 +28,7 @@ _OF_A_STEP = {
     "mfu": ("strata_mfu_ratio", "Model FLOPs utilization of all devices, 0 to 1."),
 }
 
-# What is served of a warm-up: name, what it says, its label, and the values of that with their names in the report.
+# Metrics of the warm-up: name, help text, label, and the label's values with their names in the facts.
 _OF_WARMUP = (
     (
         "strata_warmup_kernels",
@@ -59,14 +59,16 @@ _OF_WARMUP = (
 
 
 class Prometheus:
-    """The values, and the endpoint that serves them."""
+    """The metrics, and the endpoint that serves them."""
 
     def __init__(self, spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> None:
-        """A port that is taken costs the endpoint and a warning. `warmup` tells what is known of it at each scrape."""
+        """If the port is taken, there is a warning and no endpoint. `warmup` returns the current facts at each
+        scrape.
+        """
         assert spec.tracking.prometheus_port is not None
         self._registry = CollectorRegistry()
         self._labels = {"run": spec.name, "rank": str(processes.rank), "framework": spec.runtime.framework}
-        self._of_a_step = {field: self._gauge(*told) for field, told in _OF_A_STEP.items()}
+        self._of_a_step = {field: self._gauge(*named) for field, named in _OF_A_STEP.items()}
         self._target = self._gauge("strata_target_steps", "Optimizer steps that the run is to do.")
         self._memory = self._gauge(
             "strata_memory_peak_bytes",
@@ -80,14 +82,14 @@ class Prometheus:
         self._serve(spec.tracking.prometheus_port + processes.local_rank)
 
     def begin(self, steps: int) -> None:
-        """The run is to do so many steps."""
+        """Set the number of steps of the run."""
         self._target.labels(**self._labels).set(steps)
-        # What is first served as 1 has never risen.
+        # Without a 0 first, Prometheus would not see the increase to 1.
         for counter in (self._skipped, self._rollbacks):
             counter.labels(**self._labels)
 
     def report(self, points: Sequence[MetricPoint], *, memory_bytes: int, data_wait_seconds: float) -> None:
-        """Steps are on record; the memory, and the wait since the last report, are this process's own."""
+        """Update to recorded steps; memory and data wait, since the last report, are those of this process."""
         self._skipped.labels(**self._labels).inc(sum(point.skipped for point in points))
         for field, gauge in self._of_a_step.items():
             value = getattr(points[-1], field)
@@ -97,15 +99,15 @@ class Prometheus:
         self._data_wait.labels(**self._labels).inc(data_wait_seconds)
 
     def rolled_back(self) -> None:
-        """The run went back to a checkpoint."""
+        """Count a rollback."""
         self._rollbacks.labels(**self._labels).inc()
 
     def saved(self, seconds: float) -> None:
-        """Training stood still for so long."""
+        """Add seconds in which training stood still for a checkpoint."""
         self._saving.labels(**self._labels).inc(seconds)
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop the endpoint."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -117,33 +119,33 @@ class Prometheus:
             self._server, self._thread = start_http_server(port, registry=self._registry)
         except OSError as error:
             log.warning(
-                "tracking.prometheus_port: no metrics are served by this process, because it cannot listen on port %d "
-                "(%s); choose another port, of which a pod takes one for each of its processes",
+                "tracking.prometheus_port: this process serves no metrics, because it cannot listen on port %d (%s); "
+                "choose another port, the first of one for each process of a pod",
                 port,
                 error,
             )
 
-    def _gauge(self, name: str, said: str) -> Gauge:
-        return Gauge(name, said, tuple(self._labels), registry=self._registry)
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, tuple(self._labels), registry=self._registry)
 
-    def _counter(self, name: str, said: str) -> Counter:
-        return Counter(name, said, tuple(self._labels), registry=self._registry)
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(name, help_text, tuple(self._labels), registry=self._registry)
 
 
 class _Warmup(Collector):
-    """What is known of a warm-up when it is asked for; of the pod's first process alone but for what is its own."""
+    """Collects the warm-up's facts at each scrape. Only the pod's first process has those of the pod."""
 
     def __init__(self, labels: Mapping[str, str], report: Callable[[], Mapping[str, Any]]) -> None:
         self._labels, self._report = labels, report
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One family after the other."""
+        """One metric family for each row of the table, and late compiles."""
         report = {**self._report()}
         for name in ("compiled", "failed"):
             if name in report:
                 report[name] = sum(not kernel.get("hit") for kernel in report[name])
-        for name, said, label, keys in _OF_WARMUP:
-            family = GaugeMetricFamily(name, said, labels=(*self._labels, label))
+        for name, help_text, label, keys in _OF_WARMUP:
+            family = GaugeMetricFamily(name, help_text, labels=(*self._labels, label))
             for value, key in keys.items():
                 if key in report:
                     family.add_metric((*self._labels.values(), value), report[key])

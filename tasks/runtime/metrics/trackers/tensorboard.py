@@ -12,7 +12,7 @@ from tasks.runtime.run_folder.folder import RunFolder
 
 
 class TensorBoard:
-    """A file of events; those of steps that are done once more are hidden."""
+    """Writes event files, and hides events of steps that run again."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
         self._folder = str(folder.tensorboard)
@@ -20,14 +20,14 @@ class TensorBoard:
         self._newest: dict[str, int] = {}
 
     def log(self, values: Sequence[Values]) -> None:
-        """Write them."""
-        for step, time, told in values:
-            if any(step <= self._newest.get(name, 0) for name in told):
-                # The run went back to a checkpoint. Only the beginning of a file hides what others have.
+        """Write the values."""
+        for step, time, named in values:
+            if any(step <= self._newest.get(name, 0) for name in named):
+                # The run returned to a checkpoint. Only a new file's purge_step hides events of earlier files.
                 self._writer.close()
                 self._writer = SummaryWriter(self._folder, purge_step=step)
                 self._newest.clear()
-            for name, value in told.items():
+            for name, value in named.items():
                 self._writer.add_scalar(name, value, step, walltime=time)
                 self._newest[name] = step
         self._writer.flush()

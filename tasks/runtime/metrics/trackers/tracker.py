@@ -1,4 +1,4 @@
-"""What a tracker is, and the names that all of them use."""
+"""The interface of trackers, and the names of values that all of them use."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 
-# What says when a value was, and is not a value itself.
+# Fields that tell when a value was measured.
 _WHEN = ("step", "attempt", "time")
 
 
 class Values(NamedTuple):
-    """What there is to tell at a step."""
+    """Values of one step."""
 
     step: int
     time: float
     """Seconds since the epoch."""
     values: dict[str, float]
-    """By names such as `train/loss`."""
+    """By name, such as `train/loss`."""
 
 
 class Tracker(Protocol):
-    """Keeps a run's values somewhere. Whatever goes wrong there, it raises."""
+    """Stores a run's values. Its methods raise whatever goes wrong."""
 
     def log(self, values: Sequence[Values]) -> None:
-        """Keep them, in order."""
+        """Store values, in order."""
 
     def close(self, *, complete: bool) -> None:
-        """None follow; with `complete` the run is done."""
+        """No values follow; `complete` if the run has finished."""
 
 
 def values_of(point: MetricPoint) -> Values:
-    """What is known of a step, by the names of the metrics file: `train/loss` is its `loss`."""
+    """A point's values, named after the fields of the metrics file: `train/loss` is `loss`."""
     known = asdict(point)
     known |= known.pop("metrics")
-    told = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
-    return Values(point.step, point.time, told)
+    named = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
+    return Values(point.step, point.time, named)
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
-    """The spec for others to see: URLs without what may be a signature."""
+    """The spec with redacted URLs, which may contain signatures."""
     return dict(json.loads(redacted(spec.model_dump_json())))
 
 
 def identity(folder: RunFolder, name: str) -> Path:
-    """Where the run notes what the tracker `name` knows it by, so that every attempt continues the same one."""
+    """The file with the tracker's id of this run, so that every attempt continues the same one."""
     return folder.root / f"{name}.id"

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of the project `tracking.project`, the same one for every attempt."""
+"""Weights & Biases: one run of the project `tracking.project` for all attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """Plots over `train/step`: W&B's own step cannot go back, as a run that continues after a checkpoint does."""
+    """Plots over `train/step`: W&B's own step cannot go back, which a resumed run needs."""
 
     def __init__(self, spec: RunSpec, folder: RunFolder, done: int) -> None:
         known = identity(folder, "wandb")
@@ -29,19 +29,19 @@ class Wandb:
             resume="allow",
             dir=str(folder.root),
             config=settings_of(spec),
-            # What a run says on the console it says itself.
+            # The run has its own console output.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("train/*", step_metric="train/step")
         log.info("tracking: wandb %s", f"offline, in {folder.root}/wandb" if self._run.offline else self._run.url)
 
     def log(self, values: Sequence[Values]) -> None:
-        """Hand them to the client, which sends them."""
-        for step, _, told in values:
-            self._run.log({"train/step": step, **told})
+        """Pass the values to the client, which sends them."""
+        for step, _, named in values:
+            self._run.log({"train/step": step, **named})
 
     def close(self, *, complete: bool) -> None:
-        """Wait until all is sent, and end the run there."""
+        """Wait until everything is sent, and end the run."""
         self._run.finish(exit_code=0 if complete else 1)
 
 

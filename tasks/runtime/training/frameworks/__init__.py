@@ -1,4 +1,4 @@
-"""What drives the training loop: one file for each value of `runtime.framework`, each a `Framework` called `train`."""
+"""Training loops: one file for each value of `runtime.framework`, with a `Framework` called `train`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.training.job import Framework
 
 
-def framework_of(spec: RunSpec) -> Framework:
-    """The framework that `runtime.framework` names; the others are not loaded."""
+def load_framework(spec: RunSpec) -> Framework:
+    """Import the framework that `runtime.framework` names, and no other."""
     train: Framework = import_module(f"{__name__}.{spec.runtime.framework}").train
     return train

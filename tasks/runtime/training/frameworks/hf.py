@@ -1,8 +1,7 @@
-"""Training under the Hugging Face Trainer.
+"""Training with the Hugging Face Trainer.
 
-The Trainer owns the loop: forward and backward passes, accumulation, the order of clipping, stepping and callbacks.
-Model, optimizer, data order, loss and checkpoints are those of every framework, handed in where it has a place for
-them.
+The Trainer runs the loop: forward and backward passes, accumulation, clipping, steps and callbacks. The job provides
+model, optimizer, data order, loss and checkpoints, as for every framework.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def train(job: Job) -> None:
 
 @contextmanager
 def _own_environment() -> Iterator[None]:
-    """Without the variables by which `accelerate launch` tells the Trainer how to split and convert a model.
+    """Hide the variables with which `accelerate launch` tells the Trainer how to distribute a model.
 
-    They may be on the machine for other work, and the strategy, in which the model is already, is the spec's.
+    They may be set for other work on the machine. The job's strategy has distributed the model already.
     """
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("ACCELERATE_")}
     try:
@@ -51,7 +50,7 @@ def _own_environment() -> Iterator[None]:
 
 
 class _Arguments(TrainingArguments):
-    """The Trainer's arguments, for a model that is on its device already."""
+    """Arguments for a model that is on its device already."""
 
     @property
     def place_model_on_device(self) -> bool:
@@ -59,37 +58,37 @@ class _Arguments(TrainingArguments):
 
 
 def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
-    """What the Trainer needs to know of the loop; all else it is handed. It writes nothing to `folder`."""
+    """The Trainer's settings of the loop. It writes nothing to `folder`."""
     values = _Arguments(
         output_dir=str(folder),
         seed=spec.seed,
         max_steps=steps,
         per_device_train_batch_size=spec.training.micro_batch_size,
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
-        # Whether `_clip_grad_norm` is called, whose norm is the spec's.
+        # Any positive value makes the Trainer call `_clip_grad_norm`, which clips to the spec's norm.
         max_grad_norm=0.0 if spec.optimizer.in_backward else 1.0,
         save_strategy="no",
-        # Metrics, progress and trackers are the recorder's: the Trainer's logging waits for the GPU at every step.
+        # The recorder logs metrics and progress: the Trainer's own logging waits for the GPU at every step.
         logging_strategy="no",
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
     )
-    # One process drives one GPU. Left to itself, the Trainer of a single process wraps the model in DataParallel on a
-    # machine that has more.
+    # One process drives one GPU. By default, the Trainer of a single process wraps the model in DataParallel if the
+    # machine has more.
     values._n_gpu = min(values.n_gpu, 1)
-    # Of a pod of Kubeflow's it reports to that whatever it is told.
+    # In a Kubeflow pod, the Trainer reports to Kubeflow whatever `report_to` says.
     values.report_to = []
     return values
 
 
 class _Trainer(Trainer):
-    """The Trainer's loop over what the job brings."""
+    """Runs the Trainer's loop over the job."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(
-            model=job.bare,
+            model=job.unwrapped_model,
             args=arguments(job.spec, job.writer.root, job.steps),
             train_dataset=job.data.train,
             optimizers=(
@@ -99,10 +98,10 @@ class _Trainer(Trainer):
             callbacks=[_Begin(job)],
         )
         self._job = job
-        # Else the Trainer divides a share of the step's mean by the micro-batches of a step, where a model's class
-        # says that its own loss is a mean over one.
+        # Otherwise the Trainer divides the loss by the number of micro-batches for models that average their own loss.
+        # The job's loss is a part of the step's mean already.
         self.model_accepts_loss_kwargs = True
-        # Wrapped already; the marker keeps accelerate from doing it again where the wrapper is the model itself.
+        # The model is wrapped. The marker keeps accelerate from wrapping it again if the strategy changed it in place.
         self.model_wrapped = job.model
         job.model._is_accelerate_prepared = True  # type: ignore[assignment]
 
@@ -133,18 +132,18 @@ class _Trainer(Trainer):
         return self._job.clip_gradients()
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | None:
-        # Where clipping is off, the Trainer would compute the norm for its log alone.
+        # Without clipping, the Trainer would compute the norm only for its log.
         return grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        # The one place where the Trainer has the norm and the rate of the step just done. It comes here at the end of
-        # an epoch, too, when no step is open.
+        # The only method where the Trainer has both norm and rate of the finished step. It also runs at the end of an
+        # epoch, without an open step.
         if self._job.recorder.step_is_open:
             self._job.end_step(self.state.global_step, grad_norm, kwargs["learning_rate"])
 
 
 class _Begin(TrainerCallback):
-    """Lets the Trainer count on from the steps that are done."""
+    """Starts the Trainer's step count at the resumed step."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -1,8 +1,8 @@
-"""Training under Lightning's Trainer.
+"""Training with Lightning's Trainer.
 
-The Trainer owns the loop: it runs forward and backward passes, accumulates, clips, steps, and calls hooks at the places
-where people who know Lightning expect them. Model, optimizer, data order, loss, checkpoints and what is split over
-processes are those of every framework, handed in as a LightningModule and a Strategy.
+The Trainer runs the loop: it runs forward and backward passes, accumulates, clips, steps, and calls the usual hooks.
+The job provides model, optimizer, data order, loss, checkpoints and distribution, through a LightningModule and a
+Strategy.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from torch.optim.lr_scheduler import LambdaLR
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.training.job import Job
 
-# What it finds on the machine and recommends, told at every start.
+# Hides the hardware summary and the tips that Lightning logs at every start.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 
 MicroBatch = tuple[Batch, Tensor]
-"""A micro-batch, and the items of the step that it belongs to; see `Job.count`."""
+"""A micro-batch, and the number of items in its step; see `Job.count`."""
 
 
 def train(job: Job) -> None:
     """Train `job.model` in place until `job.steps`."""
     job.model.train()
     with warnings.catch_warnings():
-        # Of what it uses of PyTorch: nothing that a user of either could change.
+        # Lightning's use of deprecated PyTorch functions: users cannot change it.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
         _Trainer(job).fit(_Module(job), train_dataloaders=_MicroBatches(job))
 
 
 class _MicroBatches:
-    """The job's micro-batches. Those of a step are read together: each one's loss is a share of what all count."""
+    """The job's micro-batches. It reads all of a step together, because the loss of each depends on the count
+    of all.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job, self._loader = job, job.loader()
@@ -64,7 +66,7 @@ class _MicroBatches:
 
 
 class _Module(LightningModule):
-    """The hooks of a run."""
+    """Maps Lightning's hooks to the job."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -86,7 +88,8 @@ class _Module(LightningModule):
         return self._loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # `loss` is ours divided by the micro-batches of a step, and ours is a share of the step's mean already.
+        # Lightning divides `loss` by the number of micro-batches, but the job's loss is a part of the step's mean
+        # already.
         assert self._loss is not None
         self._loss.backward()
         self._loss = None
@@ -106,7 +109,7 @@ class _Module(LightningModule):
 
 
 class _Strategy(ParallelStrategy):
-    """The job's strategy, under which the model is in its place already, as Lightning speaks to one."""
+    """Adapts the job's strategy, which has wrapped the model already, to Lightning's interface."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(parallel_devices=[job.processes.device])
@@ -134,30 +137,32 @@ class _Strategy(ParallelStrategy):
         return self._job.processes.world_size
 
     def setup(self, trainer: Trainer) -> None:
-        # Lightning's own would move the optimizer's state to the device, also what is kept in host memory on purpose.
+        # Lightning's own setup would move the optimizer's state to the device, even state that is in host memory on
+        # purpose.
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """It is there."""
+        """Do nothing: the model is on its device."""
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Around every backward pass of a step but the last."""
+        """Wraps every backward pass of a step except the last."""
         return self._job.strategy.backward_pass(self._job.model, last=False)
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """A step's last forward and backward pass, which are the closure, and its update."""
+        """Run the closure, which is the step's last forward and backward pass, and update the weights."""
 
         def last_pass() -> Any:
             with self._job.strategy.backward_pass(self._job.model, last=True):
                 return closure()
 
         output = super().optimizer_step(optimizer, last_pass, model, **kwargs)
-        # Lightning does it after the next forward pass, whose activations would find the gradients still there.
+        # Lightning zeroes gradients only after the next forward pass, so they would overlap with its activations in
+        # memory.
         optimizer.zero_grad()
         return output
 
@@ -175,24 +180,26 @@ class _Strategy(ParallelStrategy):
         return objects[0]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning would make an exit of Ctrl-C, and leave the process, such as a notebook's, deaf to the next."""
+        """Re-raise Ctrl-C and restore its handler. Lightning would exit, and a notebook would ignore the next
+        Ctrl-C.
+        """
         if isinstance(exception, KeyboardInterrupt):
             signal.signal(signal.SIGINT, self._on_interrupt)
             raise exception
 
     def teardown(self) -> None:
-        """Nothing to do: Lightning's own would move the model to the host."""
+        """Do nothing: Lightning would move the model to the host."""
 
 
 class _Trainer(Trainer):
-    """A Trainer that trains and does nothing beside: metrics, checkpoints and signals are the job's."""
+    """A Trainer without metrics, checkpoints and signal handlers: the job has its own."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(
             accelerator=job.processes.device.type,
             devices=1,
             strategy=_Strategy(job),
-            # Else it looks for the launchers that it knows, and believes what it finds.
+            # Otherwise Lightning looks for launchers that it knows, and uses the first one.
             plugins=[LightningEnvironment()],
             max_steps=job.steps,
             limit_val_batches=0,
@@ -210,16 +217,16 @@ class _Trainer(Trainer):
 
 
 class _NoSignals(_SignalConnector):
-    """Leaves SIGTERM to the job. Lightning's handler would send its peers a message from wherever the process is."""
+    """Leaves SIGTERM to the job. Lightning's handler would start a collective from wherever the process is."""
 
     def register_signal_handlers(self) -> None:
-        """None."""
+        """Register nothing."""
 
 
 class _EpochLoop(_TrainingEpochLoop):
-    """Lightning's loop without the message by which all processes learn of SIGTERM.
+    """Lightning's loop without the broadcast that tells all ranks about SIGTERM.
 
-    It is sent before every micro-batch and waits for the GPU, which would then run dry.
+    The broadcast runs before every micro-batch and waits for the GPU, which would then idle.
     """
 
     def _broadcast_sigterm_tensor(self) -> None:

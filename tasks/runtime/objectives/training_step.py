@@ -1,0 +1,54 @@
+"""What a step of training computes, built once for training and for the kernel plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from strata_kernels import PatchReport
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import collator
+from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.models.build import freeze_non_text_parameters, has_fused_loss, prepare_for_training
+from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
+from tasks.runtime.objectives import build_objective
+from tasks.runtime.objectives.objective import Objective
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model that is ready for training, the objective, and the batches that the model takes.
+
+    The loop, the strategy that shards the model, and `torch.compile` come on top of it.
+    """
+
+    model: PreTrainedModel
+    objective: Objective
+    collate: Callable[[list[Row]], Batch]
+    """Makes a batch of rows. With `varlen` it has the inputs of `add_cu_seqlens`."""
+    patched: PatchReport | None
+    """The operators that the kernel layer replaced; None if `kernels.enabled` is false."""
+    varlen: bool
+    """Whether attention runs from sequence to sequence of a packed row, without masks."""
+
+
+def build_training_step(model: PreTrainedModel, spec: RunSpec, device: torch.device) -> TrainingStep:
+    """Freeze, patch and configure `model` as `spec` asks, for training on `device`. Changes `model` in place.
+
+    `model` has its adapter, and may be on the meta device. The kernel plan passes a meta model and the device that the
+    run will have.
+
+    Raises:
+        ValueError: the kernel layer or `training.gradient_checkpointing` does not support the model.
+    """
+    freeze_non_text_parameters(model)
+    patched = prepare_for_training(model, spec)
+    collate = collator(spec.model.attention)
+    varlen = uses_varlen(spec, model.config, device)
+    if varlen:
+        set_varlen_attention(model)
+        collate = with_cu_seqlens(collate)
+    return TrainingStep(model, build_objective(spec, fused=has_fused_loss(patched)), collate, patched, varlen)

@@ -1,0 +1,168 @@
+"""Checks that stop a run before it spends anything: one table, and the code that runs a part of it.
+
+`python -m tasks.runtime.preflight` prints the table; so does `strata spec --checks`. A row names its check function
+instead of importing it, because printing the table must not take the seconds that torch needs to load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any, Literal
+
+Needs = Literal["spec", "data", "weights"]
+Where = Literal["plan", "launch", "pod", "rank 0", "export"]
+
+WHERE: dict[Where, str] = {
+    "plan": "the first task of the Flyte workflow",
+    "launch": "rank 0 of `python -m tasks.runtime`, before it prepares the data",
+    "pod": "every process, before the process group exists",
+    "rank 0": "rank 0, before training; the other ranks raise the same error",
+    "export": "the process that exports the model",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One precondition of a run."""
+
+    name: str
+    where: tuple[Where, ...]
+    function: str
+    """`module:name` below `tasks.runtime`. It returns None, or raises ValueError with the field and the way out."""
+    takes: tuple[str, ...]
+    """Arguments of `function`, by their names in `run_checks`."""
+    requires: str
+    """The condition, for the printed table."""
+
+    @property
+    def needs(self) -> Needs:
+        """The last thing that has to exist before the check can run: a spec, prepared data, or a model's weights."""
+        if "model" in self.takes:
+            return "weights"
+        return "data" if "data" in self.takes else "spec"
+
+    def run(self, arguments: dict[str, Any]) -> None:
+        """Call the check. Raises ValueError, or `Unreachable` if the check reads from a Hub that does not answer."""
+        module, _, path = self.function.partition(":")
+        function: Any = reduce(getattr, path.split("."), import_module(f"tasks.runtime.{module}"))
+        function(*(arguments[name] for name in self.takes))
+
+
+# In the order in which they run. `spec` comes before `data`, and `data` before `weights`, at each place.
+CHECKS = (
+    Check(
+        "process count",
+        ("pod",),
+        "process.ranks:Processes.require_world_size",
+        ("processes", "spec"),
+        "as many processes were started as topology states",
+    ),
+    Check(
+        "export targets",
+        ("launch", "export"),
+        "export.publish:require_export_targets",
+        ("spec",),
+        "export.push_to_hub has a token; export.url can be read and holds only exports of this run",
+    ),
+    Check(
+        "evaluation tasks",
+        ("plan", "launch"),
+        "evaluation.lm_eval_harness:require_tasks",
+        ("spec",),
+        "lm-evaluation-harness is installed and knows every name in evaluation.tasks",
+    ),
+    Check(
+        "tracker settings",
+        ("plan",),
+        "metrics.trackers:require_planned_trackers",
+        ("spec",),
+        "the packages of tracking.report_to are installed; without resources.pod_template their variables are set",
+    ),
+    Check(
+        "trackers",
+        ("pod",),
+        "metrics.trackers:require_trackers",
+        ("spec",),
+        "the packages of tracking.report_to are installed and their environment variables are set",
+    ),
+    Check(
+        "packages",
+        ("plan", "pod"),
+        "parallel:require_packages",
+        ("spec",),
+        "the optional packages of parallel, adapter, optimizer and model.attention are installed",
+    ),
+    Check(
+        "tensor parallelism",
+        ("rank 0",),
+        "parallel.tensor:require_tensor_parallel_support",
+        ("spec",),
+        "transformers has a sharding plan for the model, and parallel.tensor_parallel divides its heads and widths",
+    ),
+    Check(
+        "context parallelism",
+        ("rank 0",),
+        "parallel.context:require_context_parallel_support",
+        ("spec",),
+        "with parallel.context_parallel, attention is the only operation of the model across a row",
+    ),
+    Check(
+        "position embeddings",
+        ("rank 0",),
+        "models.packing_support:require_position_embeddings",
+        ("spec",),
+        "data.sequence_length is within the positions that the model has learned",
+    ),
+    Check(
+        "token embeddings",
+        ("rank 0",),
+        "models.build:require_embeddings",
+        ("spec", "data"),
+        "the model has an embedding for every token of the prepared rows",
+    ),
+    Check(
+        "teacher's vocabulary",
+        ("rank 0",),
+        "objectives:require_same_tokens",
+        ("spec", "data"),
+        "objective.teacher gives the tokens of the data the same numbers",
+    ),
+    Check(
+        "packing",
+        ("rank 0",),
+        "models.packing_support:require_packing_support",
+        ("model", "spec"),
+        "with data.packing or pairs of answers, no sequence of a row depends on another",
+    ),
+)
+
+
+def run_checks(where: Where, *needs: Needs, **arguments: Any) -> None:
+    """Run the rows of one place that need `needs`, in the order of the table.
+
+    `arguments` holds what the rows take: `spec`, `processes`, `data`, `model`. Call it on one process, inside
+    `Processes.on_main` where the others must hear of an error: one collective for all rows.
+
+    Raises:
+        ValueError: the run cannot work as specified.
+    """
+    for check in CHECKS:
+        if where in check.where and check.needs in needs:
+            check.run(arguments)
+
+
+def table() -> str:
+    """The checks as aligned text, one line each."""
+    rows = [("check", "needs", "runs in", "requires that")]
+    rows += [(check.name, check.needs, ", ".join(check.where), check.requires) for check in CHECKS]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    return "\n".join([*lines, "", *(f"{name}: {meaning}" for name, meaning in WHERE.items())])
+
+
+if __name__ == "__main__":
+    print(table())
