@@ -89,9 +89,14 @@ def test_names_are_those_of_the_modules(name, others):
     assert sent == others | {name} | FINETUNE
 
 
+def test_names_of_the_verification_are_those_of_its_modules():
+    sent = set(sent_with(importlib.import_module("workflows.verify").verify))
+    assert sent == {"workflows.verify.verify", "workflows.verify.verify_as_trained"}
+
+
 def test_every_workflow_is_looked_at():
     files = {path.stem for path in (ROOT / "workflows").glob("*.py")} - {"__init__"}
-    assert files == {"finetune", "pretrain", "scheduled", "sweep"}
+    assert files == {"finetune", "pretrain", "scheduled", "sweep", "verify"}
 
 
 def test_a_failed_run_is_told_of_by_the_tenants_secret():
