@@ -67,7 +67,8 @@ def test_steps_are_those_of_adamw(dtype):
         "step": (torch.float32, ()),
         **({"remainder": (torch.int16, (64, 256))} if dtype == torch.bfloat16 else {}),
     }
-    assert optimizer.state[ours[2].weight]["exp_avg"].dtype == dtype
+    # AdamW on a CPU has fp32 moments.
+    assert optimizer.state[ours[2].weight]["exp_avg"].dtype == torch.float32
 
 
 @needed

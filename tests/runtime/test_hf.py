@@ -57,6 +57,18 @@ def test_what_accelerate_reads_of_the_environment_changes_nothing(output, refere
     assert {name: os.environ.get(name) for name in said} == said
 
 
+def test_accelerate_leaves_the_optimizer_s_state_where_it_is(output, reference, monkeypatch):
+    """It would move state from host memory to the GPU when a run continues, beside weights that stay there."""
+
+    def move(*_):
+        raise AssertionError("accelerate moves the optimizer's state")
+
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", move)
+    spec = make_spec(output, "unmoved")
+    assert train_spec(spec).status == "complete"
+    assert curve(spec) == reference
+
+
 def test_it_reports_to_nobody(tmp_path, monkeypatch):
     """In a pod of Kubeflow's the Trainer would, also where it is told not to."""
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost:1")

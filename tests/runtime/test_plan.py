@@ -85,6 +85,11 @@ def test_the_plan_has_the_steps_of_the_optimizer(folder, type, precision):
     assert {o["ROUNDING"] for o in options} == {ROUNDINGS[precision]}
 
 
+def test_the_plan_has_steps_of_columns_under_tensor_parallelism():
+    cut = [dict(s.options) | dict(s.arguments) for s in plan_optimizer(columns=True).specializations]
+    assert {o["CUT"] for o in cut if "CUT" in o} == {False, True}
+
+
 def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
     plan = kernels(plan_kernels(spec(folder, adapter={"type": "lora"})))
     assert plan == from_config(folder, adapter=True) != from_config(folder)

@@ -237,6 +237,18 @@ def test_master_weights_go_from_one_strategy_to_another_bit_for_bit(tmp_path):
     assert all(map(torch.equal, masters(other, split), expected))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("type", TYPES)
+def test_low_bits_are_not_loaded_where_none_are_kept(type, precision, tmp_path):
+    """A run that was out of memory starts again with a precision that takes less: from its first step on."""
+    with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "vocab_size": 64}):
+        model = build_model(RunSpec(model={"dtype": "bfloat16"}))
+    _, optimizer = train(torch.bfloat16, range(1), model, build_optimizer(model, spec_of(type=type)))
+    other = build_optimizer(model, spec_of(type=type, precision=precision))
+    load_optimizer(saved(tmp_path, model, optimizer), model, other)
+    assert all(("remainder" in state) == (precision == "fp32_master") for state in other.state.values())
+
+
 PARTS = {"rows": (3, 1), "columns": (1, 2), "both": (3, 2)}
 
 

@@ -76,10 +76,11 @@ def plan_model(
     return plan + plan_optimizer() if dtype == torch.bfloat16 else plan
 
 
-def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False) -> Plan:
-    """Every kernel that `adamw_step` launches on bf16 tensors, whatever their number and shapes.
+def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False, columns: bool = False) -> Plan:
+    """Every kernel that `adamw_step` launches on aligned bf16 tensors, whatever their number and shapes.
 
     weights_alone: those of `weight_step` as well, which adds updates that another optimizer has computed.
+    columns: also for shards of rows that are cut, as tensor parallelism has them.
     """
     tensor, step = torch.zeros(16, dtype=torch.bfloat16, device="meta"), torch.zeros((), device="meta")
     remainders = [torch.zeros(16, dtype=torch.int16, device="meta")] if rounding == "master" else None
@@ -87,6 +88,9 @@ def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False
     moments: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "found_inf": step}
     one, shards = [tensor], [Shard(0)]
     plan = record(lambda: adamw_step(one, one, one, one, remainders, [step], shards, **settings, **moments))
+    if columns:
+        cut = [Shard(0, row=8, whole_row=16)]
+        plan += record(lambda: adamw_step(one, one, one, one, remainders, [step], cut, **settings, **moments))
     if weights_alone:
         plan += record(lambda: weight_step(one, one, remainders, shards, **settings, steps=[step]))
     return plan

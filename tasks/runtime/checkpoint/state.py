@@ -129,10 +129,16 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
             if isinstance(optimizer, FlatStateOptimizer) and slot == REMAINDER:
                 tensors |= _join_master(optimizer, parameters[name], key, convert)
                 continue
-            if not isinstance(optimizer, FlatStateOptimizer) and slot == MASTER:
-                tensors |= _split_master(optimizer, parameters[name], key, convert)
-                continue
-            if f"{_OPTIMIZER}{MASTER}.{name}" in index and shape == parameters[name].shape:
+            if not isinstance(optimizer, FlatStateOptimizer) and slot in (MASTER, REMAINDER):
+                rounded = parameters[name].dtype == torch.bfloat16
+                if rounded and not getattr(optimizer, "keeps_remainder", False):
+                    # Neither is to take memory in the first step.
+                    continue
+                if slot == MASTER:
+                    tensors |= _split_master(optimizer, parameters[name], key, convert)
+                    continue
+            beside_masters = f"{_OPTIMIZER}{MASTER}.{name}" in index and slot != "step"
+            if beside_masters and shape == parameters[name].shape:
                 # Beside fp32 master weights the moments are fp32, too; load them in the dtype of the parameter.
                 dtype = parameters[name].dtype
             tensor = new_slot(parameters[name], slot, shape, dtype)

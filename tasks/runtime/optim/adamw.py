@@ -40,12 +40,12 @@ class ExactAdamW(TypedStateOptimizer):
     ) -> None:
         """`groups` as PyTorch's. With `paged` the state is in managed memory, see `optim.managed_memory`."""
         self.paged = paged
-        self._rounding = rounding
+        self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
         # What PyTorch's own scaling of losses looks for, and `skip_step` with it.
         self._step_supports_amp_scaling = True
         self.found_inf: Tensor | None = None
         self._shards: dict[nn.Parameter, Any] = {}
-        self._plans: dict[tuple[nn.Parameter, ...], StepPlan] = {}
+        self._plans: dict[nn.Parameter, StepPlan] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -86,7 +86,8 @@ class ExactAdamW(TypedStateOptimizer):
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
             found_inf=self.found_inf,
-            plan=self._plans.setdefault(parameters, StepPlan()),
+            # Which of a group's parameters have gradients may vary; a plan follows its tensors.
+            plan=self._plans.setdefault(parameters[0], StepPlan()),
         )
 
     def _is_on_host(self, parameter: nn.Parameter) -> bool:

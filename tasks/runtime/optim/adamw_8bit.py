@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from strata_kernels import weight_step
+from strata_kernels import StepPlan, weight_step
 from tasks.runtime.optim.rounding import WeightRounding
 from tasks.runtime.optim.state_tensors import new_slot
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
@@ -59,7 +59,8 @@ class AdamW8bit(TypedStateOptimizer):
 
         self._update, self._table = functional.optimizer_update_8bit_blockwise, functional.create_dynamic_map
         self.paged = paged
-        self._rounding = rounding
+        self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
+        self._plans: dict[nn.Parameter, StepPlan] = {}
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -86,6 +87,8 @@ class AdamW8bit(TypedStateOptimizer):
         if not weights.numel():
             return
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
+        # Random bits alone need the count, on the device.
+        count = [state["step"].to(weights.device, non_blocking=True)] if self._rounding.mode == "stochastic" else None
         weight_step(
             [weights],
             [self._negative_update(parameter, state, group)],
@@ -95,7 +98,8 @@ class AdamW8bit(TypedStateOptimizer):
             weight_decay=group["weight_decay"],
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
-            steps=[state["step"].to(weights.device, torch.float32, non_blocking=True)],
+            steps=count,
+            plan=self._plans.setdefault(parameter, StepPlan()),
         )
 
     def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:

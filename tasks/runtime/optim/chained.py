@@ -16,6 +16,7 @@ class ChainedOptimizer(TypedStateOptimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
         self.paged = any(getattr(part, "paged", False) for part in parts)
+        self.keeps_remainder = any(getattr(part, "keeps_remainder", False) for part in parts)
         groups = [{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups]
         super().__init__(groups, {})
 

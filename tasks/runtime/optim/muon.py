@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strata_kernels import weight_step
+from strata_kernels import StepPlan, weight_step
 from tasks.runtime.optim.rounding import WeightRounding, local
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
@@ -30,7 +30,8 @@ class ExactMuon(TypedStateOptimizer):
         momentum: float,
         rounding: WeightRounding,
     ) -> None:
-        self._rounding = rounding
+        self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
+        self._plans: dict[nn.Parameter, StepPlan] = {}
         options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
         self._muon = torch.optim.Muon(parameters, lr=1.0, weight_decay=0.0, **options)  # type: ignore[arg-type]
         self._options = {name: value for name, value in self._muon.param_groups[0].items() if name != "params"}
@@ -63,6 +64,7 @@ class ExactMuon(TypedStateOptimizer):
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
             steps=[state["step"]],
+            plan=self._plans.setdefault(parameter, StepPlan()),
         )
 
     def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> Tensor:

@@ -52,7 +52,11 @@ def _optimizer_plan(spec: RunSpec) -> Plan:
     if model_dtype(spec.model) != torch.bfloat16 or spec.parallel.type == "deepspeed":
         # PyTorch's own optimizer steps the weights.
         return Plan(())
-    return plan_optimizer(ROUNDINGS[spec.optimizer.precision], weights_alone=spec.optimizer.type != "adamw")
+    return plan_optimizer(
+        ROUNDINGS[spec.optimizer.precision],
+        weights_alone=spec.optimizer.type != "adamw",
+        columns=spec.tensor_parallel > 1,
+    )
 
 
 def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:

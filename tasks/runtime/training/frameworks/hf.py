@@ -98,6 +98,9 @@ class _Trainer(Trainer):
             callbacks=[_Begin(job)],
         )
         self._job = job
+        # The strategy has placed everything. When accelerate prepares an optimizer it would move the state of one that
+        # continues to the GPU, also what parallel.cpu_offload keeps in host memory.
+        self.accelerator.device_placement = False
         # Otherwise the Trainer divides the loss by the number of micro-batches for models that average their own loss.
         # The job's loss is a part of the step's mean already.
         self.model_accepts_loss_kwargs = True
