@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 
-def hold_to_bar(ours: Tensor, torchs: Tensor, exact: Tensor, *, truncated: bool = False) -> None:
+def hold_to_bar(ours: Tensor, torchs: Tensor, exact: Tensor, *, truncated: bool = False, roundings: int = 1) -> None:
     """Fail if `ours` is more than twice as far from `exact`, in fp64, as `torchs` at the same dtype.
 
     Distances are relative to the largest exact value, at the worst element and in the mean square. Where PyTorch is
-    lucky, the exact result rounded once is as good as its. `truncated` lets pass what Triton's interpreter truncates
-    where a GPU rounds to bf16: twice the distance and two last places.
+    lucky, the exact result rounded once is as good as its; with more `roundings` on a value's way through both, that many
+    last halves of a place are. `truncated` lets pass what Triton's interpreter truncates where a GPU rounds to bf16: twice
+    the distance and two last places.
     """
     assert ours.shape == exact.shape and ours.dtype == torchs.dtype and exact.dtype == torch.float64
     if exact.numel() == 0:
@@ -19,5 +20,6 @@ def hold_to_bar(ours: Tensor, torchs: Tensor, exact: Tensor, *, truncated: bool 
     rounded = exact.to(ours.dtype)
     for norm in (lambda error: error.abs().max(), lambda error: error.square().mean().sqrt()):
         mine, theirs, once = (float(norm((x.double() - exact) / scale)) for x in (ours, torchs, rounded))
-        bar = max(factor * theirs, once) + 2 * torch.finfo(floor).eps
+        lucky = once if roundings == 1 else roundings * torch.finfo(ours.dtype).eps / 2
+        bar = max(factor * theirs, lucky) + 2 * torch.finfo(floor).eps
         assert mine <= bar, f"{mine:.3e} from fp64, PyTorch {theirs:.3e}, rounded once {once:.3e}"

@@ -23,6 +23,7 @@ class Operator:
     trained: names and shapes of tensors that get a gradient.
     given: names and values of those that get none.
     results: shapes of the results.
+    roundings: of a value on its way through, in ours and in PyTorch's.
     """
 
     ours: Function
@@ -30,6 +31,7 @@ class Operator:
     trained: dict[str, tuple[int, ...]]
     results: tuple[tuple[int, ...], ...]
     given: dict[str, Tensor]
+    roundings: int = 1
 
     def inputs(self) -> dict[str, Tensor]:
         """Random values for `trained`, then `given`."""
@@ -145,6 +147,8 @@ OPERATORS = {
         lambda g, u, w, b: strata_kernels.swiglu(g, u, weight=w, bias=b),
         lambda g, u, w, b: functional.linear(functional.silu(g) * u, w, b),
         {"gate": X, "up": X, "weight": HIDDEN, "bias": (5,)}, ((2, 3, 5),), {},
+        # The gradient of what lies between is a product in the dtype of the inputs.
+        roundings=2,
     ),
     "geglu": _gated(strata_kernels.geglu, functional.gelu),
     "geglu_packed": _packed(

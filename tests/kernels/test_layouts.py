@@ -74,7 +74,7 @@ def test_every_layout(name, position, dtype, path, device, within_bar, poisoned)
     for i in range(len(found[0][0])):
         ours, theirs, exact = (torch.stack([results[way][i] for results in found]) for way in range(3))
         try:
-            within_bar(ours, theirs, exact)
+            within_bar(ours, theirs, exact, operator.roundings)
         except AssertionError as error:
             distances = (ours - exact).abs().nan_to_num(torch.inf).flatten(1).amax(1)
             error.add_note(f"result or gradient {i}; {position}: {names[int(distances.argmax())]}")
