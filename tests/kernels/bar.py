@@ -8,9 +8,9 @@ def hold_to_bar(ours: Tensor, torchs: Tensor, exact: Tensor, *, truncated: bool 
     """Fail if `ours` is more than twice as far from `exact`, in fp64, as `torchs` at the same dtype.
 
     Distances are relative to the largest exact value, at the worst element and in the mean square. Where PyTorch is
-    lucky, the exact result rounded once is as good as its; with more `roundings` on a value's way through both, that many
-    last halves of a place are. `truncated` lets pass what Triton's interpreter truncates where a GPU rounds to bf16: twice
-    the distance and two last places.
+    lucky, the exact result rounded once is as good as its; with more `roundings` on a value's way through both, as many
+    last halves of a place are. `truncated` lets pass what Triton's interpreter truncates where a GPU rounds to bf16:
+    twice the distance and two last places.
     """
     assert ours.shape == exact.shape and ours.dtype == torchs.dtype and exact.dtype == torch.float64
     if exact.numel() == 0:
