@@ -158,7 +158,7 @@ def test_a_model_too_large_for_anything_gets_a_way_out():
 def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     spec = spec_of(model={"name": str(tmp_path)})
-    assert "no advice for this model: model_type 'gpt2' is not one" in advice_for(spec, GIB)
+    assert "no advice for this model: model_type 'gpt2' is not supported" in advice_for(spec, GIB)
 
 
 @pytest.mark.parametrize(

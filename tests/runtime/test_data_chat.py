@@ -261,7 +261,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
             ],
             "message 1: content is list",
         ),
-        ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; 1 learns the message"),
+        ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; set it to 1"),
         (
             [{"role": "user", "content": "", "weight": 1}],
             "message 1: weight is 1 and role is 'user', but only the assistant's",

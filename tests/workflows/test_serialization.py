@@ -278,7 +278,11 @@ def test_several_processes_without_gpus_are_warned_of_in_a_pod(in_a_pod, gpus, c
     ("asked", "found", "problem"),
     [
         (
-            {"parallel": {"type": "deepspeed"}, "topology": {"nproc_per_node": 2}},
+            {
+                "parallel": {"type": "deepspeed"},
+                "topology": {"nproc_per_node": 2},
+                "tracking": {"report_to": []},
+            },
             None,
             r"parallel\.type 'deepspeed' needs the package deepspeed.* install strata\[deepspeed\]",
         ),
