@@ -15,7 +15,7 @@ PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
 # What `make test-fast` runs: most of what a change of specs, data, documents or an operator would break.
 FAST := tests/test_documents.py $(filter-out %/test_client.py,$(wildcard tests/platform/test_*.py)) tests/images \
 	tests/charts/test_values.py tests/kernels/test_launch.py tests/kernels/test_rms_norm.py tests/kernels/test_readme.py \
-	$(wildcard tests/runtime/test_data_*.py) $(addprefix tests/runtime/test_,checkpoint.py exits.py folder.py metrics.py \
+	$(wildcard tests/runtime/test_data_*.py) $(addprefix tests/runtime/test_,checkpoint.py error_explanations.py folder.py metrics.py \
 	mfu.py next_token.py optimizer.py record.py report.py signals.py)
 
 .PHONY: help setup finetune test test-fast e2e lint format lock docs docs-serve clean

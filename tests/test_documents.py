@@ -184,6 +184,12 @@ def test_workflows_pin_their_actions_and_may_read_alone(workflow):
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+\.\d+\.\d+", step["uses"]) for step in steps if "uses" in step)
 
 
+def test_the_quick_tests_are_there():
+    said = subprocess.run(["make", "-n", "-o", ".venv/.ready", "test-fast"], cwd=ROOT, text=True, capture_output=True)
+    files = re.findall(r"tests/\S+", said.stdout)
+    assert len(files) > 10 and [file for file in files if not (ROOT / file).exists()] == []
+
+
 def test_make_help_explains_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()

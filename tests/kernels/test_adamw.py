@@ -253,16 +253,6 @@ def test_nothing_changes_where_a_gradient_was_not_finite(rounding, device) -> No
     assert_same(state, before)
 
 
-def test_gradients_are_scaled_in_fp32(device) -> None:
-    gradients = noise(SIZES, device)
-    scale = torch.tensor(0.3, device=device)
-    scaled, before = start(noise(SIZES, device, FP32), "master"), None
-    before = scaled.copy()
-    scaled.step(gradients, gradient_scale=scale)
-    before.step([x.float() * scale for x in gradients])
-    assert_same(scaled, before)
-
-
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_gradients_that_are_not_finite_are_seen_in_the_weights(rounding, device) -> None:
@@ -360,7 +350,7 @@ def test_nothing_waits_for_the_device(path, device) -> None:
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        state.step(gradients[1], plan=plan, found_inf=found, gradient_scale=found)
+        state.step(gradients[1], plan=plan, found_inf=found)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -381,7 +371,6 @@ WRONG = {
     "seed must be an integer of 64 bits": {"seed": 2**64},
     "betas must be in": {"betas": (0.9, 1.0)},
     "found_inf must be float32 of one element": {"found_inf": torch.zeros(2)},
-    "gradient_scale must be float32 of one element": {"gradient_scale": torch.zeros(1, dtype=BF16)},
 }
 
 

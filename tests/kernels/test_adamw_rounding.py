@@ -19,7 +19,7 @@ N = 2**17
 
 def words(step: int = 3, key: int = 5, seed: int = 7, offset: int = 0) -> dict[str, Tensor]:
     """The three numbers of 16 bits that each of N elements is rounded by, as fp64 in [-0.5, 0.5)."""
-    scalars = reference.scalars_reference(step, key, seed, 1.0, ((0.9, 0.0), (0.999, 0.0)), 1.0)
+    scalars = reference.scalars_reference(step, key, seed, 1.0, ((0.9, 0.0), (0.999, 0.0)))
     hashed = reference._hash(0, torch.empty(N), (offset, 1, 1), scalars.words[0])
     moments = reference._noise(hashed, scalars.words[1], reference._MIX_B)
     weight = reference._noise(hashed, scalars.words[2], reference._MIX_C)

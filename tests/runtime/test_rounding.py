@@ -239,13 +239,15 @@ def test_master_weights_go_from_one_strategy_to_another_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("type", TYPES)
-def test_low_bits_are_not_loaded_where_none_are_kept(type, precision, tmp_path):
+def test_low_bits_are_not_loaded_where_none_are_kept(type, precision, tmp_path, caplog):
     """A run that was out of memory starts again with a precision that takes less: from its first step on."""
     with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "vocab_size": 64}):
         model = build_model(RunSpec(model={"dtype": "bfloat16"}))
     _, optimizer = train(torch.bfloat16, range(1), model, build_optimizer(model, spec_of(type=type)))
     other = build_optimizer(model, spec_of(type=type, precision=precision))
-    load_optimizer(saved(tmp_path, model, optimizer), model, other)
+    with caplog.at_level("WARNING", "tasks"):
+        load_optimizer(saved(tmp_path, model, optimizer), model, other)
+    assert ("master weights of" in caplog.text) == (precision != "fp32_master")
     assert all(("remainder" in state) == (precision == "fp32_master") for state in other.state.values())
 
 
@@ -299,6 +301,13 @@ def test_a_skipped_step_changes_nothing():
     train(torch.bfloat16, range(2, 3), model, optimizer)
     after = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_without_effect_is_warned_of(precision, caplog):
+    with caplog.at_level("WARNING", "tasks"):
+        build_optimizer(model_of(torch.float32), spec_of(precision=precision))
+    assert ("has no effect: no bfloat16 weight learns" in caplog.text) == (precision != "fp32_master")
 
 
 def test_the_engine_of_deepspeed_keeps_masters_of_its_own():

@@ -137,13 +137,13 @@ class StepPlan:
             self._buckets = [_Bucket(tensors, numbers, members, signature) for signature, members in alike]
             self._facts = facts
 
-    def run(self, tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, scale: Tensor | None) -> None:
+    def run(self, tensors: Tensors, numbers: Numbers, found_inf: Tensor | None) -> None:
         """A step of the tensors that `update` was called with."""
         for bucket in self._buckets:
-            bucket.launch(tensors, numbers, found_inf, scale)
+            bucket.launch(tensors, numbers, found_inf)
         weight = tensors.weights[0]
         if not takes_kernel(weight) and not weight.is_meta:
-            _run_reference(tensors, numbers, found_inf, scale)
+            _run_reference(tensors, numbers, found_inf)
 
 
 def _facts(tensors: Tensors, numbers: Numbers) -> Any:
@@ -184,18 +184,17 @@ class _Bucket:
         self._table = torch.tensor(rows, dtype=torch.int64).to(device)
         self._chunks = _chunks(sizes).to(device)
         self._scalars = torch.empty(len(members), kernel.SCALARS, dtype=torch.int32, device=device)
-        self._zero, self._one = torch.zeros(1, device=device), torch.ones(1, device=device)
+        self._zero = torch.zeros(1, device=device)
         self._sent: list[int] = []
         self._addresses = self._table
 
-    def launch(self, tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, scale: Tensor | None) -> None:
+    def launch(self, tensors: Tensors, numbers: Numbers, found_inf: Tensor | None) -> None:
         """A step of these tensors."""
         (beta1, beta1_low), (beta2, beta2_low) = map(_halves, numbers.betas)
         count, seed = len(self._members), numbers.seed
         launch(
             kernel.scalars_kernel, (-(-count // _SCALARS.block),), self._table, self._scalars,
-            self._zero if found_inf is None else found_inf, self._one if scale is None else scale,
-            count, reference.signed(seed), reference.signed(seed >> 32),
+            self._zero if found_inf is None else found_inf, count, reference.signed(seed), reference.signed(seed >> 32),
             reference.to_fp32(numbers.lr), beta1, beta1_low, beta2, beta2_low,
             ADVANCE=numbers.advance, BLOCK=_SCALARS.block, num_warps=_SCALARS.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -261,7 +260,7 @@ def laid_out(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=x.dtype).copy_(x)
 
 
-def _run_reference(tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, scale: Tensor | None) -> None:
+def _run_reference(tensors: Tensors, numbers: Numbers, found_inf: Tensor | None) -> None:
     if found_inf is not None and float(found_inf) != 0.0:
         return
     betas = (_halves(numbers.betas[0]), _halves(numbers.betas[1]))
@@ -273,7 +272,6 @@ def _run_reference(tensors: Tensors, numbers: Numbers, found_inf: Tensor | None,
             step = int(tensors.steps[i])
         scalars = reference.scalars_reference(
             step, tensors.shards[i].key, numbers.seed, reference.to_fp32(numbers.lr), betas,
-            1.0 if scale is None else float(scale),
         )  # fmt: skip
         exp_avg, exp_avg_sq, remainder = (
             None if some is None or (t := some[i]) is None else _in_memory(t)

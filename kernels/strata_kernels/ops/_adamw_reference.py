@@ -17,7 +17,6 @@ _MIX_A, _MIX_B, _MIX_C, _GOLDEN = 0x21F0AAAD, 0x735A2D97, 0xD35A2D97, 0x9E3779B9
 class Scalars(NamedTuple):
     """What all elements of a tensor share: a row of the table of scalars, as numbers; words are signed."""
 
-    scale: float
     size: float
     inverse: float
     words: tuple[int, int, int]
@@ -57,12 +56,12 @@ def _powered(base: float, n: int) -> float:
 
 
 def scalars_reference(
-    step: int, key: int, seed: int, lr: float, betas: tuple[tuple[float, float], tuple[float, float]], scale: float
+    step: int, key: int, seed: int, lr: float, betas: tuple[tuple[float, float], tuple[float, float]]
 ) -> Scalars:
     """As `scalars_kernel`, for a step that is taken. betas: each as the two fp32 whose sum it is."""
     corrections = [1.0 - _powered(high + low, step) if step else 1.0 for high, low in betas]
     words = tuple(_worded(seed, key, step, number) for number in range(3))
-    return Scalars(to_fp32(scale), to_fp32(lr / corrections[0]), to_fp32(1.0 / corrections[1]), words)  # type: ignore[arg-type]
+    return Scalars(to_fp32(lr / corrections[0]), to_fp32(1.0 / corrections[1]), words)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,8 @@ def step_reference(
         part = slice(start, start + at_once)
         w_part = w[part]
         hashed = _hash(start, w_part, place, scalars.words[0]) if is_random else None
-        u = g[part].float() * scalars.scale
+        # A copy, also of fp32: it is computed with in place.
+        u = g[part].to(torch.float32, copy=True)
         if m is not None and v is not None:
             exp_avg = (m[part].float() * shares.beta1).add_(u * shares.rest1)
             exp_avg_sq = v[part].float()

@@ -1,6 +1,6 @@
 """AdamW on bf16 weights that loses no update, over many tensors at once and in place.
 
-    g = scale · gradient                            m ← β₁ m + (1 - β₁) g           v ← v + (1 - β₂) (g² - v)
+    m ← β₁ m + (1 - β₁) g                           v ← v + (1 - β₂) (g² - v)
     u = m / (sqrt(v / (1 - β₂ᵗ)) + eps)             w ← w - (lr / (1 - β₁ᵗ) · u + lr · weight_decay · w)
 
 `weight_step` is the last line alone, w ← w - (lr · u + lr · weight_decay · w), for updates u that were computed
@@ -60,7 +60,6 @@ def adamw_step(
     rounding: Rounding,
     seed: int,
     found_inf: Tensor | None = None,
-    gradient_scale: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> None:
     """`torch.optim.AdamW(fused=True).step()` on these tensors, rounded as `rounding` says; see the module.
@@ -80,7 +79,6 @@ def adamw_step(
         rounding: "master" | "stochastic" | "nearest". fp32 tensors are never rounded.
         seed: of the random bits, a 64-bit integer.
         found_inf: fp32 tensor of one element, or None. Unless it is 0, nothing changes, steps included.
-        gradient_scale: fp32 tensor of one element that gradients are multiplied by, such as a clipping coefficient.
         plan: the same one at every call with these tensors spares the host most of its work.
 
     Raises:
@@ -101,7 +99,6 @@ def adamw_step(
         Tensors(weights, gradients, exp_avgs, exp_avg_sqs, remainders, steps, shards),
         Numbers(lr, betas, eps, weight_decay, rounding, seed, advance=True),
         found_inf,
-        gradient_scale,
         plan,
     )
 
@@ -135,7 +132,6 @@ def weight_step(
         Tensors(weights, updates, None, None, remainders, steps, shards),
         Numbers(lr, (0.0, 0.0), 0.0, weight_decay, rounding, seed, advance=False),
         found_inf,
-        None,
         plan,
     )
 
@@ -156,16 +152,13 @@ def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run(
-    tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, scale: Tensor | None, plan: StepPlan | None
-) -> None:
+def _run(tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, plan: StepPlan | None) -> None:
     if not tensors.weights:
         return
     plan = plan or StepPlan()
     plan.update(tensors, numbers, _check)
     _check_scalar("found_inf", found_inf, tensors.weights[0])
-    _check_scalar("gradient_scale", scale, tensors.weights[0])
-    plan.run(tensors, numbers, found_inf, scale)
+    plan.run(tensors, numbers, found_inf)
 
 
 def _check(tensors: Tensors, numbers: Numbers) -> None:

@@ -6,6 +6,7 @@ data are functions of the step, so a checkpoint stores the step only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -18,6 +19,8 @@ from tasks.runtime.checkpoint.flat_shard import FlatShard, local_values, shard_o
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
 from tasks.runtime.process.rng import random_states, restore_random_states
+
+log = logging.getLogger(__name__)
 
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
 
@@ -117,6 +120,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
         optimizer.state.clear()
     tensors: dict[str, Tensor] = {}
     convert: list[Callable[[], None]] = []
+    dropped = 0
     for key in index:
         if key.startswith(_OPTIMIZER):
             slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
@@ -133,6 +137,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
                 rounded = parameters[name].dtype == torch.bfloat16
                 if rounded and not getattr(optimizer, "keeps_remainder", False):
                     # Neither is to take memory in the first step.
+                    dropped += 1
                     continue
                 if slot == MASTER:
                     tensors |= _split_master(optimizer, parameters[name], key, convert)
@@ -144,6 +149,12 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
             tensor = new_slot(parameters[name], slot, shape, dtype)
             if tensor is not None:
                 tensors[key] = tensor
+    if dropped:
+        log.warning(
+            "the checkpoint's fp32 master weights of %d parameters are left out: the run goes on from the "
+            "bfloat16 weights, because optimizer.precision is not 'fp32_master' now",
+            dropped,
+        )
     index.read(tensors)
     for function in convert:
         function()

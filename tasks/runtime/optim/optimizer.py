@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     """What `optimizer.type` names, over the parameters that learn; biases and norms do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if spec.optimizer.precision != "fp32_master" and not has_bfloat16(trained):
+        log.warning("optimizer.precision %r has no effect: no bfloat16 weight learns", spec.optimizer.precision)
     optimizer = _BUILDERS[spec.optimizer.type](model, trained, spec)
     if spec.optimizer.in_backward:
         step_in_backward(optimizer)

@@ -68,13 +68,13 @@ class Subject:
 
     @property
     def rows(self) -> int:
-        """RowDataset of an optimizer step that is compared."""
+        """Rows of an optimizer step that is compared."""
         fitting = max(2, _TOKENS // self.spec.data.sequence_length)
         return min(_ROWS if self.spec.data.sequence_length <= 512 else 4, max(fitting, 4), len(self.data.train))
 
     @property
     def micro_batch(self) -> int:
-        """RowDataset of a forward pass whose reference is in fp64."""
+        """Rows of a forward pass whose reference is in fp64."""
         fitting = max(1, _TOKENS // self.spec.data.sequence_length)
         return min(self.spec.training.micro_batch_size, fitting, len(self.data.train))
 
