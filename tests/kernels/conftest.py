@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from strata_kernels.ops import _repeat
+from strata_kernels.ops import _launch_cache
 from tests.kernels.bar import hold_to_bar
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,7 +71,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
     """On a GPU, a test that cuts tiles in another way is not answered by what an earlier one let be observed."""
-    _repeat._plans.clear()
+    _launch_cache._plans.clear()
 
 
 @pytest.fixture(autouse=True)

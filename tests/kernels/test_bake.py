@@ -22,7 +22,7 @@ from triton.runtime.jit import JITCallable
 from images import check as images
 from strata_kernels import ops
 from strata_kernels.__main__ import _bar, main
-from strata_kernels.ops._lines import leave_out_lines
+from strata_kernels.ops._stable_cache_keys import leave_out_lines
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
 from strata_kernels.warmup.cache import keys, load, relocate

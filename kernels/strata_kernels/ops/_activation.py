@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ._activation_kernels import activation_bwd_kernel, activation_fwd_kernel
 from ._launch import DTYPES, describe, has_dtype, launch, takes_kernel
-from ._register import _library, register
+from ._operator import _library, register
 
 # Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
 _VECTOR = 8

@@ -14,7 +14,7 @@ from torch import Tensor
 from ._launch import accumulator
 from ._logit_chunks import Settings, run
 from ._loss import refuse_double_backward, scaled
-from ._register import register
+from ._operator import register
 
 NAME = "linear_cross_entropy"
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import describe, launch, multiprocessors, takes_kernel
-from ._register import has_mode
+from ._operator import has_mode
 
 Reduction = Literal["mean", "sum", "none"]
 

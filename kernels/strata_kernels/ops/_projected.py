@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from ._activation import Activation, Form, define
 from ._launch import describe
-from ._register import is_observed, is_recorded
-from ._repeat import TENSORS
+from ._launch_cache import TENSORS
+from ._operator import is_observed, is_recorded
 
 # Elements of the largest matrix in a product.
 _LARGEST = 2**31 - 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._launch import describe
 from ._norm import is_transformed, norm_forward, norm_reference, normalized_like, statistics_like, unfilled
-from ._register import register
+from ._operator import register
 from .rms_norm import Cast, check, rms_norm_bwd, rms_norm_gradients
 
 

@@ -28,7 +28,7 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._register import plain_gradients, register
+from ._operator import plain_gradients, register
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"

@@ -42,8 +42,8 @@ from ._angles import (
 )
 from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._norm import gradient_like, is_transformed, norm_backward, norm_reference
+from ._operator import plain_gradients, register
 from ._qk_norm_rope import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
-from ._register import plain_gradients, register
 from .rms_norm import Cast
 
 

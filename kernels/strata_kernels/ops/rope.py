@@ -42,7 +42,7 @@ from ._angles import (
 )
 from ._launch import launch, takes_kernel
 from ._norm import is_transformed
-from ._register import register
+from ._operator import register
 from ._rotary import find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
 
 

@@ -22,7 +22,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import function as torch_function
 
 from ._launch import is_recording
-from ._repeat import TENSORS, form_of, repeat
+from ._launch_cache import TENSORS, form_of, repeat
 
 _library = torch.library.Library("strata", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -39,7 +39,7 @@ def register(
 
     run: the implementation on real tensors of any device; the first argument is a tensor. It must neither write into
         nor return its arguments, and on a GPU what it asks of PyTorch and launches must follow from the shapes,
-        strides, dtypes, alignments and plain values of its arguments: `_repeat` tells why.
+        strides, dtypes, alignments and plain values of its arguments: `_launch_cache` tells why.
     fake: the same outputs, unfilled: shapes, dtypes and strides equal to those of `run`.
     setup_context, backward: as in `torch.autograd.Function`; both or neither.
 

@@ -1,6 +1,6 @@
 """What is repeated in place of a host function, with a stand-in for a compiled kernel that reads and writes by address.
 
-On a GPU `test_register.py` holds the real operators, repeated, to what the dispatcher gives.
+On a GPU `test_operator.py` holds the real operators, repeated, to what the dispatcher gives.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from strata_kernels.ops import _launch, _repeat
-from strata_kernels.ops._repeat import TENSORS, form_of, repeat
+from strata_kernels.ops import _launch, _launch_cache
+from strata_kernels.ops._launch_cache import TENSORS, form_of, repeat
 
 
 class Scale:
@@ -52,7 +52,7 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU as device 0 of a driver without a GPU, with no plan known."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(_repeat, "_plans", {})
+    monkeypatch.setattr(_launch_cache, "_plans", {})
     yield
 
 
@@ -63,7 +63,7 @@ def call(run: Callable[..., object], *args: object) -> object:
 
 
 def plan() -> object:
-    [found] = _repeat._plans.values()
+    [found] = _launch_cache._plans.values()
     return found
 
 
@@ -98,7 +98,7 @@ def test_parts_of_a_tensor_are_found_again(kernel) -> None:
     for _ in range(4):
         x = torch.randn(6)
         assert torch.equal(call(host, x), x[3:])
-    assert isinstance(plan(), _repeat._Plan)
+    assert isinstance(plan(), _launch_cache._Plan)
 
 
 def test_neighbors_in_one_projection_are_told_apart(kernel) -> None:
@@ -123,10 +123,10 @@ def test_one_tensor_in_two_places_is_not_what_is_learned_from(kernel) -> None:
     x = torch.randn(4)
     for _ in range(3):
         assert torch.equal(call(host, x, x), x)
-    assert not isinstance(plan(), _repeat._Plan)
+    assert not isinstance(plan(), _launch_cache._Plan)
     for gate, up in ((x, 2 * x), (x, 3 * x), (x, x), (2 * x, x)):
         assert torch.equal(call(host, gate, up), up)
-    assert isinstance(plan(), _repeat._Plan)
+    assert isinstance(plan(), _launch_cache._Plan)
 
 
 def test_zeros_and_shapes_of_results(kernel) -> None:
@@ -137,7 +137,7 @@ def test_zeros_and_shapes_of_results(kernel) -> None:
     for _ in range(4):
         y = call(host, torch.ones(2, 3))
         assert y.shape == (2, 3) and not y.any()
-    assert isinstance(plan(), _repeat._Plan)
+    assert isinstance(plan(), _launch_cache._Plan)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_no_tensor_is_kept(kernel) -> None:
 
     for _ in range(3):
         call(host, torch.ones(4))
-    assert isinstance(plan(), _repeat._Plan) and len(kept) == 6 and not any(ref() is not None for ref in kept)
+    assert isinstance(plan(), _launch_cache._Plan) and len(kept) == 6 and not any(ref() is not None for ref in kept)
 
 
 def test_a_call_that_fails_teaches_nothing(kernel) -> None:
@@ -217,11 +217,11 @@ def test_a_call_that_fails_teaches_nothing(kernel) -> None:
         with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
             call(host, x)
     fails = False
-    assert all(torch.equal(call(host, x), x) for _ in range(3)) and isinstance(plan(), _repeat._Plan)
+    assert all(torch.equal(call(host, x), x) for _ in range(3)) and isinstance(plan(), _launch_cache._Plan)
 
 
 def test_plans_are_bounded(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(_repeat, "_MOST_PLANS", 3)
+    monkeypatch.setattr(_launch_cache, "_MOST_PLANS", 3)
     for n in range(1, 9):
         call(lambda x: torch.empty_like(x), torch.ones(n))
-        assert len(_repeat._plans) <= 3
+        assert len(_launch_cache._plans) <= 3
