@@ -143,11 +143,6 @@ def gradient_like(weight: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
     return unfilled(weight) if weight is not None and wanted else x.new_empty(0)
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is at work: it sees into plain PyTorch alone."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, offset: float, cast: str, center: bool,

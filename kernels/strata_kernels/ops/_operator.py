@@ -1,20 +1,38 @@
-"""How an operator enters the `strata` namespace of torch's dispatcher, and how an eager call goes past it.
+"""How an operator is declared, and how a call reaches its host function.
 
-An operator is one host function (it chooses kernel or reference), one fake function (it only allocates) and, for a
-forward operator, the pair that links it to its backward operator.
+An operator is a class that holds its parts, under its schema in the `strata` namespace of torch's dispatcher:
 
-The dispatcher lets others see an operator: compile, export, fake tensors, modes such as selective checkpointing's,
-function transforms, subclasses of tensors. It enters Python anew for each of its keys, which costs a small operator
-more than its work. So a call that nobody would see goes straight to what the dispatcher would come to.
+    @operator("scale(Tensor x, float factor) -> Tensor")
+    class Scale(Operator):
+        @staticmethod
+        def forward(x, factor): ...                   # host function: choose kernel or reference, allocate, launch
 
-The dispatcher's own interface is used in place of `torch.library.custom_op`: for compile, export and selective
-checkpointing the two are alike, and an eager call costs less of the CPU.
+        @staticmethod
+        def fake(x, factor): ...                      # the outputs of forward, unfilled
+
+        @staticmethod
+        def setup_context(ctx, inputs, output): ...   # save tensors for the backward pass
+
+        @staticmethod
+        def backward(ctx, dy): ...                    # call the backward operator, a class of its own
+
+    y = Scale.apply(x, 2.0)
+
+Names and signatures are those of `torch.autograd.Function`; `fake` is what `torch.library.register_fake` takes.
+
+A call goes one of two ways. Through the dispatcher, if compile, export, fake tensors, a mode such as selective
+checkpointing's, a transform of `torch.func` or a subclass of Tensor has to see it. Otherwise straight to the autograd
+node and the launch cache: the dispatcher enters Python anew for each of its keys, which costs a small operator more
+than its work.
+
+`torch.library.custom_op` is not used: for compile, export and selective checkpointing it is equal, but an eager call
+costs more CPU time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +45,40 @@ from ._launch_cache import TENSORS, form_of, repeat
 _library = torch.library.Library("strata", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+class Operator:
+    """The parts of an operator, as static methods of a class under `@operator`.
+
+    forward: (*inputs) -> a tensor or a tuple of tensors, on real tensors of any device. The first input is a tensor. It
+        neither writes into nor returns an input. On a GPU its calls of PyTorch and its launches depend on nothing but
+        the shapes, strides, dtypes, alignments and plain values of its inputs, because `_launch_cache` replays them.
+    fake: (*inputs) -> the outputs of forward, unfilled: equal shapes, dtypes and strides. While launches are recorded,
+        fake tensors take `forward` instead, so that the plan is made of its host code.
+    setup_context, backward: as in `torch.autograd.Function`; both, or neither for an operator without a derivative.
+    vmap: (info, in_dims, *inputs), as in `torch.autograd.Function`; None for a loop over the batch.
+    apply: calls the operator, with positional arguments only. `@operator` sets it.
+    """
+
+    forward: ClassVar[Callable[..., Any]]
+    fake: ClassVar[Callable[..., Any]]
+    setup_context: ClassVar[Callable[..., None] | None] = None
+    backward: ClassVar[Callable[..., Any] | None] = None
+    vmap: ClassVar[Callable[..., Any] | None] = None
+    apply: ClassVar[Callable[..., Any]]
+
+
+_Parts = TypeVar("_Parts", bound=Operator)
+
+
+def operator(schema: str) -> Callable[[type[_Parts]], type[_Parts]]:
+    """Define `strata::<schema>` with the parts of the decorated class."""
+
+    def define(parts: type[_Parts]) -> type[_Parts]:
+        parts.apply = staticmethod(_define(schema, parts))
+        return parts
+
+    return define
+
+
 def register(
     schema: str,
     run: Callable[..., Any],
@@ -35,35 +87,43 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Define `strata::<schema>` and return a function to be called with positional arguments only.
+    """`operator` for parts that are functions of a module."""
+    methods = {"forward": run, "fake": fake, "setup_context": setup_context, "backward": backward}
+    parts: type[Operator] = type("Parts", (Operator,), {k: part and staticmethod(part) for k, part in methods.items()})
+    return operator(schema)(parts).apply
 
-    run: the implementation on real tensors of any device; the first argument is a tensor. It must neither write into
-        nor return its arguments, and on a GPU what it asks of PyTorch and launches must follow from the shapes,
-        strides, dtypes, alignments and plain values of its arguments: `_launch_cache` tells why.
-    fake: the same outputs, unfilled: shapes, dtypes and strides equal to those of `run`.
-    setup_context, backward: as in `torch.autograd.Function`; both or neither.
 
-    While launches are recorded, fake tensors take `run`, so that its host code is what the plan is made of.
-    """
+def _define(schema: str, parts: type[Operator]) -> Callable[..., Any]:
     # The dispatcher drops arguments that equal a default, and setup_context would see fewer inputs.
     assert "=" not in schema, f"{schema}: operators have no default arguments"
     name = schema[: schema.index("(")]
+    forward, fake = parts.forward, parts.fake
 
-    def trace(*args: Any) -> Any:
-        return run(*args) if is_recording() else fake(*args)
+    def forward_or_fake(*args: Any) -> Any:
+        return forward(*args) if is_recording() else fake(*args)
 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"strata::{name}", trace, lib=_library)
+    _library.impl(name, forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"strata::{name}", forward_or_fake, lib=_library)
     overload = getattr(torch.ops.strata, name).default
     kinds = tuple(_KINDS[str(argument.type)] for argument in overload._schema.arguments)
 
-    def directly(*args: Any) -> Any:
+    def cached(*args: Any) -> Any:
         found = form_of(name, kinds, args)
-        return overload(*args) if found is None else repeat(run, args, *found)
+        return overload(*args) if found is None else repeat(forward, args, *found)
 
-    if setup_context is None or backward is None:
-        return _eager(overload, directly, None)
+    node = None
+    if parts.setup_context is not None and parts.backward is not None:
+        _define_autograd(name, overload, parts)
+        node = _node(name, cached, parts)
+    call = _eager(overload, cached, node)
+    if parts.vmap is not None:
+        torch.library.register_vmap(f"strata::{name}", parts.vmap, lib=_library)
+    return call
+
+
+def _define_autograd(name: str, overload: Callable[..., Any], parts: type[Operator]) -> None:
+    """Link the operator to its backward function for calls through the dispatcher."""
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -74,7 +134,7 @@ def register(
         with torch.enable_grad():
             return below(*args)
 
-    node = _node(name, one_level_down, setup_context, backward)
+    node = _node(name, one_level_down, parts)
 
     def differentiable(*args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -84,13 +144,12 @@ def register(
             return node(*args)
 
     _library.impl(name, differentiable, "Autograd")  # type: ignore[no-untyped-call]
-    return _eager(overload, directly, _node(name, directly, setup_context, backward))
 
 
-def _node(
-    name: str, run: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`run` as a node of the autograd graph."""
+def _node(name: str, run: Callable[..., Any], parts: type[Operator]) -> Callable[..., Any]:
+    """`run` as a node of the autograd graph, with the setup_context and backward of `parts`."""
+    setup_context, backward = parts.setup_context, parts.backward
+    assert setup_context is not None and backward is not None
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)
@@ -118,15 +177,15 @@ _PLAIN = frozenset().union(*_KINDS.values())
 
 
 def _eager(
-    overload: Callable[..., Any], directly: Callable[..., Any], node: Callable[..., Any] | None
+    overload: Callable[..., Any], cached: Callable[..., Any], node: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """`overload`; or where the dispatcher has nothing but autograd and `run` for a call, these."""
+    """`overload`; or, where nobody has to see the call, the autograd node or `cached` themselves."""
 
     def call(*args: Any) -> Any:
         if is_observed() or not _PLAIN.issuperset(map(type, args)):
             return overload(*args)
         if not torch.is_grad_enabled():
-            return directly(*args)
+            return cached(*args)
         return overload(*args) if node is None or _is_excluded(_AUTOGRAD) else node(*args)
 
     return call
@@ -146,13 +205,18 @@ def has_mode() -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether autograd takes note of what is computed: it is on, and this is not the inside of another operator."""
+    """Whether autograd records what is computed: it is on, and this is not the inside of another operator."""
     return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _is_excluded(_AUTOGRAD))
 
 
 def is_observed() -> bool:
-    """Whether a compiler or a mode follows what is called here, so that it must go through the dispatcher."""
+    """Whether a compiler, a mode or a recording has to see this call, so that it must go through the dispatcher."""
     return torch.compiler.is_compiling() or has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work: it sees into plain PyTorch alone."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def plain_gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], incoming: Any) -> tuple[Any, ...]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ._launch import describe
-from ._norm import is_transformed, norm_forward, norm_reference, normalized_like, statistics_like, unfilled
-from ._operator import register
-from .rms_norm import Cast, check, rms_norm_bwd, rms_norm_gradients
+from ._norm import norm_forward, norm_reference, normalized_like, statistics_like, unfilled
+from ._operator import is_transformed, register
+from .rms_norm import Cast, _RMSNormBackward, check, rms_norm_gradients
 
 
 def _fake(
@@ -52,7 +52,7 @@ def _autograd(ctx: Any, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple[
         return dx, dx, dw, None, None, None
     weight_grad = ctx.needs_input_grad[2]
     _, offset, _ = ctx.settings
-    dx, dw = rms_norm_bwd(dy, dh, h, weight, stats, offset, weight_grad)
+    dx, dw = _RMSNormBackward.apply(dy, dh, h, weight, stats, offset, weight_grad)
     return dx, dx, dw if weight_grad else None, None, None, None
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from ._launch import DTYPES, describe, has_dtype
 from ._norm import (
     gradient_like,
-    is_transformed,
     norm_backward,
     norm_forward,
     norm_reference,
@@ -28,7 +27,7 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._operator import plain_gradients, register
+from ._operator import is_transformed, plain_gradients, register
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"

@@ -20,7 +20,6 @@ from torch import Tensor
 from ._launch import DTYPES, describe, has_dtype
 from ._norm import (
     gradient_like,
-    is_transformed,
     norm_backward,
     norm_forward,
     norm_reference,
@@ -28,41 +27,66 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._operator import plain_gradients, register
+from ._operator import Operator, is_transformed, operator, plain_gradients
 
 Cast = Literal["llama", "gemma", "none"]
 
 
-def _fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
-    return normalized_like(x, weight, cast), statistics_like(x, center=False)
+@operator(
+    "rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor stats, float offset, bool weight_grad)"
+    " -> (Tensor, Tensor)"
+)
+class _RMSNormBackward(Operator):
+    """dx and dw; `dh` is the gradient of h where x is the h of add_rms_norm."""
+
+    @staticmethod
+    def forward(
+        dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, weight_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        dw = gradient_like(weight, weight_grad, x)
+        dx = norm_backward(dy, dh, x, weight, stats, offset, False, dw if weight_grad else None, None)
+        return dx, dw
+
+    @staticmethod
+    def fake(
+        dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, weight_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        return unfilled(x), gradient_like(weight, weight_grad, x)
 
 
-def _run(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
-    y, _, stats = norm_forward(x, None, weight, None, eps, offset, cast, center=False)
-    return y, stats
+@operator("rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)")
+class _RMSNorm(Operator):
+    """y and the statistics that the backward pass needs."""
 
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
+        y, _, stats = norm_forward(x, None, weight, None, eps, offset, cast, center=False)
+        return y, stats
 
-def _backward_fake(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, weight_grad: bool
-) -> tuple[Tensor, Tensor]:
-    return unfilled(x), gradient_like(weight, weight_grad, x)
+    @staticmethod
+    def fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
+        return normalized_like(x, weight, cast), statistics_like(x, center=False)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, *ctx.settings = inputs
+        stats = output[1]
+        ctx.mark_non_differentiable(stats)
+        # Otherwise the gradient of the statistics arrives as a tensor of zeros, at the price of a kernel.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, stats)
 
-def _backward(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, weight_grad: bool
-) -> tuple[Tensor, Tensor]:
-    dw = gradient_like(weight, weight_grad, x)
-    dx = norm_backward(dy, dh, x, weight, stats, offset, False, dw if weight_grad else None, None)
-    return dx, dw
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, *ctx.settings = inputs
-    stats = output[1]
-    ctx.mark_non_differentiable(stats)
-    # Otherwise the gradient of the statistics arrives as a tensor of zeros, at the price of a kernel.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, stats)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None, None
+        x, weight, stats = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *rms_norm_gradients(dy, x, weight, *ctx.settings), None, None, None
+        weight_grad = ctx.needs_input_grad[1]
+        _, offset, _ = ctx.settings
+        dx, dw = _RMSNormBackward.apply(dy, None, x, weight, stats, offset, weight_grad)
+        return dx, dw if weight_grad else None, None, None, None
 
 
 def _plain(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
@@ -74,34 +98,6 @@ def rms_norm_gradients(
 ) -> tuple[Any, ...]:
     """dx and dw in plain PyTorch, differentiable."""
     return plain_gradients(partial(_plain, eps=eps, offset=offset, cast=cast), (x, weight), dy)
-
-
-def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None, None
-    x, weight, stats = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        return *rms_norm_gradients(dy, x, weight, *ctx.settings), None, None, None
-    weight_grad = ctx.needs_input_grad[1]
-    _, offset, _ = ctx.settings
-    dx, dw = rms_norm_bwd(dy, None, x, weight, stats, offset, weight_grad)
-    return dx, dw if weight_grad else None, None, None, None
-
-
-# With the gradient of h, where x is the h of add_rms_norm.
-rms_norm_bwd = register(
-    "rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor stats, float offset, bool weight_grad)"
-    " -> (Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-)
-_rms_norm = register(
-    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-    setup_context=_setup_context,
-    backward=_autograd,
-)
 
 
 def check(x: Tensor, weight: Tensor | None, cast: str) -> None:
@@ -149,5 +145,5 @@ def rms_norm(
     check(x, weight, cast)
     if is_transformed():
         return _plain(x, weight, eps, offset, cast)
-    y: Tensor = _rms_norm(x, weight, eps, offset, cast)[0]
+    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, cast)[0]
     return y

@@ -41,8 +41,7 @@ from ._angles import (
     unfilled_like,
 )
 from ._launch import launch, takes_kernel
-from ._norm import is_transformed
-from ._operator import register
+from ._operator import is_transformed, register
 from ._rotary import find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
 
 
