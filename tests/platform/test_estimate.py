@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
-from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, packed_weights, shards, working_set
+from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, working_set
 from strata_platform.estimate.shapes import KNOWN, ModelShape, from_config
+from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.models.build import PRESETS
 
@@ -28,6 +29,11 @@ SMALL = {"model_type": "llama", **PRESETS["tiny-llama"], "head_dim": None}
 def spec_of(**sections):
     base = {"model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"}, "data": {"sequence_length": 4096}}
     return RunSpec.model_validate(base | sections)
+
+
+def work_of(**sections):
+    spec = spec_of(**sections)
+    return Workload.of(spec, shape_of(spec.model.name))
 
 
 def take(**sections):
@@ -204,13 +210,12 @@ def test_weights_of_four_bits_are_those_of_linear_layers_and_their_scales():
 
 def test_weights_of_no_whole_blocks_stay_as_they_are():
     """Of the queries, and behind attention; keys and values have 32 weights, those of the gate 96."""
-    assert packed_weights(spec_of(**NF4), ModelShape(8, 12, 1, 2, 1, 4, 100)) == (64, 64)
+    assert Workload.of(spec_of(**NF4), ModelShape(8, 12, 1, 2, 1, 4, 100)).nf4_weights == (64, 64)
 
 
 def test_one_weight_of_four_bits_is_exact_while_it_is_multiplied_with():
-    shape = shape_of("llama-3.1-8b")
-    exact = working_set(spec_of(adapter={"type": "lora"}), shape, 4096)
-    assert working_set(spec_of(**NF4), shape, 4096) - exact == 2 * 4096 * 14336
+    exact = working_set(work_of(adapter={"type": "lora"}))
+    assert working_set(work_of(**NF4)) - exact == 2 * 4096 * 14336
 
 
 def test_every_product_unpacks_its_weight_once():
@@ -235,11 +240,10 @@ def test_cut_matrices_are_split_like_others_but_for_norms(processes):
 
 def test_hidden_states_are_whole_where_matrices_are_cut():
     """What goes into norms and out of them; heads and columns are divided."""
-    spec = spec_of(**TENSOR)
-    part = shape_of("llama-3.1-8b").part(2)
+    work = work_of(**TENSOR, training={"micro_batch_size": 1})
     heads, columns = 2 * 4096 + 2 * 1024, 2 * 14336
-    assert activations_of_layer(spec, part, 4096) == 2 * 4096 * (4 * 4096 + (heads + columns) // 2)
-    assert (part.layer_weights, part.head_parameters, shards(spec)) == (LAYER // 2, 4096 * 64128, 1)
+    assert activations_of_layer(work) == 2 * 4096 * (4 * 4096 + (heads + columns) // 2)
+    assert (work.shape.layer_weights, work.shape.head_parameters, work.shards) == (LAYER // 2, 4096 * 64128, 1)
     assert take(**TENSOR).memory.gathered == pytest.approx(take(**on(2)).memory.gathered / 2, rel=1e-3)
 
 
@@ -283,7 +287,7 @@ def test_keys_and_values_of_cut_rows_are_whole():
     training = {"training": {"micro_batch_size": 2}}
     assert take(**CONTEXT, **training).memory.activations == 32 * layer
     recomputed = {"training": {"micro_batch_size": 2, "gradient_checkpointing": "full"}}
-    assert kept_by_layer(spec_of(**CONTEXT, **recomputed), shape_of("llama-3.1-8b"), 4096) == 2 * 4096 * 4096
+    assert kept_by_layer(work_of(**CONTEXT, **recomputed)) == 2 * 4096 * 4096
 
 
 @pytest.mark.parametrize(("kind", "times"), [("none", 2), ("full", 3)])
@@ -300,10 +304,10 @@ def test_keys_and_values_of_cut_rows_are_waited_for(kind, times):
 
 def test_rows_that_are_cut_have_masks_in_float32():
     model = {"name": "llama-3.1-8b", "dtype": "float32"}
-    spec = spec_of(**CONTEXT, model=model)
+    work = work_of(**CONTEXT, model=model, training={"micro_batch_size": 1})
     # Keys and values are repeated for the heads; a token sees half of the row on average.
     numbers = 2048 * (7 * 4096 + 2 * 14336) + 2 * 4096 * 4096 + 2048 * 4096 // 2
-    assert activations_of_layer(spec, shape_of("llama-3.1-8b"), 2048) == 4 * numbers
+    assert activations_of_layer(work) == 4 * numbers
 
 
 @pytest.mark.parametrize("cut", [TENSOR, CONTEXT], ids=["matrices", "rows"])
@@ -489,9 +493,9 @@ def test_what_is_cut_and_packed_is_said(tmp_path):
         (tmp_path / "my.yaml").write_text(json.dumps({"model": {"name": "llama-3.1-8b"}, **sections}))
         return strata(tmp_path / "my.yaml", "--gpus", "2").stdout
 
-    assert "LoRA beside weights of four bits, on 1 x H200" in said(**NF4)
+    assert "LoRA on nf4 weights, on 1 x H200" in said(**NF4)
     cut = said(**TENSOR)
-    assert "layout: 2 GPUs, fsdp, tensor parallel 2, 4 x 256 tokens at a time" in cut
+    assert "layout: 2 GPUs, fsdp, tensor parallel 2, 4 x 256 tokens per micro-batch" in cut
     assert "context parallel 2" in said(**CONTEXT)
     data = json.loads(strata(tmp_path / "my.yaml", "--format", "json").stdout)
     assert (data["layout"]["parallel.tensor_parallel"], data["layout"]["parallel.context_parallel"]) == (1, 2)

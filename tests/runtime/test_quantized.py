@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 from strata_platform.errors import SpecError
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.memory import memory_of
+from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Deepspeed, Fsdp
 from strata_platform.spec.training import Training
@@ -131,7 +132,7 @@ def test_weights_take_what_the_estimate_says(output):
     assert len(states) == 2 * 7
     scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
     held = sum(parameter.nbytes for parameter in model.parameters())
-    assert memory_of(spec, shape_of(spec.model.name)).weights == held + scales
+    assert memory_of(Workload.of(spec, shape_of(spec.model.name))).weights == held + scales
     assert {s.code.nbytes + s.state2.code.nbytes + s.offset.nbytes for s in states} == {1092}
 
 

@@ -11,6 +11,7 @@ from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Parallel
 
 # GPUs of one node, and GPU counts to try.
 _NODE = 8
@@ -26,14 +27,14 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
     for count, micro_batch, recompute in product(_COUNTS, _MICRO_BATCHES, ("none", "full")):
         if count > most:
             continue
-        for parallel in _strategies(spec, count):
-            # Processes that share rows count as one data-parallel rank.
-            readers, others = divmod(count, parallel.get("tensor_parallel", 1) * parallel.get("context_parallel", 1))
-            if others or rows % (readers * micro_batch):
+        for parallel in _strategies(spec.parallel, count):
+            # Processes of a tensor- and context-parallel group read the same rows: one data-parallel rank.
+            dp_size, rest = divmod(count, parallel.get("tensor_parallel", 1) * parallel.get("context_parallel", 1))
+            if rest or rows % (dp_size * micro_batch):
                 continue
             training = {
                 "micro_batch_size": micro_batch,
-                "gradient_accumulation_steps": rows // (readers * micro_batch),
+                "gradient_accumulation_steps": rows // (dp_size * micro_batch),
                 "gradient_checkpointing": recompute,
                 "gradient_checkpointing_every": None,
             }
@@ -43,16 +44,16 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
                 yield estimate(other, shape, gpu)
 
 
-def _strategies(spec: RunSpec, count: int) -> Iterator[Mapping[str, Any]]:
-    """Strategies for `count` processes: the spec's own, and the same without tensor and context parallelism."""
+def _strategies(parallel: Parallel, count: int) -> Iterator[Mapping[str, Any]]:
+    """Strategies for `count` processes: ddp and fsdp, and `parallel` without tensor and context parallelism."""
     if count == 1:
         yield {"type": "single"}
         return
     for strategy in ("ddp", "fsdp"):
-        own = spec.parallel.type == strategy
-        yield spec.parallel.model_dump(mode="json") if own else {"type": strategy}
-    if spec.tensor_parallel * spec.context_parallel > 1:
-        yield spec.parallel.model_dump(mode="json") | {"tensor_parallel": 1, "context_parallel": 1}
+        own = parallel.type == strategy
+        yield parallel.model_dump(mode="json") if own else {"type": strategy}
+    if parallel.type == "fsdp" and parallel.tensor_parallel * parallel.context_parallel > 1:
+        yield parallel.model_dump(mode="json") | {"tensor_parallel": 1, "context_parallel": 1}
 
 
 def _changed(

@@ -37,8 +37,8 @@ def to_dict(found: Estimate, best: Estimate | None, tokens: float | None, price:
 def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
     """The estimate as lines of text."""
     gpus = found.spec.topology.world_size
-    adapted = "LoRA beside weights of four bits" if found.spec.is_quantized else "LoRA"
-    trained = adapted if found.spec.adapter.type != "none" else "all weights learn"
+    adapted = "LoRA on nf4 weights" if found.workload.quantized else "LoRA"
+    trained = adapted if found.workload.lora else "all weights trained"
     size = f"{found.shape.parameters / 1e9:.2f} B parameters"
     yield f"{found.spec.model.name}: {size}, {trained}, on {gpus} x {found.gpu.name}"
     yield f"layout: {describe_layout(found.spec)}"
@@ -47,7 +47,7 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: P
     for feature in found.uncounted:
         yield f"not counted: {feature}"
     yield ""
-    yield "memory of each GPU at its fullest, GiB"
+    yield "peak memory of each GPU, GiB"
     for name, part in found.memory.parts().items():
         if part:
             yield f"  {name:<12}{part / _GIB:8.1f}"
@@ -99,7 +99,7 @@ _KEPT = {
 
 def layout(spec: RunSpec) -> dict[str, Any]:
     """The spec's fields that make up the layout."""
-    cut = {
+    degrees = {
         f"parallel.{name}": getattr(spec.parallel, name)
         for name in ("tensor_parallel", "context_parallel")
         if spec.parallel.type == "fsdp"
@@ -108,7 +108,7 @@ def layout(spec: RunSpec) -> dict[str, Any]:
         "topology.nnodes": spec.topology.nnodes,
         "topology.nproc_per_node": spec.topology.nproc_per_node,
         "parallel.type": spec.parallel.type,
-        **cut,
+        **degrees,
         "training.micro_batch_size": spec.training.micro_batch_size,
         "training.gradient_accumulation_steps": spec.training.gradient_accumulation_steps,
         "training.gradient_checkpointing": spec.training.gradient_checkpointing,
@@ -118,14 +118,14 @@ def layout(spec: RunSpec) -> dict[str, Any]:
 def describe_layout(spec: RunSpec) -> str:
     """The layout as one line of text."""
     training, gpus = spec.training, spec.topology.world_size
-    rounds = training.gradient_accumulation_steps
+    micro_batches = training.gradient_accumulation_steps
     parts = [f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else "")]
     for name, ways in (("tensor parallel", spec.tensor_parallel), ("context parallel", spec.context_parallel)):
         if ways > 1:
             parts.append(f"{name} {ways}")
-    parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens at a time")
-    if rounds > 1:
-        parts.append(f"{rounds} times a step")
+    parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens per micro-batch")
+    if micro_batches > 1:
+        parts.append(f"{micro_batches} micro-batches per step")
     parts.append(_KEPT[training.gradient_checkpointing])
     return ", ".join(parts)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, compute_bytes, memory_of, paged_bytes
+from strata_platform.estimate.memory import Memory, memory_of, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
+from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
-from strata_platform.spec.parallel import Fsdp
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Estimate:
     spec: RunSpec
     shape: ModelShape
     gpu: Gpu
+    workload: Workload
     memory: Memory
     time: Time
 
@@ -31,7 +32,7 @@ class Estimate:
     @property
     def paged(self) -> float:
         """Bytes of optimizer state in managed memory, which may move to the host and is not in `memory`."""
-        return paged_bytes(self.spec, self.shape)
+        return paged_bytes(self.workload)
 
     @property
     def tokens_per_second(self) -> float:
@@ -47,15 +48,14 @@ class Estimate:
     @property
     def moves_to_host(self) -> bool:
         """Whether `memory` includes state that is offloaded to the host."""
-        parallel = self.spec.parallel
-        return isinstance(parallel, Fsdp) and parallel.cpu_offload
+        return self.workload.fsdp is not None and self.workload.fsdp.cpu_offload
 
     @property
     def overestimated_because(self) -> str | None:
         """Why `memory` is more than the run takes, so that it may fit although `fits` is false; None if it is not."""
         if self.moves_to_host:
             return "parallel.cpu_offload moves state to the host, which the estimate does not subtract"
-        if isinstance(self.spec.adapter, Lora) and self.spec.adapter.target_modules:
+        if self.workload.lora and self.workload.lora.target_modules:
             return "the estimate counts adapters for all layers, not only for those of adapter.target_modules"
         return None
 
@@ -65,21 +65,19 @@ class Estimate:
 
         This covers the trained model alone; `uncounted` lists other models of the run.
         """
-        if isinstance(self.spec.adapter, Lora):
-            if self.spec.adapter.use_dora:
-                return "the estimate does not count the weights that adapter.use_dora computes"
-            if self.spec.adapter.lora_dropout > 0:
-                return "the estimate does not count the inputs that adapter.lora_dropout copies"
+        if self.workload.lora and self.workload.lora.use_dora:
+            return "the estimate does not count the weights that adapter.use_dora computes"
+        if self.workload.lora and self.workload.lora.lora_dropout > 0:
+            return "the estimate does not count the inputs that adapter.lora_dropout copies"
         return None
 
     @property
     def uncounted(self) -> tuple[str, ...]:
         """Features of the spec that memory or time do not include, as texts; empty if everything is counted."""
-        objective, adapter = self.spec.objective, self.spec.adapter
-        lora = adapter if isinstance(adapter, Lora) else Lora()
+        objective, lora = self.spec.objective, self.workload.lora or Lora()
         return tuple(
-            said
-            for asked, said in (
+            feature
+            for used, feature in (
                 (
                     objective.type == "distill",
                     "objective.type 'distill': the teacher's weights, and its forward pass in every step",
@@ -89,7 +87,7 @@ class Estimate:
                     "objective.type 'dpo': the reference's forward pass, in every step or once before the first",
                 ),
                 (
-                    compute_bytes(self.spec) == 4,
+                    self.workload.compute_bytes == 4,
                     "model.dtype 'float32': products are timed as in bfloat16, but take several times as long",
                 ),
                 (
@@ -114,10 +112,11 @@ class Estimate:
                     "adapter.target_modules: the estimate assumes adapters for all linear layers but the head",
                 ),
             )
-            if asked
+            if used
         )
 
 
 def estimate(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Estimate:
     """Estimate `spec` for a model of `shape` on GPUs of one model."""
-    return Estimate(spec, shape, gpu, memory_of(spec, shape), time_of(spec, shape, gpu))
+    work = Workload.of(spec, shape)
+    return Estimate(spec, shape, gpu, work, memory_of(work), time_of(work, gpu))

@@ -10,6 +10,7 @@ from strata_platform.errors import SpecError
 from strata_platform.estimate.gpus import USABLE
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape, from_config
+from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.build import load_config
 from tasks.runtime.run_folder.folder import RunFolder, changed_fixed_fields
@@ -37,9 +38,9 @@ def advice_for(spec: RunSpec, capacity: float) -> str:
 def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: bool = True) -> str:
     """The estimated memory of a process next to the GPU's `capacity` in bytes, and changes that lower it.
 
-    If the run has `begun`, changes that its folder does not allow are marked.
+    If the run `has_progress`, changes that its folder does not allow are marked.
     """
-    now = memory_of(spec, shape)
+    now = memory_of(Workload.of(spec, shape))
     lines = [
         f"The GPU has {capacity / GIB:.1f} GiB, and by the model's shapes a process needs about {now.peak / GIB:.1f} "
         f"at its peak ({_parts(now)}). What helps:"
@@ -48,7 +49,7 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: b
         changed = _apply(spec, change)
         if changed is None:
             continue
-        after = memory_of(changed, shape).peak
+        after = memory_of(Workload.of(changed, shape)).peak
         if after < now.peak - 0.05 * GIB:
             lines.append(
                 f"  {_describe(spec, change)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "

@@ -1,0 +1,141 @@
+"""What one process of a run holds and computes: the facts that memory and time are estimated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata_platform.errors import Problem, SpecError
+from strata_platform.estimate.shapes import ModelShape
+from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
+from strata_platform.spec.parallel import Ddp, Fsdp, Single
+from strata_platform.spec.training import Optimizer, Training
+
+# Operators of the kernel layer that fuse the MLP's gate with the projection after it.
+_GATES = frozenset({"swiglu", "geglu", "relu_squared"})
+# bitsandbytes quantizes to nf4 in blocks of this many weights, each with a scale of one byte.
+NF4_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One process's part of a run.
+
+    Attributes:
+        shape: the model, or the shard of one rank under tensor parallelism.
+        tokens: tokens of a micro-batch that this process computes.
+        sequence_length: tokens of a whole row, also under context parallelism.
+        tensor_parallel, context_parallel: sizes of the process groups.
+        dp_cp_size: processes that gradients are reduced over.
+        shards: processes that FSDP shards weights, gradients and optimizer state over; 1 without FSDP.
+        weight_bytes: bytes of a weight and of its gradient; also of a moment, unless the optimizer is AdamW 8-bit.
+        compute_bytes: bytes of an activation and of a gathered weight.
+        fused: whether norms, rotary embeddings and gates are fused operators.
+        fused_gate: whether the gate is fused with the projection after it, so that its output is not kept.
+        fused_loss: whether the loss is computed without materializing the logits.
+        masked: whether attention computes with a mask of documents, instead of per document.
+        quantized: whether linear layers are quantized to nf4.
+        lora, training, optimizer, parallel: sections of the spec; `lora` is None when all weights are trained.
+    """
+
+    shape: ModelShape
+    tokens: int
+    sequence_length: int
+    tensor_parallel: int
+    context_parallel: int
+    dp_cp_size: int
+    shards: int
+    weight_bytes: int
+    compute_bytes: int
+    fused: bool
+    fused_gate: bool
+    fused_loss: bool
+    masked: bool
+    quantized: bool
+    lora: Lora | None
+    training: Training
+    optimizer: Optimizer
+    parallel: Single | Ddp | Fsdp
+
+    @classmethod
+    def of(cls, spec: RunSpec, shape: ModelShape) -> Workload:
+        """The workload of a process of `spec` for a model of `shape`.
+
+        Raises SpecError for features that are not estimated.
+        """
+        parallel, kernels = spec.parallel, spec.kernels
+        if parallel.type == "deepspeed":
+            raise _not_estimated("parallel.type", "'deepspeed'", "'fsdp', which shards as much as stage 3 does")
+        if spec.model.attention == "eager":
+            raise _not_estimated("model.attention", "'eager', which keeps sequence_length² scores per row,", "'sdpa'")
+        lora = spec.adapter if isinstance(spec.adapter, Lora) else None
+        weight_bytes = 4 if spec.model.dtype == "float32" else 2
+        in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
+        compute_bytes = 2 if in_bfloat16 else weight_bytes
+        several_documents = spec.data.packing or spec.context_parallel > 1
+        return cls(
+            shape=_shard_of(shape, spec.tensor_parallel),
+            tokens=spec.training.micro_batch_size * spec.data.sequence_length // spec.context_parallel,
+            sequence_length=spec.data.sequence_length,
+            tensor_parallel=spec.tensor_parallel,
+            context_parallel=spec.context_parallel,
+            dp_cp_size=spec.topology.world_size // spec.tensor_parallel,
+            shards=spec.model_shards // spec.tensor_parallel,
+            weight_bytes=weight_bytes,
+            compute_bytes=compute_bytes,
+            fused=kernels.enabled,
+            # An adapter on the projection replaces the fused operator.
+            fused_gate=kernels.enabled and lora is None and _GATES.isdisjoint(kernels.exclude),
+            fused_loss=spec.fused_loss,
+            # In bfloat16, varlen attention computes each document by itself.
+            masked=several_documents and spec.model.attention == "sdpa" and compute_bytes == 4,
+            quantized=spec.is_quantized,
+            lora=lora,
+            training=spec.training,
+            optimizer=spec.optimizer,
+            parallel=parallel,
+        )
+
+    @property
+    def fsdp(self) -> Fsdp | None:
+        """The settings of FSDP; None for other strategies."""
+        return self.parallel if isinstance(self.parallel, Fsdp) else None
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that are trained, before FSDP shards them."""
+        return self.shape.parameters if self.lora is None else self.shape.lora_parameters(self.lora.r)
+
+    @property
+    def nf4_weights(self) -> tuple[int, ...]:
+        """Sizes of the quantized weights of a layer; bitsandbytes leaves out those that do not fill whole blocks."""
+        if not self.quantized:
+            return ()
+        sizes = (inner * outer for inner, outer in self.shape.linear_layers)
+        return tuple(size for size in sizes if size % NF4_BLOCK == 0)
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of a layer's weights when they are gathered."""
+        quantized = sum(self.nf4_weights)
+        return quantized / 2 + (self.shape.layer_parameters - quantized) * self.compute_bytes
+
+    @property
+    def attended(self) -> float:
+        """Share of a row that attention computes for each token: half if it is causal, all of it under a mask.
+
+        Under context parallelism the mask is causal as well.
+        """
+        return 1.0 if self.masked and self.context_parallel == 1 else 0.5
+
+
+def _not_estimated(field: str, feature: str, instead: str) -> SpecError:
+    return SpecError([Problem(field, f"{feature} is not estimated; set it to {instead}")], "estimate")
+
+
+def _shard_of(shape: ModelShape, tensor_parallel: int) -> ModelShape:
+    try:
+        return shape.part(tensor_parallel)
+    except ValueError as error:
+        problem = Problem("parallel.tensor_parallel", f"{error} of the model; set it to a divisor")
+        raise SpecError([problem], "estimate") from None
