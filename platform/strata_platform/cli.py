@@ -122,7 +122,7 @@ def estimate_(
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
     asked = _read(file)
-    kind = gpu or _kind(asked)
+    kind = gpu or _kind(asked.resources.gpu_type)
     try:
         shape = shape_of(asked.model.name, config)
         found = estimate(asked, shape, GPUS[kind])
@@ -182,12 +182,11 @@ def verify(
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
-def _kind(spec: RunSpec) -> str:
-    """The GPU model that a spec asks for."""
-    asked = spec.resources.gpu_type
-    found = asked and gpu_kind(asked)
-    if asked and not found:
-        _warn(f"resources.gpu_type {asked!r} is not a known GPU: the estimate is for an h200; --gpu names another")
+def _kind(gpu_type: str | None) -> str:
+    """The key in GPUS of `resources.gpu_type`; `h200` if it is unset or unknown."""
+    found = gpu_type and gpu_kind(gpu_type)
+    if gpu_type and not found:
+        _warn(f"resources.gpu_type {gpu_type!r} is not a known GPU: the estimate is for an h200; --gpu names another")
     return found or "h200"
 
 

@@ -155,7 +155,7 @@ class Client:
 
         Raises SpecError if the model's shape is unknown.
         """
-        gpu = gpu or self.backend.gpu(spec)
+        gpu = gpu or self.backend.gpu(spec.resources)
         return None if gpu is None else estimate(spec, shape_of(spec.model.name), gpu)
 
     def list(self) -> list[Run]:

@@ -23,6 +23,7 @@ from strata_platform.estimate import Gpu
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Resources
 
 Item = LogLine | MetricPoint | Event | Stage | Phase
 """An item of a script: a line, step or event is added to the run, or the run enters a stage or a phase."""
@@ -80,7 +81,7 @@ class FakeBackend:
         self._runs: dict[str, _FakeRun] = {}
         self._clock = count(1)
 
-    def gpu(self, spec: RunSpec) -> Gpu | None:
+    def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU that the constructor was given."""
         return self._gpu
 

@@ -254,7 +254,7 @@ def test_what_is_not_there_is_reported(client, behave):
 class OnA100(LocalBackend):
     """This machine, if it had such a GPU."""
 
-    def gpu(self, spec):
+    def gpu(self, resources):
         return GPUS["a100-40gb"]
 
 
@@ -333,12 +333,12 @@ def test_a_gpu_of_an_unknown_kind_is_reported(caplog):
 
 def test_a_driver_that_does_not_answer_is_told_and_none_at_all_is_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert LocalBackend().gpu(spec()) is None
+    assert LocalBackend().gpu(spec().resources) is None
     assert not caplog.text
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed: no driver'; exit 9\n")
     driver.chmod(0o755)
-    assert LocalBackend().gpu(spec()) is None
+    assert LocalBackend().gpu(spec().resources) is None
     assert "nvidia-smi failed: NVIDIA-SMI has failed: no driver" in caplog.text
 
 

@@ -476,7 +476,7 @@ def test_tokens_of_a_step_say_how_often_it_passes():
         ({"training": {"tokens_per_step": 8192, "gradient_accumulation_steps": 3}}, "takes 8 forward passes.*is 3"),
         (
             {"training": {"tokens_per_step": 1024}, "data": {"packing": False}},
-            r"data\.packing false rows differ in length",
+            r"rows differ in length when data\.packing is false",
         ),
     ],
 )

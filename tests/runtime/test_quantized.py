@@ -222,7 +222,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, output):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapter": {"type": "lora", "quantization": "nf4", "use_dora": True}}, r"'nf4' hides the norms"),
+        ({"adapter": {"type": "lora", "quantization": "nf4", "use_dora": True}}, r"'nf4' stores no norms"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

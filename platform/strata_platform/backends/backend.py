@@ -16,6 +16,7 @@ from strata_platform.estimate.gpus import gpu_by_name
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Resources
 
 Pause = Callable[[], None]
 """Waits a moment. A backend calls it when it has nothing new to yield."""
@@ -50,8 +51,8 @@ class Backend(Protocol):
 
     name: str
 
-    def gpu(self, spec: RunSpec) -> Gpu | None:
-        """The GPU model that the run would get; None without a GPU, or for a model that is not in `GPUS`."""
+    def gpu(self, resources: Resources) -> Gpu | None:
+        """The GPU model that a run with these resources would get; None without a GPU, or for a model that is not in `GPUS`."""
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, or continue the one in the spec's folder. Raises RunExists if that one has not ended."""

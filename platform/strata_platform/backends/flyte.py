@@ -38,6 +38,7 @@ from strata_platform.estimate import Gpu
 from strata_platform.run_layout import METRICS, RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Resources
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,9 @@ class FlyteBackend:
         self._namespace: Namespace | None = None
         self._progress: dict[str, dict[str, Any]] = {}
 
-    def gpu(self, spec: RunSpec) -> Gpu | None:
+    def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU model that `resources.gpu_type` names."""
-        asked = spec.resources
-        return find_gpu(asked.gpu_type or "a GPU without resources.gpu_type") if asked.gpu else None
+        return find_gpu(resources.gpu_type or "a GPU without resources.gpu_type") if resources.gpu else None
 
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow."""

@@ -24,6 +24,7 @@ from strata_platform.file_io import acquire_lock
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 from strata_platform.spec import RunSpec, dump_spec
+from strata_platform.spec.run_spec import Resources
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class LocalBackend:
         self._registry = registry or default_registry()
         self._retries, self._grace = retries, grace
 
-    def gpu(self, spec: RunSpec) -> Gpu | None:
+    def gpu(self, resources: Resources) -> Gpu | None:
         """The model of this machine's first GPU, as its driver names it."""
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:

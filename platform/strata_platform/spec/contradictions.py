@@ -1,7 +1,7 @@
 """Rules for fields that contradict each other; each names both fields and the way out.
 
-Rules are grouped by subject. They read a whole `RunSpec` whose fields are valid one by one; `check` skips the rules of
-fields that are not.
+Rules are grouped by subject. Every field that they read is valid by itself; `check` skips the rules of fields that are
+not.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.run_spec import RunSpec
+    from strata_platform.spec.data import Data
+    from strata_platform.spec.export import Export
+    from strata_platform.spec.kernels import Kernels
+    from strata_platform.spec.model import Model
+    from strata_platform.spec.run_spec import Adapter, Checkpoint, Evaluation, Objective, RunSpec
+    from strata_platform.spec.training import Schedule, Training
 
 
 def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
-    for rules in (
-        _training,
-        _tokens,
-        _processes,
-        _fsdp,
-        _tensor_parallel,
-        _context_parallel,
-        _quantization,
-        *optimizer_rules,
-        _objective,
-        _dpo,
-        _store,
-        _model,
-        _checkpoint,
-        _places,
-        _schedule,
-        _data,
-        _tasks,
-    ):
-        yield from rules(spec)
+    yield from _training(spec.training, spec.data)
+    yield from _tokens(spec)
+    yield from _processes(spec)
+    yield from _fsdp(spec)
+    yield from _tensor_parallel(spec)
+    yield from _context_parallel(spec)
+    yield from _quantization(spec.adapter)
+    yield from optimizer_rules(spec)
+    yield from _objective(spec.objective, spec.data)
+    yield from _dpo(spec)
+    yield from _store(spec.kernels, spec.training)
+    yield from _model(spec.model, spec.adapter)
+    yield from _checkpoint(spec.checkpoint)
+    yield from _places(spec.name, spec.checkpoint, spec.export)
+    yield from _schedule(spec.schedule)
+    yield from _data(spec.data)
+    yield from _tasks(spec.evaluation)
 
 
-def _training(spec: RunSpec) -> Iterator[Contradiction]:
-    training = spec.training
+def _training(training: Training, data: Data) -> Iterator[Contradiction]:
     yield Contradiction(
         training.steps is not None and training.epochs is not None,
         ("training.steps", "training.epochs"),
@@ -56,9 +57,9 @@ def _training(spec: RunSpec) -> Iterator[Contradiction]:
         "'selective', or leave training.gradient_checkpointing_every out",
     )
     yield Contradiction(
-        training.compile and not spec.data.packing,
+        training.compile and not data.packing,
         ("training.compile", "data.packing"),
-        "compiles a graph for each row length, and with data.packing false rows differ in length; set data.packing to "
+        "compiles one graph per row length, but rows differ in length when data.packing is false; set data.packing to "
         "true, or training.compile to false",
     )
 
@@ -70,7 +71,7 @@ def _tokens(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         not spec.data.packing,
         ("training.tokens_per_step", "data.packing"),
-        "set, but with data.packing false rows differ in length; set data.packing to true, or set "
+        "set, but rows differ in length when data.packing is false; set data.packing to true, or set "
         "training.gradient_accumulation_steps instead",
     )
     below = tokens // once * once
@@ -200,20 +201,19 @@ def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-def _quantization(spec: RunSpec) -> Iterator[Contradiction]:
-    if spec.adapter.type != "lora" or spec.adapter.quantization == "none":
+def _quantization(adapter: Adapter) -> Iterator[Contradiction]:
+    if adapter.type != "lora" or adapter.quantization == "none":
         return
-    kind = spec.adapter.quantization
     yield Contradiction(
-        spec.adapter.use_dora,
+        adapter.use_dora,
         ("adapter.quantization", "adapter.use_dora"),
-        f"'{kind}' hides the norms of weight vectors, from which adapter.use_dora starts; set adapter.use_dora to "
-        "false, or adapter.quantization to 'none'",
+        f"'{adapter.quantization}' stores no norms of weight vectors, which adapter.use_dora starts from; set "
+        "adapter.use_dora to false, or adapter.quantization to 'none'",
     )
 
 
-def _objective(spec: RunSpec) -> Iterator[Contradiction]:
-    objective, source, format = spec.objective, spec.data.source, spec.data.format
+def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
+    source, format = data.source, data.format
     yield Contradiction(
         objective.type == "sft" and format == "text",
         ("data.format", "objective.type"),
@@ -267,8 +267,8 @@ def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-def _store(spec: RunSpec) -> Iterator[Contradiction]:
-    store = spec.kernels.store
+def _store(kernels: Kernels, training: Training) -> Iterator[Contradiction]:
+    store = kernels.store
     yield Contradiction(
         store.url is not None and (store.signing_key is not None) == store.allow_unsigned,
         ("kernels.store.signing_key", "kernels.store.allow_unsigned", "kernels.store.url"),
@@ -284,41 +284,41 @@ def _store(spec: RunSpec) -> Iterator[Contradiction]:
         "kernels.store.allow_unsigned out",
     )
     yield Contradiction(
-        store.url is not None and not spec.kernels.warmup,
+        store.url is not None and not kernels.warmup,
         ("kernels.store.url", "kernels.warmup"),
         "set, but only the warm-up uses the store, and kernels.warmup is false; set it to true, or leave "
         "kernels.store.url out",
     )
     yield Contradiction(
-        store.url is not None and spec.kernels.warmup and not (spec.kernels.enabled or spec.training.compile),
+        store.url is not None and kernels.warmup and not (kernels.enabled or training.compile),
         ("kernels.store.url", "kernels.enabled", "training.compile"),
         "set, but the store has kernels and graphs, and kernels.enabled and training.compile are false; set one of "
         "them to true, or leave kernels.store.url out",
     )
 
 
-def _model(spec: RunSpec) -> Iterator[Contradiction]:
+def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
     yield Contradiction(
-        spec.model.name in PRESETS and spec.model.revision is not None,
+        model.name in PRESETS and model.revision is not None,
         ("model.revision", "model.name"),
-        f"set, but model.name '{spec.model.name}' is a preset and has none; leave model.revision out",
+        f"set, but model.name '{model.name}' is a preset and has none; leave model.revision out",
     )
     yield Contradiction(
-        spec.adapter.type != "none" and spec.model.name in PRESETS,
+        adapter.type != "none" and model.name in PRESETS,
         ("adapter.type", "model.name"),
-        f"'{spec.adapter.type}' adapts a pretrained model, and model.name '{spec.model.name}' is a preset, "
+        f"'{adapter.type}' adapts a pretrained model, and model.name '{model.name}' is a preset, "
         "trained from scratch; set model.name to a Hub id or a folder, or adapter.type to 'none'",
     )
     yield Contradiction(
-        spec.model.attention.startswith("flash") and spec.model.dtype == "float32",
+        model.attention.startswith("flash") and model.dtype == "float32",
         ("model.dtype", "model.attention"),
-        f"'float32' contradicts model.attention '{spec.model.attention}', which has no float32; "
+        f"'float32' contradicts model.attention '{model.attention}', which has no float32; "
         "set model.dtype to 'bfloat16', or model.attention to 'sdpa'",
     )
 
 
-def _checkpoint(spec: RunSpec) -> Iterator[Contradiction]:
-    keep_every, every = spec.checkpoint.keep_every, spec.checkpoint.every
+def _checkpoint(checkpoint: Checkpoint) -> Iterator[Contradiction]:
+    keep_every, every = checkpoint.keep_every, checkpoint.every
     yield Contradiction(
         keep_every is not None and keep_every % every != 0,
         ("checkpoint.keep_every", "checkpoint.every"),
@@ -327,44 +327,42 @@ def _checkpoint(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-def _places(spec: RunSpec) -> Iterator[Contradiction]:
-    checkpoints, model = (f"{(url or '').rstrip('/')}/{spec.name}/" for url in (spec.checkpoint.url, spec.export.url))
+def _places(name: str, checkpoint: Checkpoint, export: Export) -> Iterator[Contradiction]:
+    checkpoints, model = (f"{(url or '').rstrip('/')}/{name}/" for url in (checkpoint.url, export.url))
     yield Contradiction(
-        spec.checkpoint.url is not None and spec.export.url is not None and checkpoints.startswith(model),
+        checkpoint.url is not None and export.url is not None and checkpoints.startswith(model),
         ("export.url", "checkpoint.url"),
-        f"replaces all of {model.rstrip('/')} by the model, but checkpoint.url puts checkpoints there; set "
+        f"replaces everything in {model.rstrip('/')} by the model, but checkpoint.url puts checkpoints there; set "
         "export.url to another folder",
     )
 
 
-def _schedule(spec: RunSpec) -> Iterator[Contradiction]:
+def _schedule(schedule: Schedule) -> Iterator[Contradiction]:
     yield Contradiction(
-        spec.schedule.decay_ratio is not None and spec.schedule.type != "wsd",
+        schedule.decay_ratio is not None and schedule.type != "wsd",
         ("schedule.decay_ratio", "schedule.type"),
-        f"set, but schedule.type '{spec.schedule.type}' has its own decay; set schedule.type to 'wsd', or "
+        f"set, but schedule.type '{schedule.type}' has its own decay; set schedule.type to 'wsd', or "
         "leave schedule.decay_ratio out",
     )
     yield Contradiction(
-        spec.schedule.warmup_ratio + spec.schedule.falling > 1,
+        schedule.warmup_ratio + schedule.falling > 1,
         ("schedule.warmup_ratio", "schedule.decay_ratio", "schedule.type"),
-        f"{spec.schedule.warmup_ratio} and schedule.decay_ratio {spec.schedule.falling} add up to more than 1; "
-        "lower one of them",
+        f"{schedule.warmup_ratio} and schedule.decay_ratio {schedule.falling} add up to more than 1; lower one of them",
     )
 
 
-def _data(spec: RunSpec) -> Iterator[Contradiction]:
+def _data(data: Data) -> Iterator[Contradiction]:
     yield from (
         Contradiction(
-            spec.data.source in BUILTIN_SOURCES and value is not None,
+            data.source in BUILTIN_SOURCES and value is not None,
             (f"data.{field}", "data.source"),
-            f"set, but data.source '{spec.data.source}' is built in and has none; leave data.{field} out",
+            f"set, but data.source '{data.source}' is built in and has none; leave data.{field} out",
         )
-        for field, value in (("subset", spec.data.subset), ("revision", spec.data.revision))
+        for field, value in (("subset", data.subset), ("revision", data.revision))
     )
 
 
-def _tasks(spec: RunSpec) -> Iterator[Contradiction]:
-    evaluation = spec.evaluation
+def _tasks(evaluation: Evaluation) -> Iterator[Contradiction]:
     yield from (
         Contradiction(
             value is not None and not evaluation.tasks,
