@@ -52,7 +52,7 @@ class Backend(Protocol):
     name: str
 
     def gpu(self, resources: Resources) -> Gpu | None:
-        """The GPU model that a run with these resources would get; None without a GPU, or for a model that is not in `GPUS`."""
+        """The GPU model that a run would get; None without a GPU, or for a model that is not in `GPUS`."""
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, or continue the one in the spec's folder. Raises RunExists if that one has not ended."""
