@@ -18,8 +18,8 @@ from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.runs import MetricPoint
 from tasks.runtime.report import numbers, render_body, render_report
 from tasks.runtime.report.markup import Html, element, text
-from tasks.runtime.report.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.report.style import DARK, LIGHT, SCOPE, STYLE
+from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 
 VOID = {"meta"}

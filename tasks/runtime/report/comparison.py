@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tasks.runtime.report.chart import percent
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import drawable, loss, number
 from tasks.runtime.report.sections import table
-from tasks.runtime.report.series import value_axis
 from tasks.runtime.report.style import SCOPE, STYLE
+from tasks.runtime.report.svg.chart import percent
+from tasks.runtime.report.svg.series import value_axis
 from tasks.runtime.run_folder.record import CompletionRecord
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.report.chart import Chart, Mark, figure
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import GIB, MINUS, change, count, duration, gib, loss, number, perplexity
+from tasks.runtime.report.svg.chart import Chart, Mark, figure
 from tasks.runtime.run_folder.record import NATS, CompletionRecord, Sample, TaskScore
 
 OPEN_SAMPLES = 8

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import count, drawable, number
-from tasks.runtime.report.series import Axis, downsample, smooth, smoothing_radius, step_axis, value_axis
+from tasks.runtime.report.svg.series import Axis, downsample, smooth, smoothing_radius, step_axis, value_axis
 
 WIDTH, HEIGHT = 4000, 1000
 """Size of the curves' coordinate system; integer coordinates keep paths short."""
