@@ -6,22 +6,34 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import time
+import zipfile
 from dataclasses import asdict, replace
 from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
 from strata_kernels.warmup import Compiled, Failed, WarmupReport
 from strata_platform.runs import MetricPoint
-from tasks.runtime.report import numbers, render_body, render_report
-from tasks.runtime.report.markup import Html, element, text
-from tasks.runtime.report.style import DARK, LIGHT, SCOPE, STYLE
+from tasks.runtime import report
+from tasks.runtime.report import numbers, render_body, render_chart, render_report
+from tasks.runtime.report.comparison import Trial, render_comparison
+from tasks.runtime.report.rendering import render
+from tasks.runtime.report.svg.chart import Chart
 from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 
+ROOT = Path(__file__).parents[2]
+TEMPLATES = Path(report.__file__).parent / "templates"
+STYLE = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+LIGHT, DARK = (
+    dict(re.findall(r"--(\w+): (#\w+);", part)) for part in STYLE.split("@media (prefers-color-scheme: dark)")
+)
 VOID = {"meta"}
 SPEC = "name: finetune\nmodel:\n  name: tiny-llama\n"
 RECORD = CompletionRecord(
@@ -337,6 +349,11 @@ def test_every_number_of_a_drawing_is_finite(points):
 HOSTILE = "</div></pre><script>alert(1)</script><img src=x onerror=alert(1)> &amp; \"'> \x00\x1b[31m \ud800 \u202e"
 
 
+def assert_harmless(page):
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "iframe", "object", "link", "base", "a"})
+    assert not any(name.startswith("on") or name == "style" for _, attributes in page.tags for name in attributes)
+
+
 def test_text_of_models_and_users_is_escaped():
     sample = Sample.model_construct(prompt=HOSTILE, reference=HOSTILE, before=HOSTILE, after=HOSTILE)
     html = render_report(
@@ -357,8 +374,7 @@ def test_text_of_models_and_users_is_escaped():
     )
     html.encode("utf-8")
     page = Page(html)
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "iframe", "object", "link", "base", "a"})
-    assert not any(name.startswith("on") or name == "style" for _, attributes in page.tags for name in attributes)
+    assert_harmless(page)
     shown = page.sections["Samples"]
     assert shown.count("<script>alert(1)</script>") == 4
     assert "&amp;" in shown
@@ -366,9 +382,63 @@ def test_text_of_models_and_users_is_escaped():
     assert not re.search(r"[\x00\x1b]", html)
 
 
-def test_text_becomes_markup_only_through_element():
-    assert element("p", "a<b", Html("<br>"), None, 1, title='"') == '<p title="&quot;">a&lt;b<br>1</p>'
-    assert text(f"{Html('<b>')}") == "&lt;b&gt;"
+def test_names_of_metrics_and_tasks_are_escaped():
+    """They are in attributes too: a chart is described by its label."""
+    points = [replace(point, metrics={HOSTILE: 1.0}) for point in make_points(3)]
+    scores = (
+        TaskScore(task="a", metric="b", before=0.1, after=0.2).model_copy(update={"task": HOSTILE, "metric": HOSTILE}),
+    )
+    changes = {"eval_metrics": {HOSTILE: 1.0}, "task_scores": scores, "loss_unit": HOSTILE, "spec_hash": HOSTILE}
+    html = render_report(RECORD.model_copy(update=changes), points, SPEC)
+    page = Page(html)
+    assert_harmless(page)
+    assert any("<script>" in svg.get("aria-label", "") for svg in page.named("svg"))
+    assert not re.search(r"[\x00\x1b]", html)
+    html.encode("utf-8")
+
+
+def test_a_comparison_is_escaped():
+    html = render_comparison(HOSTILE, [HOSTILE], [Trial(HOSTILE, (HOSTILE,), RECORD), Trial("b", (1,), RECORD)])
+    page = Page(html)
+    assert_harmless(page)
+    html.encode("utf-8")
+
+
+def test_a_chart_is_escaped():
+    page = Page(render_chart(Chart(HOSTILE, HOSTILE, [1, 2], [1.0, 2.0])))
+    assert_harmless(page)
+    assert len([svg for svg in page.named("svg") if "role" in svg]) == 1
+
+
+def test_addresses_are_text_not_links():
+    page = page_of(device="javascript:alert(1)", checkpoint="https://example.com/a?b=1&c=<2>")
+    assert_harmless(page)
+    assert ("checkpoint", "https://example.com/a?b=1&c=<2>") in page.tables["Completion record"]
+
+
+def test_a_template_without_a_value_raises():
+    with pytest.raises(UndefinedError, match="'figure' is undefined"):
+        render("chart.html")
+
+
+def test_templates_are_in_the_wheel(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = (
+        "from tasks.runtime import report; from tasks.runtime.report.svg.chart import Chart;"
+        "print(report.__file__, report.render_chart(Chart('Loss', '', [1, 2], [1.0, 2.0])))"
+    )
+    path = os.pathsep.join(map(str, (tmp_path / "installed", ROOT / "platform", ROOT / "kernels")))
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(str(tmp_path / "installed"))
+    assert ".strata-report h1" in ended.stdout and "</svg>" in ended.stdout
 
 
 def test_nothing_is_loaded_from_elsewhere():
@@ -388,11 +458,16 @@ def test_body_stands_inside_another_page():
 
 
 def test_style_reaches_nothing_outside_the_report():
-    rules = re.sub(r"@[^{]+\{", "", STYLE)
+    rules = re.sub(r"/\*.*?\*/|@[^{]+\{", "", STYLE)
     selectors = [selector for group in re.findall(r"([^{}]+)\{", rules) for selector in group.split(",")]
     assert selectors
-    assert all(selector.strip().startswith(f".{SCOPE}") for selector in selectors)
+    assert all(selector.strip().startswith(".strata-report") for selector in selectors)
     assert STYLE.count("{") == STYLE.count("}")
+
+
+def test_the_page_has_the_reports_background():
+    page = (TEMPLATES / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r"background: (#\w+)", page) == [LIGHT["back"], DARK["back"]]
 
 
 @pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])

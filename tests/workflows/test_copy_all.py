@@ -11,7 +11,15 @@ from flytekit.tools.fast_registration import FastPackageOptions, fast_package
 
 ROOT = Path(__file__).parents[2]
 RULES = {path.name for path in ROOT.glob("*ignore")}
-TRAVELS = {"my.yaml", "conversations.jsonl", "evaluation/opposites.yaml", "mycode/flow.py", "tasks/topology.py"}
+TRAVELS = {
+    "my.yaml",
+    "conversations.jsonl",
+    "evaluation/opposites.yaml",
+    "mycode/flow.py",
+    "tasks/topology.py",
+    "tasks/runtime/report/templates/report.html",
+    "tasks/runtime/report/templates/report.css",
+}
 STAYS = {
     ".env",
     ".env.local",

@@ -7,17 +7,15 @@ a content security policy that allows only inline style sheets. All text from mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from strata_platform.runs import MetricPoint
 from tasks.runtime.report import sections
-from tasks.runtime.report.markup import Html, element, join
-from tasks.runtime.report.style import PAGE_STYLE, SCOPE, STYLE
-from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.report.rendering import render
+from tasks.runtime.report.svg.chart import Chart, figure
+from tasks.runtime.run_folder.record import NATS, CompletionRecord
 
-__all__ = ["render_body", "render_report"]
-
-# A second line of defense behind the escaping: this page runs no script and loads nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+__all__ = ["render_body", "render_chart", "render_report"]
 
 
 def render_report(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
@@ -26,39 +24,38 @@ def render_report(record: CompletionRecord, points: Sequence[MetricPoint], spec_
     points: metrics by step, from `read_points`; may be empty.
     spec_yaml: the full spec, defaults included.
     """
-    head = join(
-        (
-            Html('<meta charset="utf-8">'),
-            Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-            element("title", f"{record.name}: training report"),
-            element("style", Html(PAGE_STYLE)),
-        )
-    )
-    body = element("body", Html(render_body(record, points, spec_yaml)))
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>{body}</html>\n'
+    return render("report.html", **_values(record, points, spec_yaml))
 
 
 def render_body(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> str:
     """The same report for embedding in a page such as a Flyte Deck: one element and its scoped style sheet."""
-    tables = element(
-        "div",
-        sections.warmup(record),
-        sections.kernels(record),
-        sections.data(record),
-        sections.versions(record),
-        class_="tables",
-    )
-    report = element(
-        "main",
-        sections.headline(record),
-        sections.curves(record, points),
-        sections.tasks(record),
-        sections.samples(record),
-        tables,
-        sections.warmed_kernels(record),
-        sections.completion(record),
-        sections.spec(spec_yaml),
-        class_=SCOPE,
-    )
-    return join((element("style", Html(STYLE)), report))
+    return render("body.html", **_values(record, points, spec_yaml))
+
+
+def render_chart(chart: Chart) -> str:
+    """One chart for embedding in a page such as a notebook: one element and its scoped style sheet."""
+    return render("chart.html", figure=figure(chart))
+
+
+def _values(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: str) -> dict[str, Any]:
+    """What the templates show: the record, and what is derived from it."""
+    opened, collapsed = sections.samples(record)
+    return {
+        "record": record,
+        "NATS": NATS,
+        "loss_change": sections.loss_change(record),
+        "skipped_steps": sections.skipped_steps(points),
+        "figures": [figure(chart) for chart in sections.charts(record, points)],
+        "task_scores": sections.task_scores(record),
+        "samples": opened,
+        "more_samples": collapsed,
+        "warmup": sections.warmup(record),
+        "kernels": sections.kernels(record),
+        "data": sections.data(record),
+        "accounting": sections.accounting(record.data),
+        "versions": sections.versions(record),
+        "failed_kernels": sections.failed_kernels(record),
+        "ready_kernels": sections.ready_kernels(record),
+        "completion": sections.completion(record),
+        "spec_yaml": spec_yaml,
+    }

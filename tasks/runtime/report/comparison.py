@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tasks.runtime.report.markup import Html, element, join
 from tasks.runtime.report.numbers import drawable, loss, number
-from tasks.runtime.report.sections import table
-from tasks.runtime.report.style import SCOPE, STYLE
-from tasks.runtime.report.svg.chart import percent
+from tasks.runtime.report.rendering import render
+from tasks.runtime.report.sections import Table
+from tasks.runtime.report.svg.chart import Dot, Drawing, Figure, Tick, percent, y_ticks
 from tasks.runtime.report.svg.series import value_axis
 from tasks.runtime.run_folder.record import CompletionRecord
 
@@ -45,16 +44,15 @@ class Trial:
 def render_comparison(name: str, fields: Sequence[str], trials: Sequence[Trial]) -> str:
     """The comparison as HTML for a page such as a Flyte Deck. trials: best first."""
     finished = [trial for trial in trials if trial.loss is not None]
-    summary = f"{len(finished)} of {len(trials)} runs finished"
     rows = [(trial.name, *map(str, trial.values), *_shown(trial)) for trial in trials]
-    page = element(
-        "main",
-        element("header", element("h1", name), element("p", summary)),
-        element("section", element("h2", "Runs"), table(("Run", *fields, *Trial.MEASURED), rows)),
-        *(_plot(field, index, finished) for index, field in enumerate(fields) if finished),
-        class_=SCOPE,
+    return render(
+        "comparison.html",
+        name=name,
+        finished=len(finished),
+        total=len(trials),
+        runs=Table(("Run", *fields, *Trial.MEASURED), rows),
+        figures=[_scatter(field, index, finished) for index, field in enumerate(fields) if finished],
     )
-    return join((element("style", Html(STYLE)), page))
 
 
 def _shown(trial: Trial) -> tuple[str, ...]:
@@ -64,27 +62,23 @@ def _shown(trial: Trial) -> tuple[str, ...]:
     return loss(after), loss(last), number(rate or 0.0), f"{memory:.1f}"
 
 
-def _plot(field: str, index: int, trials: Sequence[Trial]) -> Html:
+def _scatter(field: str, index: int, trials: Sequence[Trial]) -> Figure:
     """Scatter plot with a dot for each run: the value of one field on x, the loss on y."""
     values = list(dict.fromkeys(str(trial.values[index]) for trial in trials))
     values.sort(key=_order)
     losses = [trial.loss for trial in trials if trial.loss is not None]
-    axis = value_axis(losses, from_zero=False)
-    across = {value: (place + 0.5) / len(values) for place, value in enumerate(values)}
-    drawn: list[Html] = []
-    for tick, label in zip(axis.ticks, axis.labels, strict=True):
-        up = percent(1 - axis.at(tick))
-        drawn.append(element("line", x1="0", x2="100%", y1=up, y2=up, class_="grid"))
-        drawn.append(element("text", label, x="-8", y=up, dy="0.33em", class_="y"))
-    for value, place in across.items():
-        drawn.append(element("text", value, x=percent(place), y="100%", dy="1.6em", class_="x"))
-    for trial, found in zip(trials, losses, strict=True):
-        title = element("title", f"{trial.name}: {loss(found)}")
-        x = percent(across[str(trial.values[index])])
-        drawn.append(element("circle", title, cx=x, cy=percent(1 - axis.at(found)), r="5", class_="mark"))
-    label = f"loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}"
-    caption = element("figcaption", element("h3", field, element("span", "loss", class_="unit")))
-    return element("figure", caption, element("svg", *drawn, role="img", aria_label=label), class_="chart")
+    y = value_axis(losses, from_zero=False)
+    across = {value: percent((place + 0.5) / len(values)) for place, value in enumerate(values)}
+    drawing = Drawing(
+        label=f"loss by {field}: lowest {loss(min(losses))}, highest {loss(max(losses))}",
+        y_ticks=y_ticks(y),
+        x_ticks=[Tick(at, value) for value, at in across.items()],
+        dots=[
+            Dot(across[str(trial.values[index])], percent(1 - y.at(found)), f"{trial.name}: {loss(found)}")
+            for trial, found in zip(trials, losses, strict=True)
+        ],
+    )
+    return Figure(field, "loss", drawing)
 
 
 def _order(value: str) -> tuple[bool, float, str]:

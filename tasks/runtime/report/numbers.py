@@ -1,4 +1,4 @@
-"""Number formats of the report. A non-breaking space separates a quantity from its unit."""
+"""Formats of the report's numbers and names. A non-breaking space separates a quantity from its unit."""
 
 from __future__ import annotations
 
@@ -90,6 +90,21 @@ def duration(seconds: float) -> str:
     return f"{days}{SPACE}d {hours}{SPACE}h"
 
 
-def count(value: int, noun: str) -> str:
-    """`1 restart`, `1,204 steps`."""
-    return f"{value:,}{SPACE}{noun}{'' if value == 1 else 's'}"
+def percent(share: float) -> str:
+    """A share, 0 to 1, in percent."""
+    return f"{100 * share:.1f}{SPACE}%"
+
+
+def grouped(value: int) -> str:
+    """An integer with thousands separators."""
+    return f"{value:,}"
+
+
+def counted(value: int, noun: str, plural: str | None = None) -> str:
+    """`1 restart`, `1,204 steps`, `2 processes`."""
+    return f"{grouped(value)}{SPACE}{noun if value == 1 else plural or noun + 's'}"
+
+
+def words(key: str) -> str:
+    """The name of a field as words: `skipped_overlong` is `Skipped overlong`."""
+    return key.replace("_", " ").capitalize()
