@@ -7,7 +7,7 @@ but imports transformers when it is first asked for.
 from typing import TYPE_CHECKING, Any
 
 from .ops._adamw_plan import Rounding, Shard, StepPlan
-from .ops._stable_cache_keys import leave_out_lines as _leave_out_lines
+from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
@@ -52,7 +52,7 @@ __all__ = [
     "weight_step",
 ]
 
-_leave_out_lines(f"{__name__}.ops")
+_omit_line_numbers(f"{__name__}.ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -69,9 +69,9 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_plans() -> None:
-    """On a GPU, a test that cuts tiles in another way is not answered by what an earlier one let be observed."""
-    _launch_cache._plans.clear()
+def empty_launch_cache() -> None:
+    """On a GPU, a test that changes tile sizes must not replay the launches of an earlier test."""
+    _launch_cache._cache.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITCallable
 from images import check as images
 from strata_kernels import ops
 from strata_kernels.__main__ import _bar, main
-from strata_kernels.ops._stable_cache_keys import leave_out_lines
+from strata_kernels.ops._stable_cache_keys import omit_line_numbers
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
 from strata_kernels.warmup.cache import keys, load, relocate
@@ -186,7 +186,7 @@ def variant(folder: Path, name: str, source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with mock.patch.dict(sys.modules, {name: module}):
-        leave_out_lines(name)
+        omit_line_numbers(name)
     return module
 
 

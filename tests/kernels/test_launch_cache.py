@@ -1,6 +1,6 @@
-"""What is repeated in place of a host function, with a stand-in for a compiled kernel that reads and writes by address.
+"""What is replayed in place of a host function, with a stand-in for a compiled kernel that reads and writes by address.
 
-On a GPU `test_operator.py` holds the real operators, repeated, to what the dispatcher gives.
+On a GPU `test_operator.py` compares the replayed operators with calls through the dispatcher.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import knobs
 
 from strata_kernels.ops import _launch, _launch_cache
-from strata_kernels.ops._launch_cache import TENSORS, form_of, repeat
+from strata_kernels.ops._launch_cache import TENSOR_TYPES, cache_key, run_cached
 
 
 class Scale:
@@ -49,25 +49,25 @@ def kernel() -> Scale:
 
 @pytest.fixture(autouse=True)
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU as device 0 of a driver without a GPU, with no plan known."""
+    """The CPU as device 0 of a driver without a GPU, with an empty launch cache."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(_launch_cache, "_plans", {})
+    monkeypatch.setattr(_launch_cache, "_cache", {})
     yield
 
 
-def call(run: Callable[..., object], *args: object) -> object:
-    """One call of the operator whose host function is `run`."""
-    _, *form = form_of("operator", [TENSORS | {type(None), float}] * len(args), args)[0]
-    return repeat(run, args, (0, *form), [x.data_ptr() for x in args if isinstance(x, Tensor)])
+def call(host: Callable[..., object], *args: object) -> object:
+    """One call of the operator whose host function is `host`."""
+    _, *key = cache_key("operator", [TENSOR_TYPES | {type(None), float}] * len(args), args)[0]
+    return run_cached(host, args, (0, *key), [x.data_ptr() for x in args if isinstance(x, Tensor)])
 
 
-def plan() -> object:
-    [found] = _launch_cache._plans.values()
+def entry() -> object:
+    [found] = _launch_cache._cache.values()
     return found
 
 
-def test_third_call_of_a_form_is_repeated_on_its_own_tensors(kernel) -> None:
+def test_the_third_call_of_a_key_is_replayed_on_its_own_tensors(kernel) -> None:
     runs = []
 
     def host(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def test_third_call_of_a_form_is_repeated_on_its_own_tensors(kernel) -> None:
         y, middle = call(host, x, 2.0)
         assert torch.equal(y, 20 * x) and torch.equal(middle, 2 * x)
     assert len(runs) == 2 and kernel.count == 10
-    # Another form: another number, other strides, another shape.
+    # Another key: another number, other strides, another shape.
     for args in ((x, 3.0), (x.new_empty(3, 4).t(), 2.0), (x[:2], 2.0)):
         call(host, *args)
     assert len(runs) == 5
@@ -98,7 +98,7 @@ def test_parts_of_a_tensor_are_found_again(kernel) -> None:
     for _ in range(4):
         x = torch.randn(6)
         assert torch.equal(call(host, x), x[3:])
-    assert isinstance(plan(), _launch_cache._Plan)
+    assert isinstance(entry(), _launch_cache._Replay)
 
 
 def test_neighbors_in_one_projection_are_told_apart(kernel) -> None:
@@ -114,7 +114,7 @@ def test_neighbors_in_one_projection_are_told_apart(kernel) -> None:
         assert torch.equal(y_q, q) and torch.equal(y_k, 2 * k)
 
 
-def test_one_tensor_in_two_places_is_not_what_is_learned_from(kernel) -> None:
+def test_a_call_with_one_tensor_in_two_places_is_not_traced(kernel) -> None:
     def host(gate: Tensor, up: Tensor) -> Tensor:
         y = torch.empty_like(gate)
         kernel.launch(up, y, 1.0)
@@ -123,10 +123,10 @@ def test_one_tensor_in_two_places_is_not_what_is_learned_from(kernel) -> None:
     x = torch.randn(4)
     for _ in range(3):
         assert torch.equal(call(host, x, x), x)
-    assert not isinstance(plan(), _launch_cache._Plan)
+    assert not isinstance(entry(), _launch_cache._Replay)
     for gate, up in ((x, 2 * x), (x, 3 * x), (x, x), (2 * x, x)):
         assert torch.equal(call(host, gate, up), up)
-    assert isinstance(plan(), _launch_cache._Plan)
+    assert isinstance(entry(), _launch_cache._Replay)
 
 
 def test_zeros_and_shapes_of_results(kernel) -> None:
@@ -137,7 +137,7 @@ def test_zeros_and_shapes_of_results(kernel) -> None:
     for _ in range(4):
         y = call(host, torch.ones(2, 3))
         assert y.shape == (2, 3) and not y.any()
-    assert isinstance(plan(), _launch_cache._Plan)
+    assert isinstance(entry(), _launch_cache._Replay)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_zeros_and_shapes_of_results(kernel) -> None:
     ],
     ids=["copy", "fill", "random", "part", "read", "twice", "argument"],
 )
-def test_what_does_more_is_run_every_time(more) -> None:
+def test_a_host_function_that_does_more_runs_every_time(more) -> None:
     runs = []
 
     def host(x: Tensor) -> object:
@@ -162,10 +162,10 @@ def test_what_does_more_is_run_every_time(more) -> None:
 
     for _ in range(5):
         call(host, torch.ones(4))
-    assert len(runs) == 5 and plan() == "unrepeatable"
+    assert len(runs) == 5 and entry() == "not replayable"
 
 
-def test_who_watches_launches_sees_them(kernel, monkeypatch) -> None:
+def test_hooks_see_real_launches(kernel, monkeypatch) -> None:
     def host(x: Tensor) -> Tensor:
         runs.append(x)
         y = torch.empty_like(x)
@@ -189,7 +189,7 @@ def test_who_watches_launches_sees_them(kernel, monkeypatch) -> None:
     assert len(runs) == 5
 
 
-def test_no_tensor_is_kept(kernel) -> None:
+def test_the_cache_keeps_no_tensor_alive(kernel) -> None:
     kept = []
 
     def host(x: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ def test_no_tensor_is_kept(kernel) -> None:
 
     for _ in range(3):
         call(host, torch.ones(4))
-    assert isinstance(plan(), _launch_cache._Plan) and len(kept) == 6 and not any(ref() is not None for ref in kept)
+    assert isinstance(entry(), _launch_cache._Replay) and len(kept) == 6 and not any(ref() is not None for ref in kept)
 
 
-def test_a_call_that_fails_teaches_nothing(kernel) -> None:
+def test_a_call_that_raises_is_not_recorded(kernel) -> None:
     def host(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         if fails:
@@ -217,11 +217,11 @@ def test_a_call_that_fails_teaches_nothing(kernel) -> None:
         with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
             call(host, x)
     fails = False
-    assert all(torch.equal(call(host, x), x) for _ in range(3)) and isinstance(plan(), _launch_cache._Plan)
+    assert all(torch.equal(call(host, x), x) for _ in range(3)) and isinstance(entry(), _launch_cache._Replay)
 
 
-def test_plans_are_bounded(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(_launch_cache, "_MOST_PLANS", 3)
+def test_the_cache_is_bounded(kernel, monkeypatch) -> None:
+    monkeypatch.setattr(_launch_cache, "_MAX_ENTRIES", 3)
     for n in range(1, 9):
         call(lambda x: torch.empty_like(x), torch.ones(n))
-        assert len(_launch_cache._plans) <= 3
+        assert len(_launch_cache._cache) <= 3

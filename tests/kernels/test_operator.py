@@ -167,7 +167,7 @@ def registered_names() -> Iterator[str]:
 
 
 def test_a_mode_sees_what_is_otherwise_called_directly(example, device, gradients) -> None:
-    for seed in range(4):  # on a GPU, the call that is run, the one that is observed, and two that are repeated
+    for seed in range(4):  # on a GPU, a call that runs, one that is traced, and two that are replayed
         inputs = example.inputs(device, seed)
         directly = gradients(example.function, inputs)
         with Watch() as watch:
@@ -329,7 +329,7 @@ def test_batch_of_incoming_gradients(example, device) -> None:
 
 
 def test_threads(path, device, gradients) -> None:
-    """Forms, plans and modes of one thread are none of another's."""
+    """Keys, replays and modes of one thread are none of another's."""
     if path == "interpreter":
         pytest.skip("the interpreter runs in one thread")
     inputs = [EXAMPLES["rms_norm"].inputs(device, seed) for seed in range(4)]

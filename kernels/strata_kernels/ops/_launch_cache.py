@@ -1,10 +1,11 @@
-"""Host functions that are repeated without being run.
+"""The launch cache: what a host function does, recorded once and replayed without running it.
 
-What an operator's host function does apart from its launches, the views, the tile it picks, what it allocates, follows
-from the shapes, strides, dtypes and plain values of its arguments: their form. In Python it costs a small operator
-several times the work of its kernels, and the way through Triton to a launch costs as much again. So a call is observed
-once, and later calls of the same form are repeated: the same allocations, then the same compiled kernels with the new
-addresses. A host function that does more than that, a copy or a matrix product, is run every time.
+A host function is the `forward` of an operator. Apart from its launches, what it does (views, tile sizes, allocations)
+follows from the shapes, strides, dtypes, alignments and plain values of its arguments: the key of a call. In Python it
+costs a small operator several times the work of its kernels, and Triton's way to a launch costs as much again. So the
+second call of a key is traced, and later calls replay the trace: the same allocations, then the same compiled kernels
+with the new addresses. A host function that does more than allocate and launch, such as a copy or a matrix product, is
+not replayable and runs every time.
 """
 
 from __future__ import annotations
@@ -22,22 +23,21 @@ from triton.compiler import CompiledKernel
 
 from ._launch import Launched, noting
 
-TENSORS = frozenset({Tensor, torch.nn.Parameter})
+TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
-# What is known of a form: how to repeat it, or that it came once, or that it cannot be repeated.
-_SEEN, _UNREPEATABLE = "seen", "unrepeatable"
-_plans: dict[tuple[Any, ...], _Plan | str] = {}
-# Beyond so many forms all are forgotten.
-_MOST_PLANS = 8192
+_CALLED_ONCE, _NOT_REPLAYABLE = "called once", "not replayable"
+# By key. The cache is emptied when it is full.
+_cache: dict[tuple[Any, ...], _Replay | str] = {}
+_MAX_ENTRIES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A compiled kernel, and the choice of its arguments among a call's numbers."""
+    """A compiled kernel and its grid; `select` takes its arguments from a call's values."""
 
     kernel: CompiledKernel
     grid: tuple[int, ...]
-    choose: Callable[[list[Any]], tuple[Any, ...]]
+    select: Callable[[list[Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,58 +49,64 @@ class _Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What to repeat. A call's numbers are the addresses of all places, then the constants.
+class _Replay:
+    """What a host function did. A call's values are its pointers, then the constants.
 
-    places: (index among the tensors given and allocated, bytes beyond its start).
-    results: indices among the allocations, or the one of a result that is no tuple.
+    pointers: (index among the input tensors and the allocations, byte offset from its start).
+    results: indices among the allocations, or the one index of a result that is no tuple.
     """
 
     device: torch.device
     allocations: tuple[_Allocation, ...]
-    places: tuple[tuple[int, int], ...]
+    pointers: tuple[tuple[int, int], ...]
     constants: tuple[Any, ...]
     launches: tuple[_Launch, ...]
     results: tuple[int, ...] | int
 
-    def repeat(self, given: list[int]) -> Any:
-        """The results for tensors at these addresses."""
+    def run(self, addresses: list[int]) -> Any:
+        """The results for input tensors at these addresses."""
         if self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.repeat(given)
-        made = []
+                return self.run(addresses)
+        allocated = []
         for new in self.allocations:
             tensor = torch.empty_strided(new.shape, new.stride, dtype=new.dtype, device=self.device)
-            made.append(tensor.zero_() if new.zero else tensor)
-        starts = given + [tensor.data_ptr() for tensor in made]
-        numbers: list[Any] = [starts[index] + offset for index, offset in self.places]
-        numbers += self.constants
+            allocated.append(tensor.zero_() if new.zero else tensor)
+        values = self.values(addresses, allocated)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for launch in self.launches:
             kernel = launch.kernel
-            # Without metadata and hooks: nobody watches.
+            # Without launch metadata and hooks: a call that has hooks is not replayed.
             kernel.run(
                 *launch.grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
-                *launch.choose(numbers),
+                *launch.select(values),
             )  # fmt: skip
-        return made[self.results] if isinstance(self.results, int) else tuple([made[i] for i in self.results])
+        return allocated[self.results] if isinstance(self.results, int) else tuple([allocated[i] for i in self.results])
+
+    def values(self, addresses: list[int], allocated: list[Tensor]) -> list[Any]:
+        """What the launches select their arguments from."""
+        starts = addresses + [tensor.data_ptr() for tensor in allocated]
+        values: list[Any] = [starts[index] + offset for index, offset in self.pointers]
+        values += self.constants
+        return values
 
 
-def form_of(
-    name: str, kinds: Sequence[frozenset[type]], args: tuple[Any, ...]
+def cache_key(
+    name: str, types: Sequence[frozenset[type]], args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[int]] | None:
-    """(what a call of operator `name` has in common with those that can repeat it, the addresses of its tensors).
+    """(the key of a call of operator `name`, the addresses of its tensors).
 
-    None if an argument is not of its kind, like a number that the dispatcher would convert, or a tensor has no memory
-    of its own or a negation pending. The form starts with the index of the device.
+    None if the call cannot be cached: an argument has none of the types at its place, like a number that the dispatcher
+    would convert, or a tensor has no memory of its own or a pending negation. A key starts with the index of the
+    device.
     """
-    form: list[Any] = [args[0].get_device(), name]
+    key: list[Any] = [args[0].get_device(), name]
     addresses = []
-    for arg, allowed in zip(args, kinds, strict=True):
+    for arg, allowed in zip(args, types, strict=True):
         kind = type(arg)
         if kind not in allowed:
             return None
-        if kind in TENSORS:
+        if kind in TENSOR_TYPES:
             try:
                 address = arg.data_ptr()
             except RuntimeError:
@@ -109,34 +115,34 @@ def form_of(
                 return None
             addresses.append(address)
             # Triton compiles for aligned addresses apart.
-            form += (arg.shape, arg.stride(), arg.dtype, address & 15)
+            key += (arg.shape, arg.stride(), arg.dtype, address & 15)
         else:
-            form.append(arg)
-    return tuple(form), addresses
+            key.append(arg)
+    return tuple(key), addresses
 
 
-def repeat(run: Callable[..., Any], args: tuple[Any, ...], form: tuple[Any, ...], addresses: list[int]) -> Any:
-    """`run(*args)`, repeated if a call of this form has been observed.
+def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], addresses: list[int]) -> Any:
+    """`host(*args)`, replayed if a call with this key has been traced.
 
-    run: must depend on nothing but the form, and return tensors that it allocates.
+    host: depends on nothing but the key, and returns tensors that it allocates.
     """
-    plan = _plans.get(form)
-    if isinstance(plan, _Plan) and not _is_watched():
-        return plan.repeat(addresses)
-    if plan is None and form[0] >= 0:
-        # A form that comes once, like the last batch of an epoch, is not worth observing.
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[form] = _SEEN
-    # Of a tensor that is given twice it could not be observed which of the two a launch takes.
-    elif plan is _SEEN and len(set(addresses)) == len(addresses):
-        output, _plans[form] = _observe(run, args)
+    entry = _cache.get(key)
+    if isinstance(entry, _Replay) and not _needs_real_launches():
+        return entry.run(addresses)
+    if entry is None and key[0] >= 0:
+        # A key that comes once, like that of the last batch of an epoch, is not worth a trace.
+        if len(_cache) >= _MAX_ENTRIES:
+            _cache.clear()
+        _cache[key] = _CALLED_ONCE
+    # If a tensor is given twice, a trace does not show which of the two arguments a launch takes.
+    elif entry is _CALLED_ONCE and len(set(addresses)) == len(addresses):
+        output, _cache[key] = _trace(host, args)
         return output
-    return run(*args)
+    return host(*args)
 
 
-def _is_watched() -> bool:
-    """Whether someone wants to hear of launches, or to have kernels compiled in another way than by default."""
+def _needs_real_launches() -> bool:
+    """Whether launches have hooks, or kernels are to be compiled in another way than by default."""
     runtime = knobs.runtime
     # A hook is a chain of calls; it may also have been replaced by a function, or by None.
     return bool(
@@ -152,8 +158,8 @@ _EMPTY = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.ne
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
 
 
-class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the tensors that are allocated, and whether anything is done with tensors but to view them."""
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects allocations, and whether tensors are used for anything but allocations and views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,71 +175,73 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _UnclearError(Exception):
-    """What was observed does not tell how to repeat it."""
+class _NotReplayableError(Exception):
+    """A trace does not tell how to replay it."""
 
 
-def _observe(run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, _Plan | str]:
-    """(`run(*args)`, how to repeat it)."""
-    with noting() as launched, _Observer() as observer:
-        output = run(*args)
+def _trace(host: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, _Replay | str]:
+    """(`host(*args)`, how to replay it)."""
+    with noting() as launched, _Tracer() as tracer:
+        output = host(*args)
     try:
-        if observer.does_more:
-            raise _UnclearError
-        return output, _plan([x for x in args if isinstance(x, Tensor)], observer.allocated, launched, output)
-    except _UnclearError:
-        return output, _UNREPEATABLE
+        if tracer.does_more:
+            raise _NotReplayableError
+        return output, _replay([x for x in args if isinstance(x, Tensor)], tracer.allocated, launched, output)
+    except _NotReplayableError:
+        return output, _NOT_REPLAYABLE
 
 
-def _plan(given: list[Tensor], allocated: list[tuple[Tensor, bool]], launched: list[Launched], output: Any) -> _Plan:
-    made = [tensor for tensor, _ in allocated]
-    if any(tensor.device != given[0].device for tensor in made):
-        raise _UnclearError
-    places: dict[tuple[int, int], int] = {}
+def _replay(
+    inputs: list[Tensor], allocated: list[tuple[Tensor, bool]], launched: list[Launched], output: Any
+) -> _Replay:
+    new = [tensor for tensor, _ in allocated]
+    if any(tensor.device != inputs[0].device for tensor in new):
+        raise _NotReplayableError
+    pointers: dict[tuple[int, int], int] = {}
     constants: list[Any] = []
-    chosen: list[list[tuple[bool, int]]] = []
+    arguments: list[list[tuple[bool, int]]] = []
     for launch in launched:
-        chosen.append([])
+        arguments.append([])
         for value in launch.args:
             if isinstance(value, Tensor):
-                chosen[-1].append((False, places.setdefault(_origin(value, given + made), len(places))))
+                arguments[-1].append((False, pointers.setdefault(_origin(value, inputs + new), len(pointers))))
             elif value is None or isinstance(value, int | float):
-                chosen[-1].append((True, len(constants)))
+                arguments[-1].append((True, len(constants)))
                 constants.append(value)
             else:
-                raise _UnclearError
-    results = _results(output, made)
-    return _Plan(
-        device=given[0].device,
+                raise _NotReplayableError
+    results = _results(output, new)
+    return _Replay(
+        device=inputs[0].device,
         allocations=tuple(
             _Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, zero)
-            for tensor, (_, zero) in zip(made, allocated, strict=True)
+            for tensor, (_, zero) in zip(new, allocated, strict=True)
         ),
-        places=tuple(places),
+        pointers=tuple(pointers),
         constants=tuple(constants),
         launches=tuple(
             _Launch(
                 launch.kernel,
                 (*launch.grid, 1, 1)[:3],
-                itemgetter(*[constant * len(places) + i for constant, i in numbers]),
+                itemgetter(*[is_constant * len(pointers) + i for is_constant, i in places]),
             )
-            for launch, numbers in zip(launched, chosen, strict=True)
+            for launch, places in zip(launched, arguments, strict=True)
         ),
         results=results,
     )
 
 
-def _results(output: Any, made: list[Tensor]) -> tuple[int, ...] | int:
-    """Which allocations `output` is; in `made` they take the shapes that they have there."""
+def _results(output: Any, allocated: list[Tensor]) -> tuple[int, ...] | int:
+    """Which allocations `output` consists of; sets them in `allocated` to the shapes that they have in `output`."""
     if isinstance(output, Tensor):
-        return _results((output,), made)[0]  # type: ignore[index]
+        return _results((output,), allocated)[0]  # type: ignore[index]
     indices: list[int] = []
     for tensor in output:
-        index, offset = _origin(tensor, made)
-        is_whole = not offset and tensor.numel() == made[index].numel() and tensor.dtype == made[index].dtype
+        index, offset = _origin(tensor, allocated)
+        is_whole = not offset and tensor.numel() == allocated[index].numel() and tensor.dtype == allocated[index].dtype
         if index in indices or not is_whole:
-            raise _UnclearError
-        made[index] = tensor
+            raise _NotReplayableError
+        allocated[index] = tensor
         indices.append(index)
     return tuple(indices)
 
@@ -249,5 +257,5 @@ def _origin(tensor: Tensor, bases: list[Tensor]) -> tuple[int, int]:
     if len(found) > 1:
         found = [index for index in found if bases[index].data_ptr() == address]
     if len(found) != 1:
-        raise _UnclearError
+        raise _NotReplayableError
     return found[0], address - bases[found[0]].data_ptr()

@@ -40,7 +40,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import function as torch_function
 
 from ._launch import is_recording
-from ._launch_cache import TENSORS, form_of, repeat
+from ._launch_cache import TENSOR_TYPES, cache_key, run_cached
 
 _library = torch.library.Library("strata", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -106,11 +106,11 @@ def _define(schema: str, parts: type[Operator]) -> Callable[..., Any]:
     _library.impl(name, forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"strata::{name}", forward_or_fake, lib=_library)
     overload = getattr(torch.ops.strata, name).default
-    kinds = tuple(_KINDS[str(argument.type)] for argument in overload._schema.arguments)
+    types = tuple(_ARGUMENT_TYPES[str(argument.type)] for argument in overload._schema.arguments)
 
     def cached(*args: Any) -> Any:
-        found = form_of(name, kinds, args)
-        return overload(*args) if found is None else repeat(forward, args, *found)
+        found = cache_key(name, types, args)
+        return overload(*args) if found is None else run_cached(forward, args, *found)
 
     node = None
     if parts.setup_context is not None and parts.backward is not None:
@@ -165,15 +165,15 @@ def _node(name: str, run: Callable[..., Any], parts: type[Operator]) -> Callable
     return apply
 
 
-_KINDS = {
-    "Tensor": TENSORS,
-    "Optional[Tensor]": TENSORS | {type(None)},
+_ARGUMENT_TYPES = {
+    "Tensor": TENSOR_TYPES,
+    "Optional[Tensor]": TENSOR_TYPES | {type(None)},
     "int": frozenset({int}),
     "float": frozenset({float}),
     "bool": frozenset({bool}),
     "str": frozenset({str}),
 }
-_PLAIN = frozenset().union(*_KINDS.values())
+_PLAIN_TYPES = frozenset().union(*_ARGUMENT_TYPES.values())
 
 
 def _eager(
@@ -182,7 +182,7 @@ def _eager(
     """`overload`; or, where nobody has to see the call, the autograd node or `cached` themselves."""
 
     def call(*args: Any) -> Any:
-        if is_observed() or not _PLAIN.issuperset(map(type, args)):
+        if is_observed() or not _PLAIN_TYPES.issuperset(map(type, args)):
             return overload(*args)
         if not torch.is_grad_enabled():
             return cached(*args)

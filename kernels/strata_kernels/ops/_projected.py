@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ._activation import Activation, Form, define
 from ._launch import describe
-from ._launch_cache import TENSORS
+from ._launch_cache import TENSOR_TYPES
 from ._operator import is_observed, is_recorded
 
 # Elements of the largest matrix in a product.
@@ -51,7 +51,7 @@ def define_projected(name: str, activation: str, form: Form) -> Callable[..., An
         if not _is_fused(tensors, weight):
             return functional.linear(defined.forward(*inputs), weight, bias)
         # Memory that is filled later must be the node's own, which subclasses of tensors do not promise.
-        if is_observed() or not TENSORS.issuperset(map(type, tensors)):
+        if is_observed() or not TENSOR_TYPES.issuperset(map(type, tensors)):
             return _Projected.apply(name, False, weight, bias, *inputs)
         out = _Projected.apply(name, True, weight, bias, *inputs)
         with torch.no_grad():

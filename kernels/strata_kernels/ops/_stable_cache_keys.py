@@ -1,7 +1,8 @@
-"""Where in its file a kernel stands is no part of its key.
+"""A kernel's cache key does not depend on the line that the kernel stands on.
 
-Triton's key of a kernel holds the line that it starts on, because debug information names it: a comment above a kernel,
-or another kernel, would have it compiled anew by everybody who has it in an image or a store.
+Triton's key of a kernel ends with the number of its first line (`JITCallable.cache_key`, Triton 3.6 to 3.9). So with a
+comment above a kernel, or one more kernel in its file, everybody who has it in an image or a store would compile it
+again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import sys
 from triton.runtime.jit import JITCallable
 
 
-def leave_out_lines(package: str) -> None:
-    """Let all functions for Triton in the loaded modules of `package` start on line 1, before their keys are taken.
+def omit_line_numbers(package: str) -> None:
+    """Let all Triton functions in the loaded modules of `package` start on line 1, before their keys are taken.
 
-    Up to Triton 3.6 debug information and profilers count lines from there, too; later ones name the real line, or that
-    which the kernel had when it was compiled.
+    After Triton 3.6, debug information and profilers read another attribute and name the real line, or the one that the
+    kernel had when it was compiled. Triton 3.6 has only this attribute, so there they count from the top of the kernel.
     """
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):
