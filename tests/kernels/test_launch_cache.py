@@ -5,6 +5,8 @@ On a GPU `test_operator.py` compares the replayed operators with calls through t
 
 import contextlib
 import ctypes
+import importlib.util
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -20,7 +22,7 @@ from strata_kernels.ops._launch_cache import TENSOR_TYPES, cache_key, run_cached
 class Scale:
     """y[i] = x[i] * factor for n fp32 values, and how often it was launched."""
 
-    function, packed_metadata = 0, (1, 1, 0)
+    name, function, packed_metadata = "scale_kernel", 0, (1, 1, 0)
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,13 +35,14 @@ class Scale:
         (ctypes.c_float * n).from_address(p_y)[:] = [factor * value for value in values]
         self.count += 1
 
-    def launch(self, x: Tensor, y: Tensor, factor: float) -> None:
+    def launch(self, x: Tensor, y: Tensor, factor: float, block: int = 4) -> None:
         """As `_launch.launch` starts and notes it."""
         n = y.numel()
         self.run(3, 1, 1, 0, 0, (), None, None, None, x.data_ptr(), y.data_ptr(), n, factor, None)
         launched = _launch._launched.get()
         if launched is not None:
-            launched.append(_launch.Launched(self, (3,), (x, y, n, factor, None)))
+            args = {"p_x": x, "p_y": y, "n": n, "factor": factor, "BLOCK": None}
+            launched.append(_launch.Launched(self, (3,), args, {"BLOCK": block}))
 
 
 @pytest.fixture
@@ -225,3 +228,77 @@ def test_the_cache_is_bounded(kernel, monkeypatch) -> None:
     for n in range(1, 9):
         call(lambda x: torch.empty_like(x), torch.ones(n))
         assert len(_launch_cache._cache) <= 3
+
+
+def changing(kernel: Scale, change: str) -> Callable[[Tensor], Tensor]:
+    """A host function that reads a constant of its module, which is not in the key, for one thing that it does."""
+
+    def host(x: Tensor) -> Tensor:
+        rows = 4 + (CONSTANT if change == "allocation" else 0)
+        y = x.new_zeros(rows, 4) if change == "zeros" and CONSTANT else x.new_empty(rows, 4)
+        factor = 1.0 + (CONSTANT if change == "argument" else 0)
+        offset = CONSTANT if change == "pointer" else 0
+        kernel.launch(x[offset:], y[offset:], factor, block=4 + (CONSTANT if change == "constexpr" else 0))
+        if change == "launch" and CONSTANT:
+            kernel.launch(x, y, factor)
+        if change == "more" and CONSTANT:
+            y.add_(1)
+        return y
+
+    return host
+
+
+CONSTANT = 0
+ALLOCATION = "_Allocation(shape={}, stride=(4, 1), dtype=torch.float32, zero={})"
+# What differs, as recorded and now.
+CHANGES = {
+    "allocation": ("allocation 0", ALLOCATION.format((4, 4), False), ALLOCATION.format((5, 4), False)),
+    "zeros": ("allocation 0", ALLOCATION.format((4, 4), False), ALLOCATION.format((4, 4), True)),
+    "argument": ("launch 0, factor", "1.0", "2.0"),
+    "pointer": ("launch 0, p_x", "_Pointer(tensor=0, offset=0)", "_Pointer(tensor=0, offset=16)"),
+    "constexpr": ("launch 0, BLOCK", "4", "5"),
+    "launch": ("launch 1, kernel", "nothing", "scale_kernel"),
+    "more": ("host function", "nothing", "not replayable"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_check_finds_a_host_function_that_depends_on_more_than_the_key(kernel, change, monkeypatch) -> None:
+    host, x = changing(kernel, change), torch.ones(4, 4)
+    for checks in (False, True):
+        monkeypatch.setattr(_launch_cache, "_CHECKS", checks)
+        monkeypatch.setitem(globals(), "CONSTANT", 0)
+        for _ in range(4):
+            assert torch.equal(call(host, x), x)
+        monkeypatch.setitem(globals(), "CONSTANT", 1)
+        if not checks:
+            assert torch.equal(call(host, x), x), "a stale replay, which nothing notices"
+            continue
+        with pytest.raises(RuntimeError, match=r"^strata::operator: the launch cache replays what its host") as error:
+            call(host, x)
+        part, recorded, now = CHANGES[change]
+        assert f"; {part}: recorded {recorded}, now {now}. A host function may depend only on" in str(error.value)
+
+
+def test_a_check_lets_one_tensor_in_two_places_pass(kernel, monkeypatch) -> None:
+    def host(gate: Tensor, up: Tensor) -> Tensor:
+        y = torch.empty_like(gate)
+        kernel.launch(up, y, 1.0)
+        return y
+
+    monkeypatch.setattr(_launch_cache, "_CHECKS", True)
+    x, y = torch.randn(4), torch.randn(4)
+    for gate, up in ((x, y), (x, y), (x, y), (x, x)):
+        assert torch.equal(call(host, gate, up), up)
+
+
+@pytest.mark.parametrize(("value", "checks"), [("1", True), ("0", False), (None, False)])
+def test_the_environment_switches_checks_on(value, checks, monkeypatch) -> None:
+    monkeypatch.delenv("STRATA_CHECK_LAUNCH_CACHE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("STRATA_CHECK_LAUNCH_CACHE", value)
+    spec = importlib.util.spec_from_file_location("strata_kernels.ops._launch_cache_again", _launch_cache.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module._CHECKS is checks

@@ -46,12 +46,14 @@ class Call:
 class Launched:
     """A launch that happened, as Triton's launcher was asked for it.
 
-    args: for all parameters in order; None for constexprs, which launchers take and skip.
+    args: by name, for all parameters in order; None for constexprs, which launchers take and skip.
+    keywords: the constexprs and options.
     """
 
     kernel: CompiledKernel
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
+    args: dict[str, Any]
+    keywords: dict[str, Any]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -77,10 +79,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
         assert isinstance(kernel, InterpretedFunction), "cpu tensors need TRITON_INTERPRET=1"
         kernel[grid](*args, **kwargs)
     elif index == torch._C._cuda_getDevice():
-        _note(kernel[grid](*args, **kwargs), kernel, grid, args)
+        _note(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
     else:
         with torch.cuda.device(index):
-            _note(kernel[grid](*args, **kwargs), kernel, grid, args)
+            _note(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
 
 
 def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -94,13 +96,17 @@ def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _note(compiled: CompiledKernel, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+def _note(
+    compiled: CompiledKernel, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     launched = _launched.get()
     if launched is not None:
         assert [param.is_constexpr for param in kernel.params] == [i >= len(args) for i in range(len(kernel.params))], (
             f"{kernel.__name__}: its constexprs, and they alone, must come last and be given by keyword"
         )
-        launched.append(Launched(compiled, grid, args + (None,) * (len(kernel.params) - len(args))))
+        names = [param.name for param in kernel.params]
+        values = args + (None,) * (len(names) - len(args))
+        launched.append(Launched(compiled, grid, dict(zip(names, values, strict=True)), keywords))
 
 
 def runs_triton(x: Tensor) -> bool:

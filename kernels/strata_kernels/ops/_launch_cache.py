@@ -6,14 +6,18 @@ costs a small operator several times the work of its kernels, and Triton's way t
 second call of a key is traced, and later calls replay the trace: the same allocations, then the same compiled kernels
 with the new addresses. A host function that does more than allocate and launch, such as a copy or a matrix product, is
 not replayable and runs every time.
+
+With the environment variable STRATA_CHECK_LAUNCH_CACHE=1 a replayed call also runs the host function, and raises if
+that does anything else than the replay.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +33,21 @@ _CALLED_ONCE, _NOT_REPLAYABLE = "called once", "not replayable"
 # By key. The cache is emptied when it is full.
 _cache: dict[tuple[Any, ...], _Replay | str] = {}
 _MAX_ENTRIES = 8192
+_CHECKS = os.environ.get("STRATA_CHECK_LAUNCH_CACHE", "0") != "0"
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A compiled kernel and its grid; `select` takes its arguments from a call's values."""
+    """A compiled kernel and its grid; `select` takes its arguments from a call's values.
+
+    parameters, keywords: their names, and the constexprs and options. A check compares them.
+    """
 
     kernel: CompiledKernel
     grid: tuple[int, ...]
     select: Callable[[list[Any]], tuple[Any, ...]]
+    parameters: tuple[str, ...]
+    keywords: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,24 @@ class _Replay:
         values += self.constants
         return values
 
+    def parts(self) -> dict[str, str]:
+        """All that a run does, in words."""
+        parts = {f"allocation {i}": repr(new) for i, new in enumerate(self.allocations)}
+        for i, launch in enumerate(self.launches):
+            at = f"launch {i}, "
+            arguments = launch.select([*(_Pointer(*place) for place in self.pointers), *self.constants])
+            parts |= {f"{at}kernel": launch.kernel.name, f"{at}grid": repr(launch.grid)}
+            parts |= {at + name: repr(x) for name, x in zip(launch.parameters, arguments, strict=True)}
+            parts |= {at + name: repr(x) for name, x in launch.keywords.items()}
+        return {**parts, "results": repr(self.results)}
+
+
+class _Pointer(NamedTuple):
+    """As the message of a failed check names a place in memory; `tensor` counts input tensors, then allocations."""
+
+    tensor: int
+    offset: int
+
 
 def cache_key(
     name: str, types: Sequence[frozenset[type]], args: tuple[Any, ...]
@@ -128,6 +156,8 @@ def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, 
     """
     entry = _cache.get(key)
     if isinstance(entry, _Replay) and not _needs_real_launches():
+        if _CHECKS:
+            _check(host, args, key, addresses, entry)
         return entry.run(addresses)
     if entry is None and key[0] >= 0:
         # A key that comes once, like that of the last batch of an epoch, is not worth a trace.
@@ -139,6 +169,24 @@ def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, 
         output, _cache[key] = _trace(host, args)
         return output
     return host(*args)
+
+
+def _check(
+    host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], addresses: list[int], recorded: _Replay
+) -> None:
+    """Raise RuntimeError if `host(*args)` does not do what was recorded."""
+    if len(set(addresses)) != len(addresses):
+        return  # As in `run_cached`: a trace is ambiguous.
+    _, now = _trace(host, args)
+    before, after = recorded.parts(), now.parts() if isinstance(now, _Replay) else {"host function": now}
+    differing = [part for part in {**before, **after} if before.get(part) != after.get(part)]
+    if differing:
+        part = differing[-1 if isinstance(now, str) else 0]
+        raise RuntimeError(
+            f"strata::{key[1]}: the launch cache replays what its host function no longer does; "
+            f"{part}: recorded {before.get(part, 'nothing')}, now {after.get(part, 'nothing')}. A host function may"
+            " depend only on the shapes, strides, dtypes, alignments and plain values of its arguments"
+        )
 
 
 def _needs_real_launches() -> bool:
@@ -202,7 +250,7 @@ def _replay(
     arguments: list[list[tuple[bool, int]]] = []
     for launch in launched:
         arguments.append([])
-        for value in launch.args:
+        for value in launch.args.values():
             if isinstance(value, Tensor):
                 arguments[-1].append((False, pointers.setdefault(_origin(value, inputs + new), len(pointers))))
             elif value is None or isinstance(value, int | float):
@@ -224,6 +272,8 @@ def _replay(
                 launch.kernel,
                 (*launch.grid, 1, 1)[:3],
                 itemgetter(*[is_constant * len(pointers) + i for is_constant, i in places]),
+                tuple(launch.args),
+                launch.keywords,
             )
             for launch, places in zip(launched, arguments, strict=True)
         ),
