@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from .ops._adamw_plan import Rounding, Shard, StepPlan
 from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
-from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
-from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
+from .ops.norm.add_rms_norm import add_rms_norm
+from .ops.norm.layer_norm import layer_norm
+from .ops.norm.rms_norm import rms_norm
 from .ops.qk_norm_rope import qk_norm_rope
 from .ops.relu_squared import relu_squared
-from .ops.rms_norm import rms_norm
 from .ops.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
 from .patch import PatchReport, patch_model, unpatch_model

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from .ops._loss import Reduction
-from .ops.add_rms_norm import add_rms_norm
 from .ops.cross_entropy import cross_entropy
 from .ops.geglu import geglu, geglu_packed
-from .ops.layer_norm import layer_norm
 from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.norm.add_rms_norm import add_rms_norm
+from .ops.norm.layer_norm import layer_norm
+from .ops.norm.rms_norm import Cast, rms_norm
 from .ops.relu_squared import relu_squared
-from .ops.rms_norm import Cast, rms_norm
 from .ops.swiglu import swiglu, swiglu_packed
 from .patch.structure import projected
 

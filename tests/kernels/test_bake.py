@@ -218,7 +218,7 @@ def test_what_changes_a_key(tmp_path, library, monkeypatch):
 
 
 def test_no_kernel_of_the_package_is_known_by_its_line_or_tuned_when_it_is_launched():
-    modules = [import_module(f"strata_kernels.ops.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
+    modules = [import_module(found.name) for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
     values = [value for module in modules for value in vars(module).values()]
     functions = [value for value in values if isinstance(value, JITCallable)]
     assert len(functions) > 20

@@ -41,10 +41,10 @@ from ._angles import (
     unfilled_like,
 )
 from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
-from ._norm import gradient_like, norm_backward, norm_reference
 from ._operator import is_transformed, plain_gradients, register
 from ._qk_norm_rope import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
-from .rms_norm import Cast
+from .norm.host import gradient_like, norm_backward, norm_reference
+from .norm.rms_norm import Cast
 
 
 @dataclass(frozen=True)

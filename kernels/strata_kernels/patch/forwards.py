@@ -15,8 +15,8 @@ from torch import Tensor
 from ..ops._vocabulary_parallel import is_dtensor
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.norm.rms_norm import rms_norm
 from ..ops.relu_squared import relu_squared
-from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from .structure import activation_options, linear_head, projected

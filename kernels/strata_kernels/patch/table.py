@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..ops.rms_norm import Cast
+from ..ops.norm.rms_norm import Cast
 
 # What may stand in the feed-forward layer, one of them in a family.
 ACTIVATIONS = ("swiglu", "geglu", "relu_squared")

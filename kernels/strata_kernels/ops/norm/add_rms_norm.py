@@ -5,7 +5,7 @@
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
 
-The kernels are those of `_norm.py`. Where only one output's gradient arrives, no zeros are made for the other. Bytes
+The kernels are those of `host`. Where only one output's gradient arrives, no zeros are made for the other. Bytes
 moved per element at the least: forward and backward 4·itemsize each.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import describe
-from ._norm import norm_forward, norm_reference, normalized_like, statistics_like, unfilled
-from ._operator import is_transformed, register
+from .._launch import describe
+from .._operator import is_transformed, register
+from .host import norm_forward, norm_reference, normalized_like, statistics_like, unfilled
 from .rms_norm import Cast, _RMSNormBackward, check, rms_norm_gradients
 
 

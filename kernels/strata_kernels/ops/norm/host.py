@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ._launch import accumulator, launch, multiprocessors, takes_kernel
-from ._norm_kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
+from .._launch import accumulator, launch, multiprocessors, takes_kernel
+from .kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
 
-The kernels are those of `_norm.py`. Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+The kernels are those of `host`. Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import DTYPES, describe, has_dtype
-from ._norm import (
+from .._launch import DTYPES, describe, has_dtype
+from .._operator import is_transformed, plain_gradients, register
+from .host import (
     gradient_like,
     norm_backward,
     norm_forward,
@@ -27,7 +28,6 @@ from ._norm import (
     statistics_like,
     unfilled,
 )
-from ._operator import is_transformed, plain_gradients, register
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"
