@@ -13,10 +13,11 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 PROJECTS := pyproject.toml kernels/pyproject.toml platform/pyproject.toml
 
 # What `make test-fast` runs: most of what a change of specs, data, documents or an operator would break.
-FAST := tests/test_documents.py $(filter-out %/test_client.py,$(wildcard tests/platform/test_*.py)) tests/images \
+FAST := tests/test_documents.py tests/images \
+	$(filter-out %/test_client.py,$(wildcard tests/platform/test_*.py tests/platform/*/test_*.py)) \
 	tests/charts/test_values.py tests/kernels/test_launch.py tests/kernels/test_rms_norm.py tests/kernels/test_readme.py \
-	$(wildcard tests/runtime/test_data_*.py) $(addprefix tests/runtime/test_,checkpoint.py error_explanations.py folder.py metrics.py \
-	mfu.py next_token.py optimizer.py record.py report.py signals.py)
+	$(addprefix tests/runtime/,data report run_folder checkpoint/test_manifest.py metrics/test_mfu.py objectives/test_next_token.py \
+	optim/test_optimizer.py process/test_error_explanations.py process/test_signals.py)
 
 .PHONY: help setup finetune test test-fast e2e lint format lock docs docs-serve clean
 

@@ -37,7 +37,7 @@ from strata_platform.spec.run_spec import Runtime
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
-from tests.runtime.train_only import train_spec
+from tests.runtime.helpers.train_only import train_spec
 
 # Steps to train, those of them that are saved, and how many of the first are left out of the speed.
 STEPS, SAVED, UNTIMED = 8, 4, 2

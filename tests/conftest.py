@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,21 +12,24 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests run side by side: threads that wait for each other on a busy core cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TESTS = Path(__file__).parent
 # Files that take half a minute or more come first: none of them is left to one worker while the others have nothing.
 SLOW = (
-    "runtime/test_matrix", "runtime/test_resume", "kernels/test_interpreter", "runtime/test_parallel",
-    "runtime/test_objectives", "runtime/test_guard", "runtime/test_quantized", "workflows/test_elastic",
-    "kernels/test_bake", "workflows/test_finetune", "workflows/test_sweep", "runtime/test_graphs",
-    "runtime/test_watchdog", "runtime/test_shared", "runtime/test_processes", "tests/test_notebook",
-    "runtime/test_adapter", "platform/test_client", "tests/test_house", "runtime/test_kills", "kernels/test_store",
-    "runtime/test_checkpoint_storage", "runtime/test_upload", "runtime/test_trl", "runtime/test_verification",
+    "runtime/test_frameworks_and_strategies", "runtime/test_exact_resume", "kernels/test_interpreter",
+    "runtime/test_parallel_losses", "runtime/test_objectives_under_strategies", "runtime/training/test_step_guard",
+    "runtime/models/test_quantization", "workflows/test_elastic", "kernels/test_bake", "workflows/test_finetune",
+    "workflows/test_sweep", "runtime/warmup/test_inductor_cache", "runtime/process/test_watchdog",
+    "runtime/parallel/test_parallel", "runtime/process/test_ranks", "test_notebook", "runtime/models/test_lora",
+    "platform/test_client", "test_house", "runtime/test_random_kills", "kernels/test_store",
+    "runtime/checkpoint/test_storage", "runtime/checkpoint/test_upload", "runtime/test_same_as_trl",
+    "runtime/verification/test_verification",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order within a file, and that of other files, is as it was."""
-    place = {name: number for number, name in enumerate(SLOW)}
-    items.sort(key=lambda item: place.get(f"{item.path.parent.name}/{item.path.stem}", len(SLOW)))
+    place = {TESTS / f"{name}.py": number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.path, len(SLOW)))
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def test_its_last_cell_goes_to_the_clients_place_through_flytes_own(monkeypatch)
 
 def test_it_submits_follows_draws_and_generates(tmp_path):
     own = {"XDG_STATE_HOME": str(tmp_path / "state"), "STRATA_BACKEND": "local", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, ROOT / "tests" / "run_notebook.py", NOTEBOOK, tmp_path / "displayed.json"]
+    command = [sys.executable, ROOT / "tests" / "helpers" / "run_notebook.py", NOTEBOOK, tmp_path / "displayed.json"]
     ended = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "[rank 0] training: 20 steps" in ended.stdout

@@ -9,7 +9,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.trackers.prometheus import Prometheus
 from tasks.runtime.process.ranks import Processes
 from tests.charts.conftest import CHART
-from tests.charts.promql import read
+from tests.charts.helpers.promql import read
 
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 RULES = (CHART / "templates" / "observability" / "rules.yaml").read_text()

@@ -13,7 +13,7 @@ from strata_platform.kubernetes_answers import TASK_LIMITS
 from strata_platform.spec.run_spec import Resources
 from tasks.resources import CONTROL_TASK, PREPARE_TASK, overrides
 from tests.charts.conftest import CHART, HELM, ROOT, Helm
-from tests.e2e.local import leave_out_absent
+from tests.e2e.helpers.local_cluster import leave_out_absent
 
 STACK = ROOT / "charts" / "strata-stack"
 META = yaml.safe_load((STACK / "Chart.yaml").read_text())

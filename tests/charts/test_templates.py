@@ -10,8 +10,8 @@ from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from tasks.runtime.warmup import store
 from tests.charts.conftest import CHART, HELM, PRESETS
-from tests.charts.promql import read
-from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
+from tests.charts.helpers.promql import read
+from tests.charts.helpers.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
 
 if HELM is None:
     pytest.skip("there is no helm on the PATH; put it there, or its path into HELM", allow_module_level=True)

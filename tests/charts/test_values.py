@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from strata_platform.chart import values_docs
 from strata_platform.chart.values import ChartValues
 from tests.charts.conftest import CHART, PRESETS, ROOT
-from tests.charts.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
+from tests.charts.helpers.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
 
 VALIDATOR = jsonschema.Draft202012Validator(values_docs.schema())
 

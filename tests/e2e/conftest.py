@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
 def cluster():
     from kubernetes import config
 
-    from tests.e2e.cluster import Cluster, Window, until
+    from tests.e2e.helpers.cluster import Cluster, Window, until
 
     config.load_kube_config()
     found = Cluster(os.environ["STRATA_E2E_IMAGE"])
@@ -55,7 +55,7 @@ def strata(undisturbed):
     """The client, of the version of the workflow that the undisturbed run has registered."""
     from strata_platform.backends.flyte import FlyteBackend
     from strata_platform.client import Client
-    from tests.e2e.cluster import DOMAIN, PROJECT
+    from tests.e2e.helpers.cluster import DOMAIN, PROJECT
 
     return Client(FlyteBackend(PROJECT, DOMAIN), poll=0.5)
 
@@ -63,7 +63,7 @@ def strata(undisturbed):
 @pytest.fixture(scope="session")
 def preempted(cluster, strata, undisturbed):
     """A run that the client submits and follows to its end; an urgent pod takes its place in the middle of training."""
-    from tests.e2e.cluster import MIDDLE, NO_ROOM, Followed, until
+    from tests.e2e.helpers.cluster import MIDDLE, NO_ROOM, Followed, until
 
     idle = ["sleep", "86400"]
     # The queue has no room for a run beside this pod: both runs come to wait, in whichever order.

@@ -17,7 +17,7 @@ from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.errors import RunExists
 from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, named
+from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, named
 
 STEPS = SPEC["training"]["steps"]
 
@@ -95,7 +95,8 @@ def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(clust
 def test_the_notebook_submits_through_the_client_and_through_flytes_own(tmp_path):
     FlyteBackend(PROJECT, DOMAIN, image=os.environ["STRATA_E2E_IMAGE"], source=ROOT).register()
     own = {"STRATA_BACKEND": "flyte", "STRATA_PROJECT": PROJECT, "STRATA_DOMAIN": DOMAIN, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, ROOT / "tests/run_notebook.py", ROOT / "examples/submit.ipynb", tmp_path / "shown.json"]
+    program, notebook = ROOT / "tests/helpers/run_notebook.py", ROOT / "examples/submit.ipynb"
+    command = [sys.executable, program, notebook, tmp_path / "shown.json"]
     ended = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=590)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     assert "def sorted(iterable):" in ended.stdout

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.charts.conftest import HELM, PRESETS, Helm
-from tests.e2e.cluster import NAMESPACE
+from tests.e2e.helpers.cluster import NAMESPACE
 
 KUBECTL = shutil.which("kubectl")
 pytestmark = pytest.mark.skipif(not (HELM and KUBECTL), reason="helm and kubectl have to be on the PATH")

@@ -8,7 +8,7 @@ import pytest
 from kubernetes import client
 from kubernetes.client import ApiException
 
-from tests.e2e.cluster import JOBS, NAMESPACE, QUEUES, RIVAL_NAMESPACE, TENANT, until
+from tests.e2e.helpers.cluster import JOBS, NAMESPACE, QUEUES, RIVAL_NAMESPACE, TENANT, until
 
 MEMBER = TENANT["members"][0]["name"]
 RUNS = f"system:serviceaccount:{NAMESPACE}:strata"

@@ -18,7 +18,7 @@ from flytekit.types.file import FlyteFile
 from safetensors.torch import load_file
 
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, SUCCEEDED, until
+from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, SUCCEEDED, until
 
 slow = pytest.mark.slow
 STEPS = SPEC["training"]["steps"]

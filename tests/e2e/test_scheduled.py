@@ -13,8 +13,8 @@ from kubernetes import client
 
 from strata_platform.spec import RunSpec, dump_spec
 from tasks.scheduled import WEBHOOK
-from tests.e2e import upstream
-from tests.e2e.cluster import DOMAIN, NAMESPACE, PROJECT, ROOT, Run, named, until
+from tests.e2e.helpers import upstream_flyte
+from tests.e2e.helpers.cluster import DOMAIN, NAMESPACE, PROJECT, ROOT, Run, named, until
 from workflows.scheduled import scheduled
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_run_that_fails_is_told_of(cluster):
     assert "data.source '/runs/nowhere.jsonl' was not found" in line
 
 
-@pytest.mark.skipif(not upstream.PROGRAM, reason="the stand-in for flyteadmin has no scheduler")
+@pytest.mark.skipif(not upstream_flyte.PROGRAM, reason="the stand-in for flyteadmin has no scheduler")
 def test_flyte_starts_runs_at_their_times(cluster, tmp_path):
     """The example, copied and registered as its first lines say, with another spec and for every minute."""
     folder = tmp_path / "project"

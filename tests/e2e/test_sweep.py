@@ -8,7 +8,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
-from tests.e2e.cluster import Run, named, until
+from tests.e2e.helpers.cluster import Run, named, until
 from workflows.sweep import sweep
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strata_kernels.ops import _launch_cache
-from tests.kernels.bar import hold_to_bar
+from tests.kernels.helpers.error_bound import hold_to_bar
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATHS = ["interpreter"] if INTERPRETED else ["reference"] + ["gpu"] * torch.cuda.is_available()

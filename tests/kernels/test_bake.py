@@ -28,7 +28,7 @@ from strata_kernels.warmup.bake import MANIFEST, bake, built_with
 from strata_kernels.warmup.cache import keys, load, relocate
 from strata_kernels.warmup.driver import build_library, library_folders, load_library, prepare, target_of
 from strata_kernels.warmup.model import load_config, plan_model, presets
-from tests.kernels import bake_kernels
+from tests.kernels.helpers import kernels_to_bake
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -151,7 +151,7 @@ def test_a_moved_cache_is_found_after_relocation_alone(baked, plan, library, mon
 
 
 def test_a_kernel_that_fails_and_one_that_crashes_cost_no_other(tmp_path):
-    plan = record(lambda: [bake_kernels.crashing(), bake_kernels.broken(), bake_kernels.good()])
+    plan = record(lambda: [kernels_to_bake.crashing(), kernels_to_bake.broken(), kernels_to_bake.good()])
     seen = []
     (result,) = bake(plan, ["sm_90"], tmp_path, workers=1, progress=lambda *progress: seen.append(progress))
     assert {failed.name: failed.error for failed in result.failed}["crashing_kernel"].startswith("the compiler crashed")
@@ -191,7 +191,7 @@ def variant(folder: Path, name: str, source: str) -> ModuleType:
 
 
 def test_what_changes_a_key(tmp_path, library, monkeypatch):
-    source = Path(bake_kernels.__file__).read_text(encoding="utf-8")
+    source = Path(kernels_to_bake.__file__).read_text(encoding="utf-8")
 
     def of(name: str, text: str, **options: object) -> str:
         return key(variant(tmp_path, name, text), monkeypatch, tmp_path / "cache", **options)
@@ -227,9 +227,9 @@ def test_no_kernel_of_the_package_is_known_by_its_line_or_tuned_when_it_is_launc
 
 
 def test_other_chips_are_compiled_for_and_told_apart(monkeypatch, tmp_path, library):
-    cuda, hip = (key(bake_kernels, monkeypatch, tmp_path, arch) for arch in ("sm_80", "gfx942"))
+    cuda, hip = (key(kernels_to_bake, monkeypatch, tmp_path, arch) for arch in ("sm_80", "gfx942"))
     assert cuda != hip
-    _, problem = prepare(record(bake_kernels.good).specializations[0], target_of("gfx942"))
+    _, problem = prepare(record(kernels_to_bake.good).specializations[0], target_of("gfx942"))
     assert problem == "libamdhip64.so is not here; bake in the image that has it"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strata_kernels.warmup import cache
-from tests.kernels.cache_entries import kernel_entry, launcher_entry
+from tests.kernels.helpers.cache_entries import kernel_entry, launcher_entry
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter has no cache")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.operators import OPERATORS, Function
+from tests.kernels.helpers.operators import OPERATORS, Function
 
 REFUSED = {name for name in OPERATORS if "cross_entropy" in name}
 

@@ -30,7 +30,7 @@ from strata_kernels import (
     swiglu,
     swiglu_packed,
 )
-from tests.kernels.bar import hold_to_bar
+from tests.kernels.helpers.error_bound import hold_to_bar
 
 EPS = 1e-5
 # Rows that are compared.

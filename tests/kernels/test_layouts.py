@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import strata_kernels
-from tests.kernels.layouts import layouts
-from tests.kernels.operators import OPERATORS, Operator
+from tests.kernels.helpers.memory_layouts import layouts
+from tests.kernels.helpers.operators import OPERATORS, Operator
 
 
 def dtypes(name: str) -> list[torch.dtype]:

@@ -24,8 +24,8 @@ from strata_kernels.warmup.blobs import Blob, Folder, open_blobs
 from strata_kernels.warmup.budget import Budget, Patience
 from strata_kernels.warmup.seed import Seeder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
-from tests.kernels.cache_entries import elf, kernel_entry, launcher_entry
-from tests.kernels.races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
+from tests.kernels.helpers.cache_entries import elf, kernel_entry, launcher_entry
+from tests.kernels.helpers.store_races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter has no cache")
 
@@ -433,7 +433,7 @@ def test_time_is_counted_once_for_calls_side_by_side():
 
 
 def test_races_with_kills_and_torn_files():
-    """A few of the races that `python -m tests.kernels.races` runs by the thousand, two with Triton's compiler."""
-    command = [sys.executable, "-m", "tests.kernels.races", "--races", "12", "--real", "1", "--seed", "4"]
+    """A few of the races that `helpers/store_races.py` runs by the thousand, two with Triton's compiler."""
+    command = [sys.executable, "-m", "tests.kernels.helpers.store_races", "--races", "12", "--real", "1", "--seed", "4"]
     done = subprocess.run(command, text=True, capture_output=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A vocabulary that two processes hold, and DTensors. The tests that they run are in two_processes.py."""
+"""A vocabulary that two processes hold, and DTensors. Their tests: helpers/vocabulary_parallel_processes.py."""
 
 import os
 import subprocess
@@ -10,8 +10,9 @@ import pytest
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="what is tested is around the kernels")
 def test_two_processes(tmp_path) -> None:
+    program = Path(__file__).parent / "helpers" / "vocabulary_parallel_processes.py"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "two_processes.py"), str(tmp_path / "rendezvous")],
+        [sys.executable, str(program), str(tmp_path / "rendezvous")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -8,12 +8,12 @@ import pytest
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A working directory where `python -m tasks.runtime` is stand_in.py; names of runs are kept there, too."""
+    """A working directory where `tasks.runtime` is helpers/fake_runtime.py; names of runs are kept there, too."""
     package = tmp_path / "tasks" / "runtime"
     package.mkdir(parents=True)
     for file in (package.parent / "__init__.py", package / "__init__.py"):
         file.touch()
-    shutil.copy(Path(__file__).with_name("stand_in.py"), package / "__main__.py")
+    shutil.copy(Path(__file__).parent / "helpers" / "fake_runtime.py", package / "__main__.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path

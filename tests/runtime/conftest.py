@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.runtime.narrow import narrow
+from tests.runtime.helpers.narrow_preset import narrow
 
 
 @pytest.fixture(scope="module")

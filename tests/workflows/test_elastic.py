@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from flytekit.exceptions.user import FlyteRecoverableException
 from tasks import elastic
-from tests.workflows.elastic_tasks import run
+from tests.workflows.helpers.elastic_tasks import run
 where, how = sys.argv[3:]
 elastic.is_local = lambda: where == "local"
 if how == "killed":

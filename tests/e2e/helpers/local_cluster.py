@@ -1,0 +1,429 @@
+"""A cluster on this machine for the tests.
+
+    python -m tests.e2e.helpers.local_cluster build | up | down | test [PYTEST ARGUMENTS]
+
+The folder STRATA_CLUSTER has scripts that build Kubernetes, Kueue, the training operator and Flyte as programs of this
+machine and start them in a network namespace; here everything of the project is installed over that, through
+charts/strata-stack. Pods see this environment's Python and packages read-only, through claims. `test` builds what is
+missing, brings the cluster up, runs the tests and takes it down, whatever happens. Needs root on Linux.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.helpers import upstream_flyte
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", "")).absolute()
+STATE = Path(os.environ.get("KC", "/tmp/kc")).absolute()
+STACK = STATE / "strata-stack"
+RUNS = STATE / "runs"
+FLYTE_CONFIG = STATE / "flyte.yaml"
+DATABASE = STATE / "database"
+NAMESPACE = "strata-system"
+TENANTS = ("flytesnacks-development", "rival-development")
+# Addresses of that cluster, which its scripts choose.
+STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
+BRIDGE = "0a:58:0a:58:00:01"
+# Of a second store, in which each tenant has an account.
+ACCOUNTS = 9002
+# Folders of this machine that pods see read-only, at the same paths. The workflow's own code travels with it.
+SEEN = {
+    "usr": Path("/usr"),
+    "python": Path(sys.base_prefix),
+    "venv": Path(sys.prefix),
+    "kernels": ROOT / "kernels",
+    "platform": ROOT / "platform",
+}
+# The machine is busy: a slow answer is none of a dead server, and servers get their share.
+PATIENT = {"timeoutSeconds": 15, "failureThreshold": 8, "periodSeconds": 2}
+SHARE = {"requests": {"cpu": "50m", "memory": "64Mi"}}
+# Seconds that a phase may take. A cold build is 15 to 30 minutes of two cores.
+LIMITS = {"build": 2100, "images": 120, "up": 120, "module": 300, "install": 240, "down": 60}
+EXIT_CANNOT = 75
+
+
+class CannotError(Exception):
+    """This machine cannot have the cluster: no network, no root, no room. It says nothing about the project."""
+
+
+def script(name: str, limit: float) -> None:
+    """Run one of the cluster's scripts."""
+    print(f"cluster: {name}", flush=True)
+    shell([str(SCRIPTS / name)], limit=limit)
+
+
+def shell(command: list[str], *, limit: float, text: str | None = None) -> str:
+    """Run a command and return what it wrote to its standard output. Raises CalledProcessError and TimeoutExpired."""
+    with started(command, stdin=subprocess.PIPE if text is not None else None, stdout=subprocess.PIPE) as process:
+        said, _ = process.communicate(text, timeout=limit)
+    if process.returncode:
+        print(said[-4000:])
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return str(said)
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command with all that it starts, which ends with the block at the latest."""
+    known = {"KC": str(STATE), "VENV": sys.prefix, "PYROOT": sys.base_prefix}
+    options = {"stdin": subprocess.DEVNULL, **{name: to for name, to in options.items() if to is not None}}
+    process = subprocess.Popen(command, env=os.environ | known, text=True, start_new_session=True, **options)
+    try:
+        yield process
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+
+
+def inside(*command: str, limit: float, text: str | None = None) -> str:
+    """Run a client in the cluster's network."""
+    return shell([str(SCRIPTS / "ns.sh"), *command], limit=limit, text=text)
+
+
+@contextmanager
+def alone(patience: float = 600) -> Iterator[None]:
+    """Keep other processes from the cluster; what a killed one left is not locked."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    with (STATE / "lock").open("w") as file:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise CannotError(f"another process has had the cluster of {STATE} for {patience:.0f} s") from None
+                time.sleep(1)
+        yield
+
+
+def build() -> None:
+    """The cluster's programs and images, unless they are there."""
+    if not (SCRIPTS / "build.sh").is_file():
+        raise CannotError(f"{SCRIPTS} has no build.sh; set STRATA_CLUSTER as docs/testing.md says")
+    if os.geteuid():
+        raise CannotError("only root may make namespaces and mounts")
+    try:
+        script("build.sh", LIMITS["build"])
+        script("images.sh", LIMITS["images"])
+        (STATE / "images" / f"{upstream_flyte.IMAGE}.tar").unlink(missing_ok=True)
+        if upstream_flyte.PROGRAM:
+            upstream_flyte.pack(SCRIPTS, STATE / "images")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
+
+
+def up() -> None:
+    """A new cluster with everything installed."""
+    down()
+    try:
+        script("up.sh", LIMITS["up"])
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotError(f"the cluster does not start here: {error}") from error
+    # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for
+    # the most of a minute the others then know no way to the stores and the API server.
+    inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
+    if upstream_flyte.PROGRAM:
+        upstream_flyte.start_database(partial(inside, limit=60), DATABASE, STORE)
+    install()
+
+
+def down() -> None:
+    """Take the cluster away, also one that a killed process left. What remains is told, and is no error."""
+    database = partial(upstream_flyte.stop_database, lambda *command: shell([*command], limit=30), DATABASE)
+    for end in (partial(script, "down.sh", LIMITS["down"]), database):
+        try:
+            end()
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"cluster: not all of it is gone: {error}", file=sys.stderr)
+    shutil.rmtree(RUNS, ignore_errors=True)
+
+
+def install() -> None:
+    """The training operator's manifests, then the stack in its two steps, then the claims of its pods."""
+    operator = module("github.com/kubeflow/training-operator@v1.9.3") / "manifests" / "overlays" / "standalone"
+    manifests = list(yaml.safe_load_all(inside("kubectl", "kustomize", str(operator), limit=60)))
+    for manifest in manifests:
+        if manifest["kind"] == "Deployment":
+            (container,) = manifest["spec"]["template"]["spec"]["containers"]
+            container |= {"image": "registry.local/training-operator:1", "resources": SHARE}
+            for probe in ("livenessProbe", "readinessProbe"):
+                container[probe] |= PATIENT | {"initialDelaySeconds": 1}
+    apply(*manifests)
+    vendor()
+    release = [str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests" / "e2e" / "values.yaml")]
+    release += ["--values", "-"]
+    first = ["install", "strata", *release, "--create-namespace", "--set", "components.strata=false", "--wait"]
+    values = yaml.safe_dump(own_values())
+    inside("helm", *first, limit=LIMITS["install"], text=values)
+    upgrade(release, values)
+    # The pods' image has no tini: their program must not be process 1, which signals without a handler pass by.
+    shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
+    for tenant in TENANTS:
+        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
+    RUNS.mkdir(mode=0o777, parents=True)
+    apply(*claims())
+    inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
+    FLYTE_CONFIG.write_text(f"admin: {{endpoint: 'dns:///{FLYTE}:8089', insecure: true}}\n")
+
+
+def upgrade(release: list[str], values: str) -> None:
+    """The second step; Kueue's webhooks answer a moment after it is ready."""
+    command = ["helm", "upgrade", "strata", *release]
+    patiently(lambda: inside(*command, limit=LIMITS["install"], text=values), 5, 10, 20)
+
+
+def module(version: str) -> Path:
+    """Where the files of a Go module lie."""
+    try:
+        return Path(json.loads(shell(["go", "mod", "download", "-json", version], limit=LIMITS["module"]))["Dir"])
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotError(f"the charts of {version} are not to be had: {error}") from error
+
+
+def vendor() -> None:
+    """The stack with its dependencies, whose charts are those of the programs' own sources."""
+    flyte = module("github.com/flyteorg/flyte@v1.16.8") / "charts"
+    charts = {
+        "": ROOT / "charts" / "strata-stack",
+        "charts/strata": ROOT / "charts" / "strata",
+        "charts/flyte-binary": flyte / "flyte-binary",
+        # Optional, and to be there all the same.
+        "charts/flyte-binary/charts/flyteconnector": flyte / "flyteconnector",
+        "charts/kueue": module("sigs.k8s.io/kueue@v0.19.0") / "charts" / "kueue",
+    }
+    shutil.rmtree(STACK, ignore_errors=True)
+    # What `helm dependency update` has fetched into a working tree are second copies.
+    fetched = shutil.ignore_patterns("*.tgz")
+    for place, source in charts.items():
+        # Modules are read-only, the copies must not be.
+        shutil.copytree(source, STACK / place, copy_function=shutil.copyfile, dirs_exist_ok=True, ignore=fetched)
+        (STACK / place).chmod(0o755)
+    leave_out_absent(STACK)
+
+
+def leave_out_absent(stack: Path) -> None:
+    """Take out of a stack's Chart.yaml what is off and not there: Helm asks for every chart in it, on or off.
+
+    It is monitoring, whose chart is in no Go module. What is on stays, and Helm says that it is missing.
+    """
+    on = yaml.safe_load((stack / "values.yaml").read_text())["components"]
+    meta = yaml.safe_load((stack / "Chart.yaml").read_text())
+    meta["dependencies"] = [
+        item
+        for item in meta["dependencies"]
+        if on[item["condition"].removeprefix("components.")] or (stack / "charts" / item["name"]).is_dir()
+    ]
+    (stack / "Chart.yaml").write_text(yaml.safe_dump(meta, sort_keys=False))
+
+
+def own_values() -> dict[str, Any]:
+    """What this cluster has for images, an object store, and volumes."""
+    volumes = [{"name": name, "claim": name, "mountPath": str(path), "readOnly": True} for name, path in SEEN.items()]
+    runs = {"name": "runs", "claim": "runs", "mountPath": "/runs"}
+    env = {
+        "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": f"{SEEN['kernels']}:{SEEN['platform']}",
+        "HOME": "/tmp",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    store = {"region": "us-east-1", "disableSSL": True, "v2Signing": False, "endpoint": f"http://{STORE}:9000"}
+    keys = {"authType": "accesskey", "accessKey": "test", "secretKey": "testsecret"}
+    for_pods = [{name: value} for name, value in store_environment().items()]
+    flyte = {
+        "flyte-core-components": {"admin": {"disableScheduler": True}},
+        "configuration": {
+            "database": {"host": "none"},
+            "storage": {
+                "metadataContainer": "flyte",
+                "userDataContainer": "flyte",
+                "provider": "s3",
+                "providerConfig": {"s3": store | keys},
+            },
+            "inline": {
+                "propeller": {"workflow-reeval-duration": "5s", "downstream-eval-duration": "2s"},
+                "catalog-cache": {"type": "noop"},
+                "storage": {"enable-multicontainer": True},
+                "plugins": {"k8s": {"default-env-vars": for_pods}},
+            },
+        },
+        "deployment": {
+            "image": image("flyte"),
+            "waitForDB": {"image": image("busybox"), "command": ["true"]},
+            "extraEnvVars": [{"name": "FLYTE_WEBHOOK", "value": "1"}],
+            "livenessProbe": {"httpGet": {"path": "/healthcheck", "port": "http"}, **PATIENT},
+            "readinessProbe": {"httpGet": {"path": "/healthcheck", "port": "http"}, **PATIENT},
+            "resources": SHARE,
+        },
+        "ingress": {"separateGrpcIngress": False},
+        "service": {"clusterIP": FLYTE},
+    }
+    if upstream_flyte.PROGRAM:
+        upstream_flyte.configure(flyte, STORE)
+    kueue = {
+        "manager": {"image": image("kueue"), "resources": SHARE | {"limits": {"cpu": "2", "memory": "1Gi"}}},
+        "livenessProbe": PATIENT,
+        "readinessProbe": PATIENT | {"initialDelaySeconds": 1},
+    }
+    network = {
+        "objectStore": [{"cidr": f"{STORE}/32", "ports": [{"port": 9000}, {"port": ACCOUNTS}]}],
+        "dns": [{"cidr": f"{NAMES}/32", "ports": [{"port": 53}, {"port": 53, "protocol": "UDP"}]}],
+    }
+    return {
+        "flyte-binary": flyte,
+        "kueue": {"controllerManager": kueue},
+        "strata": {
+            "image": {"repository": "registry.local/hostroot", "tag": "1"},
+            "tenantDefaults": {
+                "network": network,
+                "podTemplate": {"workingDir": "/tmp", "env": env, "volumes": [*volumes, runs]},
+            },
+            "tests": {"env": env, "volumes": volumes, "reachable": [f"{STORE}:9000"]},
+        },
+    }
+
+
+def image(name: str) -> dict[str, str]:
+    """An image that the scripts made."""
+    return {"repository": f"registry.local/{name}", "tag": "1", "pullPolicy": "IfNotPresent"}
+
+
+def store_environment() -> dict[str, str]:
+    """How Flyte's clients reach the object store."""
+    return {
+        "FLYTE_AWS_ENDPOINT": f"http://{STORE}:9000",
+        "FLYTE_AWS_ACCESS_KEY_ID": "test",
+        "FLYTE_AWS_SECRET_ACCESS_KEY": "testsecret",
+    }
+
+
+def claims() -> Iterator[dict[str, Any]]:
+    """Volumes of this machine's folders, and each namespace's claims to them."""
+    for namespace in (NAMESPACE, *TENANTS):
+        folders = dict(SEEN)
+        if namespace in TENANTS:
+            folders["runs"] = RUNS / namespace
+            folders["runs"].mkdir()
+            folders["runs"].chmod(0o777)
+        for name, folder in folders.items():
+            volume = f"{namespace}-{name}"
+            common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+            yield {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": volume},
+                "spec": {
+                    **common,
+                    "capacity": {"storage": "1Gi"},
+                    "hostPath": {"path": str(folder)},
+                    "claimRef": {"namespace": namespace, "name": name},
+                },
+            }
+            yield {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": name, "namespace": namespace},
+                "spec": {**common, "volumeName": volume, "resources": {"requests": {"storage": "1Gi"}}},
+            }
+
+
+def apply(*manifests: dict[str, Any]) -> None:
+    """Hand manifests to the cluster."""
+    inside("kubectl", "apply", "--server-side", "-f", "-", limit=60, text=yaml.safe_dump_all(manifests))
+
+
+def patiently(do: Callable[[], object], *pauses: float) -> None:
+    """Do what fails until a server answers, again after each pause; its error after the last."""
+    for pause in pauses:
+        try:
+            do()
+            return
+        except subprocess.CalledProcessError:
+            time.sleep(pause)
+    do()
+
+
+@contextmanager
+def accounts() -> Iterator[str]:
+    """Where an object store answers that has an account and a bucket of each tenant, both by the tenant's name."""
+    endpoint, gateway = f"http://{STORE}:{ACCOUNTS}", str(STATE / "bin" / "versitygw")
+    root = ["--access", "root", "--secret", "rootsecret"]
+    with tempfile.TemporaryDirectory() as users, tempfile.TemporaryDirectory() as data:
+        serve = [gateway, *root, "--port", f"{STORE}:{ACCOUNTS}", "--iam-dir", users, "posix", data]
+        # It would print every request.
+        with started([str(SCRIPTS / "ns.sh"), *serve], stdout=subprocess.DEVNULL) as process:
+            try:
+                for tenant in TENANTS:
+                    admin = [gateway, "admin", *root, "--endpoint-url", endpoint]
+                    user = [*admin, "create-user", "--access", tenant, "--secret", f"{tenant}-secret", "--role", "user"]
+                    patiently(partial(inside, *user, limit=30), 0.2, 0.5, 1, 2, 5)
+                    inside(*admin, "create-bucket", "--bucket", tenant, "--owner", tenant, limit=30)
+                yield endpoint
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_tests(arguments: list[str]) -> int:
+    """pytest in the cluster's network; its exit status."""
+    os.environ.update(store_environment())
+    os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE="registry.local/hostroot:1")
+    reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
+    os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
+    python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
+    with accounts() as endpoint:
+        os.environ.update(STRATA_E2E_ACCOUNTS=endpoint)
+        with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
+            status = process.wait()
+    if status:
+        print(inside("kubectl", "get", "pods,workloads", "--all-namespaces", limit=30))
+        print(inside("kubectl", "get", "events", "--all-namespaces", "--sort-by=.lastTimestamp", limit=30)[-6000:])
+    return status
+
+
+def test(arguments: list[str]) -> int:
+    """Build, up, pytest, down."""
+    build()
+    try:
+        up()
+        return run_tests(arguments)
+    finally:
+        down()
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(verb: str, *arguments: str) -> int:
+    """Do what the command line says; the exit status."""
+    signal.signal(signal.SIGTERM, _end)
+    verbs = {"build": build, "up": up, "down": down, "test": lambda: test([*arguments])}
+    try:
+        with alone():
+            return verbs[verb]() or 0
+    except CannotError as error:
+        print(f"no cluster: {error}", file=sys.stderr)
+        return EXIT_CANNOT
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

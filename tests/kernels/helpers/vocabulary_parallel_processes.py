@@ -1,0 +1,190 @@
+"""Run by test_vocabulary_parallel.py: two processes on the CPU that hold half of the vocabulary each.
+
+python vocabulary_parallel_processes.py RENDEZVOUS_FILE
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing import assert_close
+
+from strata_kernels.ops import _logit_memory
+from strata_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
+
+ROWS, HIDDEN, CLASSES = 40, 16, 200
+HEAD = "weight", "bias"
+
+
+def problem(dtype: torch.dtype = torch.float32, classes: int = CLASSES) -> tuple[dict[str, Tensor], Tensor]:
+    """The same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (ROWS, HIDDEN), "weight": (classes, HIDDEN), "bias": (classes,)}
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    target = torch.randint(classes, (ROWS,), generator=generator)
+    target[1::4] = -100
+    return tensors, target
+
+
+def gradients(function: Callable[..., Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    loss = function(**leaves)
+    found = torch.autograd.grad((loss * torch.arange(1.0, loss.numel() + 1).view(loss.shape)).sum(), leaves.values())
+    return {"loss": loss.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def close(x: Tensor, y: Tensor, what: str) -> None:
+    """Up to the order in which fp32 sums add up."""
+    assert_close(x, y, rtol=1e-5, atol=1e-5 * float(y.abs().max()), msg=lambda difference: f"{what}: {difference}")
+
+
+def mine(rank: int, x: Tensor) -> Tensor:
+    return x.chunk(2)[rank]
+
+
+def test_group_gives_what_one_process_gives(rank: int) -> None:
+    class_weight = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1))
+    row_weight = torch.rand(ROWS, generator=torch.Generator().manual_seed(2))
+    for options in (
+        {}, {"chunk_bytes": 4096}, {"reduction": "none", "label_smoothing": 0.1, "class_weight": class_weight},
+        {"reduction": "sum", "z_loss": 0.01, "softcap": 3.0, "row_weight": row_weight, "chunk_bytes": 3000},
+        {"num_items": torch.tensor(7), "max_targets": 30}, {"class_weight": class_weight, "max_targets": 35},
+    ):  # fmt: skip
+        tensors, target = problem()
+        expected = gradients(lambda **t: linear_cross_entropy(target=target, **t, **options), tensors)  # noqa: B023
+        parts = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
+
+        def run(**t: Tensor) -> Tensor:
+            return linear_cross_entropy(target=target, group=dist.group.WORLD, **t, **options)  # noqa: B023
+
+        found, again = gradients(run, parts), gradients(run, parts)
+        for name, x in found.items():
+            assert torch.equal(x, again[name]), name
+            close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} {list(options)}")
+        everyone = [torch.empty_like(found["x"]) for _ in "ab"]
+        dist.all_gather(everyone, found["x"])
+        assert torch.equal(*everyone)
+
+
+def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:
+    tensors, target = problem()
+    x = tensors["x"].t().contiguous().t().requires_grad_()
+    # Rows a part at a time: parts of a transposed gradient would not be dense.
+    loss = linear_cross_entropy(x, mine(rank, tensors["weight"]), target, group=dist.group.WORLD, chunk_bytes=4096)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, tensors["weight"], target), x)
+    close(torch.autograd.grad(loss, x)[0], expected, "x")
+
+
+def test_predictions_prefer_the_first_class(rank: int) -> None:
+    weight = torch.zeros(6, 3)
+    weight[[1, 4], [0, 0]], weight[5, 1] = 1.0, 1.0
+    target = torch.tensor([1, 5, -100])
+    found = linear_cross_entropy_with_predictions(
+        torch.eye(3), mine(rank, weight), target, group=dist.group.WORLD, chunk_bytes=16
+    )
+    assert found.predictions.tolist() == [1, 5, -1] and found.accuracy == 1.0
+
+
+def test_never_less_exact_than_twice_pytorch(rank: int) -> None:
+    tensors, target = problem(torch.bfloat16)
+    del tensors["bias"]
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        z = x @ weight.t()
+        return torch.nn.functional.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), target)
+
+    exact = gradients(plain, {name: x.double() for name, x in tensors.items()})
+    theirs = gradients(plain, tensors)
+    tensors["weight"] = mine(rank, tensors["weight"])
+    found = gradients(
+        lambda x, weight: linear_cross_entropy(x, weight, target, group=dist.group.WORLD, chunk_bytes=4096), tensors
+    )
+    for name in ("x", "weight"):
+        cut = (lambda x: mine(rank, x)) if name == "weight" else (lambda x: x)
+        error = (found[name].double() - cut(exact[name])).abs().max()
+        assert error <= 2 * (cut(theirs[name]).double() - cut(exact[name])).abs().max(), name
+
+
+def test_dtensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    # An odd number of classes: the parts differ in size.
+    tensors, target = problem(classes=13)
+    for x_place, head_place, reduction in (
+        (Replicate(), Shard(0), "mean"), (Shard(0), Shard(0), "mean"), (Shard(0), Shard(0), "none"),
+        (Shard(0), Replicate(), "mean"), (Shard(0), Replicate(), "sum"), (Shard(0), Replicate(), "none"),
+        (Replicate(), Replicate(), "mean"),
+    ):  # fmt: skip
+        options = {"reduction": reduction, "label_smoothing": 0.1}
+        expected = gradients(lambda **t: linear_cross_entropy(target=target, **t, **options), tensors)  # noqa: B023
+        places = {"x": x_place, "weight": head_place, "bias": head_place}
+        cut = {name: distribute_tensor(x, mesh, [places[name]]) for name, x in tensors.items()}
+        targets = distribute_tensor(target, mesh, [x_place])
+
+        def run(**t: Tensor) -> Tensor:
+            return linear_cross_entropy(target=targets, **t, **options).full_tensor()  # noqa: B023
+
+        for name, x in gradients(run, cut).items():
+            close(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], f"{name} {reduction} {places}")
+
+
+def test_dtensors_that_do_not_fit(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    (tensors, target), place = problem(), lambda x, p: distribute_tensor(x, mesh, [p])
+    x, weight = tensors["x"], tensors["weight"]
+    for arguments, options, message in (
+        ((x, place(weight, Shard(0)), target), {}, "leave the output head in the root's group of fully_shard"),
+        ((place(x, Replicate()), weight, target), {}, "make them DTensors of one mesh"),
+        ((place(x, Replicate()), place(weight, Shard(1)), target), {}, r"redistribute it to Replicate\(\)"),
+        ((place(x, Shard(0)), place(weight, Replicate()), target), {}, "target and row_weight must be DTensors"),
+        ((place(x, Replicate()), place(weight, Shard(0)), target), {"bias": tensors["bias"]}, "bias must be a DTensor"),
+        ((place(x, Replicate()), place(weight, Shard(0)), target), {"group": dist.group.WORLD}, "for plain tensors"),
+        ((place(x, Replicate()), place(weight[:1], Shard(0)), target), {}, "the last would have none"),
+    ):
+        try:
+            linear_cross_entropy(*arguments, **options)
+        except ValueError as error:
+            assert __import__("re").search(message, str(error)), error
+        else:
+            raise AssertionError(f"no error: {message}")
+    partial = DTensor.from_local(x / 2, mesh, [Partial()])
+    loss = linear_cross_entropy(partial, place(weight, Shard(0)), target)
+    assert_close(loss.full_tensor(), linear_cross_entropy(x, weight, target))
+
+
+def run(rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    _logit_memory._PANEL = 64
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test(rank)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    # Forked, so that torch is imported once.
+    processes = []
+    for rank in range(2):
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                run(rank, sys.argv[1])
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        processes.append(process)
+    return max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec, dump_spec, load_spec
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+# PyYAML writes what Unicode has no character for, but does not read it.
+words = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn"]), min_size=1, max_size=12)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"[a-z0-9]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True),
+        "seed": st.integers(0, 2**32 - 1),
+        "output": words.filter(lambda path: not path.startswith("~") and "://" not in path),
+        "model": st.fixed_dictionaries({}, optional={"name": words, "dtype": st.sampled_from(["auto", "float32"])}),
+        "data": st.fixed_dictionaries(
+            {"source": words | st.lists(words, min_size=1, max_size=3)},
+            optional={
+                "text_column": words,
+                "packing": st.booleans(),
+                "validation_fraction": st.floats(0, 0.5),
+                "max_samples": st.none() | st.integers(1),
+            },
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {},
+            optional={
+                "lr": st.floats(0, 1, exclude_min=True),
+                "betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
+            },
+        ),
+        "parallel": st.just({"type": "single"})
+        | st.builds(lambda mb: {"type": "ddp", "bucket_cap_mb": mb}, st.integers(1)),
+        "kernels": st.fixed_dictionaries(
+            {}, optional={"exclude": st.lists(st.sampled_from(["rope", "swiglu"])), "enabled": st.booleans()}
+        ),
+    },
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(fields)
+def test_yaml_json_and_python_are_the_same_spec(values):
+    spec = RunSpec(**values)
+    texts = [
+        yaml.safe_dump(values) + "\n",
+        json.dumps(values) + "\n",
+        json.dumps(values, indent="\t", ensure_ascii=False).replace("\t", " "),
+        dump_spec(spec, "yaml"),
+        dump_spec(spec, "json"),
+    ]
+    for text in texts:
+        loaded = load_spec(text)
+        assert loaded == spec
+        assert loaded.hash() == spec.hash()
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def error_of(path_or_text):
+    with pytest.raises(SpecError) as caught:
+        load_spec(path_or_text)
+    return caught.value
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_load(path):
+    spec = load_spec(path)
+    assert load_spec(dump_spec(spec, "yaml")) == spec
+
+
+def test_the_tiny_example_is_the_default():
+    assert load_spec(EXAMPLES / "tiny-llama.yaml") == RunSpec()
+
+
+def test_a_text_a_path_and_the_name_of_a_file_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("spec").write_text("seed: 7")
+    Path("spec.yaml").write_text("seed: 8")
+    assert load_spec("spec").seed == 7
+    assert load_spec("spec.yaml").seed == 8
+    assert load_spec(Path("spec")).seed == 7
+    assert load_spec("seed: 9").seed == 9
+    assert load_spec("{}") == RunSpec()
+
+
+def test_a_file_that_is_not_there():
+    assert "missing.yaml has 1 problem:\n  cannot be read: No such file" in str(error_of("missing.yaml"))
+    assert "there is no such file either" in str(error_of("missing"))
+    assert "there is no such file either" in str(error_of("x" * 5000))
+
+
+def test_files_that_are_not_text(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("name: café".encode("latin-1"))
+    assert "not UTF-8: byte 9 is 0xe9" in str(error_of(tmp_path / "latin.yaml"))
+    assert "cannot be read: Is a directory" in str(error_of(tmp_path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
+    (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfseed: 1")
+    assert load_spec(tmp_path / "bom.yaml").seed == 1
+
+
+def test_json_with_tabs_and_escapes(tmp_path):
+    text = json.dumps({"output": "a\tb \U0001f600"}, indent="\t").replace("/", r"\/")
+    (tmp_path / "spec.json").write_text(text)
+    assert load_spec(tmp_path / "spec.json").output == "a\tb \U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("seed: 1\nname: [a", 2, "expected ',' or ']'"),
+        ("seed: 1\nname: a: b", 2, "mapping values are not allowed here"),
+        ("data:\n\tsplit: a", 2, "cannot start any token"),
+        ("seed: 1\n--- \nseed: 2", 2, "another document"),
+        ("seed: *one", 1, "undefined alias"),
+        ("? [a, b]\n: 1", 1, "unhashable key"),
+        ("seed: !!python/name:os.system ''", 1, "could not determine a constructor"),
+        ("name: a\nseed: \x01", 2, "special characters are not allowed"),
+        ("seed: 2024-13-45", None, "month must be in 1..12; put it in quotes"),
+        ("[" * 5000, None, "nested too deeply"),
+        ("", None, "empty"),
+        ("# only a comment\n", None, "empty"),
+        ("- a\n- b", None, "not a mapping"),
+        ("3\n", None, "not a mapping"),
+    ],
+)
+def test_texts_that_are_no_spec(text, line, message):
+    (problem,) = error_of(text).problems
+    assert (problem.path, problem.line) == ("", line)
+    assert message in problem.message
+
+
+def test_keys_given_twice_are_told_with_both_lines():
+    error = error_of("seed: 1\ndata:\n  packing: true\n  packing: 3\nseed: 2")
+    assert [(problem.path, problem.line, problem.message) for problem in error.problems] == [
+        ("data.packing", 4, "given twice, first in line 3; keep one"),
+        ("data.packing", 4, "not true or false"),
+        ("seed", 5, "given twice, first in line 1; keep one"),
+    ]
+    assert [problem.path for problem in error_of('{"seed": 1, "seed": 1}').problems] == ["seed"]
+
+
+def test_problems_come_in_the_order_of_the_file_and_name_it(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "topology: {nnodes: 2}\nkernels:\n  exclude:\n  - rope\n  - rms\nparallel:\n  type: single\nsed: 1\n"
+    )
+    error = error_of(path)
+    assert [(problem.path, problem.line) for problem in error.problems] == [
+        ("kernels.exclude[1]", 5),
+        ("parallel.type", 7),
+        ("sed", 8),
+    ]
+    assert str(error).startswith(
+        f"{path} has 3 problems:\n  kernels.exclude[1] (line 5): not a valid value; given: 'rms'"
+    )
+
+
+def test_a_problem_of_a_field_that_the_file_leaves_out_has_no_line():
+    (problem,) = error_of("topology: {nnodes: 2}").problems
+    assert (problem.path, problem.line) == ("parallel.type", None)
+
+
+def test_keys_are_texts_whatever_yaml_takes_them_for():
+    assert [problem.path for problem in error_of("on: 1\n2: 3\nnull: 4").problems] == ["on", "2", "null"]
+
+
+def test_numbers_that_yaml_takes_for_texts():
+    spec = load_spec("optimizer: {lr: 1e-4, eps: 1E-10}\ntraining: {steps: 1e3}")
+    assert (spec.optimizer.lr, spec.optimizer.eps, spec.training.steps) == (1e-4, 1e-10, 1000)
+
+
+def test_anchors_and_merges():
+    spec = load_spec("data: &data {split: a, packing: false}\n<<: {seed: 4}\n")
+    assert (spec.data.split, spec.data.packing, spec.seed) == ("a", False, 4)
+    assert load_spec("data:\n  <<: {split: a, packing: false}\n  split: b\n").data.split == "b"
+
+
+def test_an_alias_of_its_own_parent_ends():
+    (problem,) = error_of("model: &model\n  name: *model").problems
+    assert (problem.path, problem.line) == ("model.name", 2)

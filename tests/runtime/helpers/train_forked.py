@@ -1,0 +1,73 @@
+"""Trains specs in turn with several processes.
+
+    python -m tests.runtime.helpers.train_forked PROCESSES [--narrow] SPEC[@STEP]...
+
+They are forked when all is imported, which takes longer than what they train; under torchrun each imports it again.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import get_args
+
+from strata_platform.spec.run_spec import Runtime
+from tests.runtime.helpers.train_only import train_all
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_as(rank, processes, port, function):
+    """What process number `rank` does; returns its exit code."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ.update({name: str(number) for name, number in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        function()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run_forked(processes, function):
+    """Call `function` in each of so many processes; returns the exit code of the whole."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            code = run_as(rank, processes, port, function)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    # The others hear of one that failed when they next wait for it.
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
+def launch(*arguments, module="tests.runtime.helpers.train_forked"):
+    """Start this module, or another, and return when all of its processes have ended well."""
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        text=True, capture_output=True, timeout=1800,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def import_everything():
+    """What each would import otherwise, some of it when it comes to it."""
+    for framework in get_args(Runtime.model_fields["framework"].annotation):
+        import_module(f"tasks.runtime.training.frameworks.{framework}")
+    import_module("datasets")
+
+
+if __name__ == "__main__":
+    import_everything()
+    sys.exit(run_forked(int(sys.argv[1]), lambda: train_all(sys.argv[2:])))

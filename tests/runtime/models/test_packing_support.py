@@ -1,0 +1,109 @@
+"""A model that cannot keep the texts of a row apart, or has too few positions for it, is refused before training."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.evaluation.evaluate_model import generate
+from tasks.runtime.models.packing_support import (
+    SUPPORTS_PACKING,
+    learned_position_count,
+    require_packing_support,
+    require_position_embeddings,
+    supports_packing,
+)
+from tasks.runtime.objectives import build_objective
+from tasks.runtime.process.ranks import Processes
+from tests.kernels.test_patch import build
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_only import train_spec
+
+GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=48)
+
+
+def mamba():
+    config = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", sorted(SUPPORTS_PACKING))
+def test_families_that_are_not_probed_keep_texts_apart(family):
+    assert supports_packing(build(family).to(torch.bfloat16))
+
+
+def test_a_family_of_the_kernel_layer_that_does_not_is_probed():
+    model = build("falcon_h1").train()
+    assert not supports_packing(model)
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_state_that_goes_on_is_refused_where_rows_are_shared():
+    packed = RunSpec.model_validate({"model": {"name": "org/mamba"}, "kernels": {"enabled": False}})
+    with pytest.raises(
+        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM mixes the sequences.*false"
+    ):
+        require_packing_support(mamba(), packed)
+    alone = RunSpec.model_validate({**packed.model_dump(), "data": {"packing": False}})
+    require_packing_support(mamba(), alone)
+    pairs = {
+        "objective": {"type": "dpo", "reference": "precomputed"},
+        "data": {"packing": False, "source": "rows.jsonl"},
+    }
+    with pytest.raises(ValueError, match=r"objective\.type 'dpo' puts both answers.*another family"):
+        require_packing_support(mamba(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
+
+
+@pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora", "quantization": "nf4"}], ids=["whole", "nf4"])
+def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path, adapter):
+    if adapter["type"] == "lora":
+        pytest.importorskip("bitsandbytes")
+    folder = save_pretrained(tmp_path / "model")
+    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, state_size=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    spec = {
+        "model": {"name": str(folder), "attention": "eager"},
+        "kernels": {"enabled": False},
+        "output": str(tmp_path),
+    }
+    few = {"data": {"max_samples": 20, "sequence_length": 64}, "training": {"steps": 1, "micro_batch_size": 1}}
+    with pytest.raises(ValueError, match=r"data\.packing is true"):
+        train_spec(RunSpec.model_validate({**spec, **few, "adapter": adapter}))
+
+
+def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
+    mamba().save_pretrained(tmp_path / "mamba")
+    teacher = {"type": "distill", "teacher": str(tmp_path / "mamba")}
+    spec = RunSpec.model_validate({"objective": teacher, "model": {"attention": "eager"}})
+    data = SimpleNamespace(tokenizer=lambda: train_tokenizer([""]), manifest=SimpleNamespace(largest_token_id=9))
+    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/mamba'"):
+        build_objective(spec, fused=False).prepare(SimpleNamespace(processes=Processes(), data=data))
+
+
+def test_positions_that_were_learned_are_counted():
+    assert learned_position_count(AutoModelForCausalLM.from_config(GPT2)) == 48
+    assert learned_position_count(build("llama")) is None
+
+
+def test_rows_that_are_longer_than_learned_positions_are_refused(tmp_path):
+    AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path / "gpt2")
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gpt2")}, "data": {"sequence_length": 64}})
+    with pytest.raises(ValueError, match=r"data\.sequence_length 64 exceeds the 48 learned positions.*48 or less"):
+        require_position_embeddings(spec)
+    require_position_embeddings(RunSpec.model_validate({**spec.model_dump(), "data": {"sequence_length": 48}}))
+    # Any number of positions that are computed.
+    require_position_embeddings(RunSpec.model_validate({"data": {"sequence_length": 4096}}))
+
+
+def test_what_is_written_ends_with_the_positions(caplog):
+    model = AutoModelForCausalLM.from_config(GPT2)
+    data = SimpleNamespace(manifest=SimpleNamespace(stop_token_ids=(), pad_token_id=0))
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: len(ids))
+    for length, written in ((40, 8), (48, 0)):
+        prompt = SimpleNamespace(prompt_ids=list(range(1, length + 1)))
+        assert int(generate(model, tokenizer, prompt, data, RunSpec()) or 0) == written
+    said = "evaluation.max_new_tokens 48: the model has positions for {} after this prompt"
+    assert caplog.messages == [said.format(8), said.format(0)]

@@ -1,0 +1,290 @@
+"""Attention by document has the gradients that masks give, for every family; no mask is made, and no host waits."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from strata_kernels import patch_model
+from strata_kernels.patch.table import ROWS
+from strata_kernels.warmup import record
+from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
+from strata_platform.spec.training import Training
+from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
+from tasks.runtime.models.build import build_planning_model, load_config
+from tasks.runtime.models.packing_support import SUPPORTS_PACKING
+from tasks.runtime.models.varlen_attention import (
+    VarlenLayout,
+    add_cu_seqlens,
+    packed_attention,
+    set_varlen_attention,
+    unsupported_reason,
+    uses_varlen,
+    with_cu_seqlens,
+)
+from tasks.runtime.warmup.plan import plan_kernels
+from tests.kernels.test_patch import VOCABULARY, build
+from tests.runtime.helpers.train_only import train_spec
+from tests.runtime.test_frameworks_and_strategies import curve
+
+# Of two rows: documents of any length, of one token, and a row that is one document.
+LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
+FAMILIES = sorted(name for name in SUPPORTS_PACKING if unsupported_reason(AutoConfig.for_model(name)) is None)
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 5}
+GPU = torch.device("cuda")
+# Of the compiler's own look.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def batch_of(lengths):
+    tokens = torch.randint(3, VOCABULARY, (len(lengths), sum(lengths[0])))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    return {"input_ids": tokens, "position_ids": positions}
+
+
+def gradients(model, batch):
+    """The loss, and the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def test_which_families_of_the_table_stay_under_masks():
+    assert set(ROWS) - set(FAMILIES) == {"falcon_h1", "gemma2", "vaultgemma"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_under_masks(family):
+    model = build(family, use_cache=False)
+    for lengths in LENGTHS.values():
+        batch = batch_of(lengths)
+        model.set_attn_implementation("sdpa")
+        expected = gradients(model, batch)
+        set_varlen_attention(model)
+        for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 96)])
+def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
+    bounds = add_cu_seqlens(batch_of(lengths))
+    longest = bounds["max_seqlen"].shape[0]
+    documents = VarlenLayout(bounds["sequence_starts"].to(GPU), bounds["cu_seqlens"].to(GPU), (longest, longest))
+    shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
+    exact = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
+
+    def found(dtype, dropout):
+        *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
+        inputs = [x.requires_grad_() for x in inputs]
+        # Dropout of nearly nothing asks for the mask.
+        attended = packed_attention(*inputs, documents, None, window, dropout)
+        return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
+
+    true = found(torch.float64, 1e-30)
+    ours, masked = found(torch.bfloat16, 0.0), found(torch.bfloat16, 1e-30)
+    for mine, theirs, expected in zip(ours, masked, true, strict=True):
+        limit = 2 * (theirs - expected).norm() + 1e-6 * expected.norm()
+        assert (mine - expected).norm() <= limit
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "model", "goes"),
+    [
+        ({}, "cuda", "llama", True),
+        ({}, "cpu", "llama", False),
+        ({"data": {"packing": False}}, "cuda", "llama", True),
+        ({"model": {"dtype": "float32"}}, "cuda", "llama", False),
+        (
+            {
+                "model": {"dtype": "float32"},
+                "parallel": {"type": "fsdp", "compute_dtype": "bfloat16"},
+                "topology": {"nproc_per_node": 2},
+            },
+            "cuda", "llama", True,
+        ),
+        ({"model": {"attention": "eager"}}, "cuda", "llama", False),
+        (
+            {"parallel": {"type": "fsdp", "context_parallel": 2}, "topology": {"nproc_per_node": 2}},
+            "cuda", "llama", False,
+        ),
+        ({}, "cuda", "gemma2", False),
+        ({}, "cuda", "gpt2", False),
+    ],
+)  # fmt: skip
+def test_which_models_go_by_document(sections, device, model, goes):
+    spec = RunSpec.model_validate({**sections, "model": {"dtype": "bfloat16", **sections.get("model", {})}})
+    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device(device)) is goes
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("qwen2_moe", WINDOWS),
+        ("smollm3", WINDOWS),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("llama", {"is_causal": False}),
+    ],
+    ids=["windows of masks alone", "windows that are off", "bidirectional", "not causal"],
+)
+def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
+    spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
+    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device("cuda"))
+    assert not uses_varlen(spec, AutoConfig.for_model(model, **changes), torch.device("cuda"))
+
+
+def make_spec(output, name, framework="torch", **sections):
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "model": {"dtype": "float32"},
+            "data": {"sequence_length": 128, "max_samples": 60},
+            "training": {"steps": 3, "micro_batch_size": 2, **sections.pop("training", {})},
+            "tracking": {"report_to": [], "log_every": 1},
+            "runtime": {"framework": framework},
+            **sections,
+        }
+    )
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("framework", "training"),
+    [("hf", {}), ("lightning", {}), ("torch", {"compile": True})],
+    ids=["hf", "lightning", "torch, compiled"],
+)
+def test_a_run_has_the_losses_that_it_has_under_masks(output, framework, training, monkeypatch, caplog):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    names = (f"{framework}-{way}" for way in ("masked", "ours"))
+    masked, ours = (make_spec(output, name, framework, training=training) for name in names)
+    train_spec(masked)
+    monkeypatch.setattr("tasks.runtime.objectives.training_step.uses_varlen", lambda *_: True)
+    # It would look at the positions, for which a host waits for its GPU.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
+    caplog.set_level("INFO")
+    train_spec(ours)
+    assert caplog.messages.count("attention: varlen, without masks") == 1
+    for point, expected in zip(curve(ours), curve(masked), strict=True):
+        assert point == pytest.approx(expected, rel=1e-5)
+
+
+@compiles
+def test_two_graphs_are_compiled_however_many_documents_there_are(monkeypatch):
+    """One where no row has more than one, and one for all else, however long the longest is."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    # Without memory: on the CPU itself attention goes by a mask.
+    with torch.device("meta"):
+        model = build("llama", use_cache=False).bfloat16()
+    set_varlen_attention(model)
+    compile_layers(model, Training(compile=True))
+    for several, longest in itertools.product((1, 2, 5, 9), (600, 300, 100)):
+        rows = [(longest, *itertools.repeat(50, several), 1200 - longest - 50 * several)] * 2
+        for lengths in (rows, [(1200,), (1200,)]):
+            batch = {name: tensor.to("meta") for name, tensor in add_cu_seqlens(batch_of(lengths)).items()}
+            model(**batch)[0].sum().backward()
+    assert len(graphs) == 2
+
+
+@compiles
+def test_slices_of_rows_with_any_number_of_documents_are_one_graph():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, cu_seqlens, late_cu_seqlens: x + cu_seqlens[0, -1] * late_cu_seqlens[1, -1],
+        backend=count,
+        dynamic=False,
+    )
+    for documents in range(2, 14):
+        early, late = (torch.arange(number + 1).expand(2, -1).contiguous() for number in (documents, 20 - documents))
+        found = _full_graph(compiled)(torch.ones(1), cu_seqlens=early, late_cu_seqlens=late)
+        assert found.item() == documents * (20 - documents) + 1
+    assert len(graphs) == 1
+
+
+def test_a_student_and_its_teacher_are_planned(tmp_path):
+    for name in ("qwen3", "llama"):
+        build(name).config.save_pretrained(tmp_path / name)
+    alone, taught = (
+        RunSpec.model_validate(
+            {
+                "model": {"name": str(tmp_path / "qwen3"), "dtype": "bfloat16"},
+                "data": {"sequence_length": 37},
+                "objective": objective,
+            }
+        )
+        for objective in ({"type": "pretrain"}, {"type": "distill", "teacher": str(tmp_path / "llama")})
+    )
+    rotations = [
+        {item for item in plan_kernels(spec).specializations if "rope" in item.to_dict()["kernel"]}
+        for spec in (alone, taught)
+    ]
+    assert rotations[0] and rotations[0] <= rotations[1]
+
+
+def test_smollm3_tells_windows_that_are_on():
+    model = build("smollm3", use_sliding_window=True, **WINDOWS)
+    assert unsupported_reason(model.config) is None
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [5, None]
+
+
+def test_the_warm_up_plans_for_it(tmp_path):
+    """Gradients of keys lie in memory otherwise than under a mask, which kernels know for a length such as this one."""
+    build("qwen3").config.save_pretrained(tmp_path)
+    sections = {"name": str(tmp_path), "dtype": "bfloat16"}
+    spec = RunSpec.model_validate({"model": sections, "data": {"sequence_length": 37}})
+    planned = set(plan_kernels(spec).specializations)
+    model = build_planning_model(spec)
+    patch_model(model)
+    set_varlen_attention(model)
+    rows = spec.training.micro_batch_size
+    tokens = torch.zeros(rows, 37, dtype=torch.int64, device="meta")
+    launched = []
+    # One document in each row; several.
+    for documents in (rows, rows + 2):
+        ends = torch.zeros(2, documents + 1, dtype=torch.int32, device="meta")
+        bounds = {"sequence_starts": tokens, "cu_seqlens": ends, "max_seqlen": torch.empty(37, 0, device="meta")}
+        batch = {"input_ids": tokens, "position_ids": tokens, **bounds}
+        launched.append(set(record(lambda batch=batch: gradients(model, batch)).specializations))
+    assert all(each <= planned for each in launched)
+    masked = spec.model_copy(update={"model": Model(**sections, attention="eager")})
+    assert not launched[1] <= set(plan_kernels(masked).specializations)
+
+
+@needs_gpu
+def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
+    spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
+    assert uses_varlen(spec, load_config(spec.model), GPU)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
+    record = train_spec(spec)
+    assert record.status == "complete" and record.warmup["later_compiles"] == 0
+
+
+def test_bounds_are_those_of_the_positions():
+    batch = with_cu_seqlens(lambda rows: batch_of(rows))(((3, 2), (5,)))
+    assert batch["sequence_starts"].tolist() == [[0, 0, 0, 3, 3], [0] * 5]
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 5, 10]] * 2
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"].shape == (5, 0)
+    rooms = [add_cu_seqlens(batch_of(((length, 1000 - length),)))["max_seqlen"].shape[0] for length in (500, 744, 900)]
+    assert rooms == [512, 1000, 1000]

@@ -1,0 +1,159 @@
+"""Objectives under frameworks and strategies: the losses of one process, exact resumes, and what comes out at the end.
+
+Not the whole product of choices, as in `test_frameworks_and_strategies`: an objective sees neither of them.
+"""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.export_model import export
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.training.trained_weights import collect_weights
+from tests.runtime.helpers.preference_pairs import write_pairs
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_forked import launch
+from tests.runtime.helpers.train_only import train_spec
+
+STEPS, SAVED = 4, 2
+# Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
+CELLS = {
+    "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
+    "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
+}
+NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
+
+
+def make_spec(output, name, objective, framework, strategy, adapter, processes):
+    """Four rows a step, however they are spread."""
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "model": {"name": f"{output}/pretrained"},
+            "data": {"source": f"{output}/pairs.jsonl", "sequence_length": 96, "validation_fraction": 0.2}
+            | ({"completion_column": "chosen", "packing": False} if objective == "distill" else {}),
+            "objective": {"type": objective} | ({"teacher": f"{output}/teacher"} if objective == "distill" else {}),
+            "adapter": {"type": adapter},
+            "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
+            "optimizer": {"lr": 1e-3},
+            "checkpoint": {"every": SAVED, "keep_last": STEPS},
+            "evaluation": {"samples": 1, "max_new_tokens": 4},
+            "tracking": {"log_every": 1, "report_to": []},
+            "runtime": {"framework": framework},
+            "parallel": {"type": strategy},
+            "topology": {"nproc_per_node": processes},
+        }
+    )
+
+
+def data_of(spec):
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return prepare(recipe, data_folder(spec.output, recipe), report=print)
+
+
+def curve(spec, attempt=0):
+    """What is told of each step of an attempt."""
+    points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
+    names = ("loss", "grad_norm", "target_tokens", "metrics")
+    return [tuple(point[name] for name in names) for point in points if point["attempt"] == attempt]
+
+
+@pytest.fixture(scope="module")
+def output(output):
+    save_pretrained(output / "pretrained")
+    shutil.copytree(output / "pretrained", output / "teacher", ignore=shutil.ignore_patterns("made"))
+    teacher = AutoModelForCausalLM.from_pretrained(output / "pretrained")
+    with torch.no_grad():
+        teacher.lm_head.weight *= 4.0
+    teacher.save_pretrained(output / "teacher")
+    write_pairs(output / "pairs.jsonl")
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(output):
+    """Finished runs of the plain loop in one process, by objective and adapter: spec and record."""
+    keys = dict.fromkeys((objective, adapter) for objective, _, _, adapter in NAMES)
+    specs = {key: make_spec(output, f"alone-{'-'.join(key)}", key[0], "torch", "single", key[1], 1) for key in keys}
+    return {key: (spec, train_spec(spec)) for key, spec in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(output, alone):
+    """Specs of runs by two processes. Each is trained from the start, and again from its first checkpoint."""
+    specs = {name: make_spec(output, "-".join(name), *name, 2) for name in NAMES}
+    for spec in specs.values():
+        (output / f"{spec.name}.json").write_text(spec.model_dump_json())
+    files = [f"{output}/{spec.name}.json" for spec in specs.values()]
+    launch(2, *files, *(f"{file}@{SAVED}" for file in files))
+    return specs
+
+
+@pytest.mark.parametrize("name", NAMES, ids="-".join)
+def test_losses_and_metrics_are_those_of_one_process(trained, alone, name):
+    expected = curve(alone[name[0], name[-1]][0])
+    for (loss, norm, targets, metrics), one in zip(curve(trained[name]), expected, strict=True):
+        assert (loss, norm, targets) == (pytest.approx(one[0], rel=1e-5), pytest.approx(one[1], rel=1e-3), one[2])
+        assert metrics == pytest.approx(one[3], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES, ids="-".join)
+def test_a_resumed_run_computes_the_same_bits(trained, name):
+    first, again = (curve(trained[name], attempt) for attempt in (0, 1))
+    assert again == first[SAVED:] and len(first) == STEPS
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_dpo_learns_to_prefer(alone, adapter):
+    points = curve(alone["dpo", adapter][0])
+    assert points[0][0] == pytest.approx(math.log(2)) and points[0][3]["reward_margin"] == pytest.approx(0, abs=1e-6)
+    assert points[-1][0] < points[0][0] - 0.01 and points[-1][3]["reward_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_distillation_comes_closer_to_the_teacher(alone, output, adapter):
+    spec, record = alone["distill", adapter]
+    told = [metrics for *_, metrics in curve(spec)]
+    assert told[-1]["forward_kl"] < told[0]["forward_kl"]
+    weights = collect_weights(spec, record)
+    record = evaluate(spec, record, data_of(spec), weights)
+    assert record.loss_unit == "nats per token" and record.eval_loss_after < record.eval_loss_before
+    assert "Perplexity" in export(spec, record, data_of(spec), weights).report.read_text()
+
+
+def test_the_reference_is_computed_once_for_all_runs_of_the_same_rows(trained, alone, output):
+    [file] = (output / "reference").iterdir()
+    rows = data_of(alone["dpo", "none"][0]).manifest.content_hash
+    assert file.name.startswith(f"{rows}-")
+
+
+def test_a_run_does_not_go_on_without_its_reference(alone, output):
+    spec, _ = alone["dpo", "none"]
+    [file] = (output / "reference").iterdir()
+    file.rename(output / "moved")
+    try:
+        with pytest.raises(ValueError, match=r"objective\.reference 'precomputed'.*restore it"):
+            train_spec(spec, SAVED)
+    finally:
+        (output / "moved").rename(file)
+    assert train_spec(spec).status == "complete"
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_what_comes_out_is_measured_against_the_first_model(alone, adapter):
+    spec, record = alone["dpo", adapter]
+    data, weights = data_of(spec), collect_weights(spec, record)
+    record = evaluate(spec, record, data, weights)
+    assert record.eval_loss_before == pytest.approx(math.log(2))
+    assert record.eval_loss_after < record.eval_loss_before - 0.01
+    assert record.eval_metrics["reward_accuracy"] > 0.8
+    page = export(spec, record, data, weights).report.read_text()
+    assert "Reward accuracy" in page and "Reward margin" in page
