@@ -32,6 +32,33 @@ def test_no_two_files_of_a_distribution_have_one_name(distribution):
     assert [name for name, number in names.items() if number > 1] == []
 
 
+LAYERS = {"runtime": ROOT / "tasks" / "runtime", "platform": ROOT / "platform" / "strata_platform"}
+# Pages that several modules write.
+WITHOUT_A_MODULE = {"generated_pages"}
+
+
+def names_in(room: Path) -> set[str]:
+    """Names of a folder of modules, and of the modules and folders in it, however deep."""
+    return {path.stem for path in (room, *room.rglob("*.py"), *room.rglob("*/"))}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_test_in_a_room_is_named_after_a_module_of_it(layer):
+    """Whoever changes a module finds its tests by its name."""
+    files = [file.relative_to(TESTS / layer) for file in (TESTS / layer).glob("*/**/test_*.py")]
+    unknown = [file for file in files if file.stem[len("test_") :] not in names_in(LAYERS[layer] / file.parts[0])]
+    assert files and unknown == []
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_test_beside_the_rooms_is_of_no_module_in_them(layer):
+    """What crosses the runtime's rooms is named after the behaviour; tests of the platform all have a module."""
+    outside = {file.stem[len("test_") :] for file in (TESTS / layer).glob("test_*.py")} - WITHOUT_A_MODULE
+    beside = {path.stem for path in LAYERS[layer].glob("*.py")}
+    assert outside & names_in(LAYERS[layer]) <= beside
+    assert layer == "runtime" or outside <= beside
+
+
 def modules_after(statement: str) -> set[str]:
     """Names of the modules that a fresh interpreter in the project's root has loaded after `statement`."""
     code = f"{statement}; import sys; print(*sys.modules, sep='\\n')"
