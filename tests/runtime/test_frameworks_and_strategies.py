@@ -1,8 +1,6 @@
 """Every framework under every strategy trains the same, comes back exactly, and continues what another one began."""
 
 import json
-import os
-from dataclasses import asdict
 from itertools import product
 from typing import get_args
 
@@ -10,20 +8,16 @@ import pytest
 import torch
 
 from strata_platform.errors import SpecError
-from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Adapter, Parallel, Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.run_folder.metrics_file import read_points
+from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec, rounded
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
 pytestmark = pytest.mark.usefixtures("narrowed")
-# As many as a change has to pass; 20 of them, by STRATA_MATRIX_STEPS, take two cores eight minutes.
-STEPS = int(os.environ.get("STRATA_MATRIX_STEPS", 4))
-SAVED = STEPS // 2
 FRAMEWORKS = get_args(Runtime.model_fields["framework"].annotation)
 
 
@@ -33,38 +27,6 @@ def types(union):
 
 
 STRATEGIES, ADAPTERS = types(Parallel), types(Adapter)
-
-
-def make_spec(
-    output, name, framework, strategy, processes, adapter="none", training=None, dora=False, steps=STEPS, **options
-):
-    """Four rows a step, however they are spread; `options` are those of the strategy."""
-    return RunSpec.model_validate(
-        {
-            "name": name,
-            "output": str(output),
-            # A rate at which a few steps change the loss.
-            **({"model": {"name": f"{output}/pretrained"}, "optimizer": {"lr": 5e-3}} if adapter != "none" else {}),
-            "adapter": {"type": adapter, **({"use_dora": True} if dora else {})},
-            "data": {"sequence_length": 64, "max_samples": 60},
-            "training": {
-                "steps": steps,
-                "micro_batch_size": 1,
-                "gradient_accumulation_steps": 4 // processes,
-                **(training or {}),
-            },
-            "checkpoint": {"every": SAVED, "keep_last": steps},
-            "tracking": {"log_every": 1, "report_to": []},
-            "runtime": {"framework": framework},
-            "parallel": {"type": strategy, **options},
-            "topology": {"nproc_per_node": processes},
-        }
-    )
-
-
-def rounded(spec):
-    """The same with weights in bfloat16."""
-    return RunSpec.model_validate({**spec.model_dump(), "model": {**spec.model.model_dump(), "dtype": "bfloat16"}})
 
 
 def accepted(*cell):
@@ -102,24 +64,6 @@ def name_of(cell):
     return "-".join(map(str, cell))
 
 
-def curve(spec, attempt=None):
-    """Loss, norm, rate and counts of each step: of the newest attempt, or of one."""
-    if attempt is None:
-        points = map(asdict, read_points(RunFolder.of(spec).metrics))
-    else:
-        points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
-    names = ("step", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
-    return [tuple(point[name] for name in names) for point in points if attempt in (None, point["attempt"])]
-
-
-def approx(points):
-    """Equal but for rounding. PyTorch sums a large norm on the CPU in one go, which is less exact than in parts."""
-    return [
-        (step, pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-3), *counts)
-        for step, loss, norm, *counts in points
-    ]
-
-
 @pytest.fixture(scope="module")
 def output(output):
     save_pretrained(output / "pretrained")
@@ -137,12 +81,6 @@ def references(output):
 @pytest.fixture(scope="module")
 def reference(references):
     return references["none"]
-
-
-def file_of(output, spec):
-    file = output / f"{spec.name}.json"
-    file.write_text(spec.model_dump_json())
-    return str(file)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import pytest
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
+from tests.runtime.helpers.comparable_runs import approx, curve, file_of
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import approx, curve, file_of
 
 pytestmark = pytest.mark.usefixtures("narrowed")
 STEPS, SAVED = 4, 2

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill
 from tasks.runtime.objectives.divergence import Head, distillation
+from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import curve
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),

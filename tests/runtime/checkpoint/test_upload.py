@@ -30,8 +30,8 @@ from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import _find_resume_point
+from tests.runtime.helpers.comparable_runs import curve, make_spec
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import curve, make_spec
 
 STEPS = 6
 

@@ -15,8 +15,8 @@ from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, score
 from tasks.runtime.models.build import build_model, set_special_tokens
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import collect_weights
+from tests.runtime.helpers.comparable_runs import make_spec
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import make_spec
 
 needed = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 

@@ -35,11 +35,11 @@ from tasks.runtime.parallel import require_packages
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
+from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import ROOT, launch
 from tests.runtime.helpers.train_only import train_spec
 from tests.runtime.models.test_activation_checkpointing import Count
-from tests.runtime.test_frameworks_and_strategies import SAVED, approx, curve, file_of, make_spec, rounded
 
 # Frozen weights of four bits: framework, strategy, processes, adapter, settings of `training`, options of the strategy.
 FOUR_BITS = {

@@ -27,8 +27,8 @@ from tasks.runtime.models.varlen_attention import (
 )
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.kernels.test_patch import VOCABULARY, build
+from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import curve
 
 # Of two rows: documents of any length, of one token, and a row that is one document.
 LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}

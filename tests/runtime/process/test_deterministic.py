@@ -5,8 +5,8 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.training.session import session
+from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import curve
 
 
 def make_spec(output, name, **training):

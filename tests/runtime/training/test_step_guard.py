@@ -20,11 +20,11 @@ from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.step_guard import RollBack, StepGuard, spike_limit
-from tests.runtime import test_frameworks_and_strategies
+from tests.runtime.helpers import comparable_runs
+from tests.runtime.helpers.comparable_runs import approx, curve, file_of
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 from tests.runtime.helpers.train_with_bad_step import BAD, ruin
-from tests.runtime.test_frameworks_and_strategies import approx, curve, file_of
 
 pytestmark = pytest.mark.usefixtures("narrowed")
 STEPS, SAVED = 6, 2
@@ -32,7 +32,7 @@ STEPS, SAVED = 6, 2
 
 def make_spec(*cell, **options):
     """With data of more than these steps: what ruins one is read once."""
-    values = test_frameworks_and_strategies.make_spec(*cell, steps=STEPS, **options).model_dump()
+    values = comparable_runs.make_spec(*cell, steps=STEPS, **options).model_dump()
     return RunSpec.model_validate({**values, "data": {**values["data"], "max_samples": 120}})
 
 

@@ -14,8 +14,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.warmup.plan import plan_kernels
+from tests.runtime.helpers.comparable_runs import make_spec
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.test_frameworks_and_strategies import make_spec
 
 CONFIG = {
     "model_type": "qwen3",
