@@ -8,6 +8,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 from strata_platform.spec import RunSpec, load_spec
 from tasks import verify as module
+from tasks.runtime.report.checks import render_verification
 from workflows.verify import verify
 
 CHECK = {"name": "mask", "verdict": "pass", "figure": 0.0, "limit": 0.0, "seconds": 0.1, "detail": "of 3 <documents>"}
@@ -60,6 +61,14 @@ def test_what_goes_wrong_ends_the_task_by_its_kind(verified, code, report, error
 
 
 def test_the_page_shows_checks_and_what_is_learned():
-    page = module.page(REPORT)
-    assert "<td>mask</td>" in page and "of 3 &lt;documents&gt;" in page
-    assert "What is &lt;b&gt;? <mark>It is 2.</mark>" in page
+    page = render_verification(REPORT)
+    assert '<th scope="row">mask</th>' in page and "of 3 &lt;documents&gt;" in page
+    assert '<div class="text" dir="auto">What is &lt;b&gt;? <mark>It is 2.</mark></div>' in page
+
+
+def test_the_task_shows_its_report_as_a_deck(verified, monkeypatch):
+    decks = {}
+    monkeypatch.setattr(module, "Deck", lambda name, page: decks.update({name: page}))
+    verified(0, REPORT)
+    module.verify.task_function(spec=RunSpec())
+    assert decks == {"Verification": render_verification(REPORT)}
