@@ -42,7 +42,6 @@ _MIN_WORDS = 3
 # A paragraph such as `getopt(args, options[, long_options]) -> opts, args` repeats the prompt.
 _CALL = re.compile(r"^[\w.]+\(.*\)( *(->|=>|--|:).*)?$", re.DOTALL)
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

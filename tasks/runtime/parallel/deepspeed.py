@@ -26,8 +26,6 @@ from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.models.build import is_on_meta, materialize, move_to_device
 from tasks.runtime.process.ranks import Processes
 
-log = logging.getLogger(__name__)
-
 # DeepSpeed's default bucket size in elements; a small model needs less.
 _BUCKET = 500_000_000
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -195,8 +194,3 @@ def _least_layers(config: PretrainedConfig) -> int:
     kinds = list(getattr(config, "layer_types", None) or ())
     last_new = max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
     return max(2, last_new, int(getattr(config, "first_k_dense_replace", 0) or 0) + 1)
-
-
-def remove(folder: Path) -> None:
-    """What checks have written."""
-    shutil.rmtree(folder, ignore_errors=True)
