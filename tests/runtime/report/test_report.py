@@ -28,8 +28,8 @@ from tasks.runtime.report.svg.chart import Chart
 from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
 
-ROOT = Path(__file__).parents[2]
 TEMPLATES = Path(report.__file__).parent / "templates"
+ROOT = TEMPLATES.parents[3]
 STYLE = (TEMPLATES / "report.css").read_text(encoding="utf-8")
 LIGHT, DARK = (
     dict(re.findall(r"--(\w+): (#\w+);", part)) for part in STYLE.split("@media (prefers-color-scheme: dark)")
