@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,10 @@ def test_a_missing_file():
 
 
 def test_version():
-    assert strata("--version").stdout == "strata 0.1.0\n"
+    project = tomllib.loads((Path(__file__).parents[2] / "platform" / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    assert strata("--version").stdout == f"strata {project['version']}\n"
 
 
 def test_the_platform_loads_neither_torch_nor_flytekit():
