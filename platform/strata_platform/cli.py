@@ -24,7 +24,9 @@ from strata_platform.errors import SpecError, StrataError
 from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
 from strata_platform.estimate.gpus import gpu_kind
 from strata_platform.estimate.prices import CONFIG_MAP
-from strata_platform.spec import RunSpec, dump_spec, load_spec
+from strata_platform.spec import RunSpec, dump_spec
+from strata_platform.spec.load import load_spec_argument, load_spec_with_lines, read_standard_input
+from strata_platform.spec.local_files import local_file_problems
 from strata_platform.spec.schema import json_schema
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -62,8 +64,12 @@ def spec(
         bool, typer.Option("--checks", help="Print the checks that a run passes before it trains instead.")
     ] = False,
     format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
+    backend: Annotated[
+        BackendName,
+        typer.Option(envvar="STRATA_BACKEND", help="flyte: files that this machine lacks are warnings, not problems."),
+    ] = "local",
 ) -> None:
-    """Check a spec and print it with its defaults filled in."""
+    """Check a spec, and that the files it names exist, and print it with its defaults filled in."""
     if checks:
         if file is not None or schema:
             raise typer.BadParameter("--checks lists the checks of every run; leave FILE and --schema out")
@@ -73,7 +79,24 @@ def spec(
             raise typer.BadParameter("--schema describes every spec and reads no FILE; leave one of them out")
         typer.echo(json.dumps(json_schema(), indent=2))
     else:
-        typer.echo(dump_spec(_read(file), format), nl=False)
+        checked = RunSpec() if file is None else _read_with_files(file, backend)
+        typer.echo(dump_spec(checked, format), nl=False)
+
+
+def _read_with_files(file: Path, backend: BackendName) -> RunSpec:
+    """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
+    try:
+        checked, document = load_spec_with_lines(read_standard_input() if str(file) == "-" else file)
+    except SpecError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(error.exit_code) from None
+    if problems := list(local_file_problems(checked)):
+        missing = SpecError(problems).with_lines(str(file), document.lines)
+        if backend == "local":
+            typer.echo(f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte", err=True)
+            raise typer.Exit(missing.exit_code)
+        _warn(f"this machine lacks files that the pods of the run must have: {missing}")
+    return checked
 
 
 def _print_checks() -> None:
@@ -212,11 +235,9 @@ def _warn(message: str) -> None:
     typer.echo(f"WARNING: {message}", err=True)
 
 
-def _read(file: Path | None) -> RunSpec:
-    if file is None:
-        return RunSpec()
+def _read(file: Path) -> RunSpec:
     try:
-        return load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file)
+        return load_spec_argument(file)
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None

@@ -18,7 +18,8 @@ from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
 from strata_platform.runs import MetricPoint, Phase, Run
-from strata_platform.spec import load_spec
+from strata_platform.spec.load import load_spec_argument
+from strata_platform.spec.local_files import require_local_files
 
 app = typer.Typer()
 
@@ -55,7 +56,10 @@ def submit(
     """Start a run, or continue one that was stopped. The run outlives this command."""
     with _errors():
         client = _connect(backend, image=image, poll=poll)
-        run = client.submit(load_spec(sys.stdin.read() + "\n" if str(file) == "-" else file), force=force)
+        spec = load_spec_argument(file)
+        if backend == "local":
+            require_local_files(spec)
+        run = client.submit(spec, force=force)
         typer.echo(f"{run.name} is submitted: {run.where}")
         if follow:
             _follow(client, run.name, times=False, rank=None)

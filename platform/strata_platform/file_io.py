@@ -1,9 +1,11 @@
-"""Files that several processes share: replaced atomically, locked by one writer at a time."""
+"""Files: read only if they have an end, replaced atomically, locked by one writer at a time."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,21 @@ _POLL_SECONDS = 0.2
 
 class LockTimeout(Exception):
     """Another process still holds the lock."""
+
+
+def require_regular_file(path: Path) -> None:
+    """Raises OSError unless `path` is a file with contents of its own: a pipe or a device may never end.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a named pipe, a device or a socket.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        kind = kinds.get(stat.S_IFMT(mode), "a socket")
+        raise OSError(errno.EINVAL, f"{kind}, not a regular file; copy its contents to a file and name that", str(path))
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool) -> None:

@@ -60,6 +60,13 @@ CHECKS = (
         "as many processes were started as topology states",
     ),
     Check(
+        "local files",
+        ("launch",),
+        "data:require_local_files",
+        ("spec",),
+        "the files and folders that the spec names exist, and output is no file",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

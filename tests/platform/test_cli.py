@@ -15,7 +15,7 @@ VALID = """\
 optimizer: {lr: 1e-4}
 parallel: {type: ddp}
 topology: {nproc_per_node: 2}
-data: {source: [a, b]}
+data: {source: [a/b, c]}
 """
 MISTAKES = {
     "naem": "run",
@@ -97,6 +97,46 @@ def test_a_missing_file():
     result = strata("spec", "missing.yaml")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "missing.yaml has 1 problem:\n  cannot be read: No such file or directory\n"
+
+
+FILES = """\
+data:
+  source: [rows.jsonl, "more/*.parquet", s3://bucket/rows.jsonl]
+  chat_template: mine.jinja
+model: {name: ./model}
+output: taken/out
+evaluation: {tasks: [hellaswag, questions.yaml]}
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "flyte"])
+def test_files_that_a_spec_names_and_this_machine_lacks(tmp_path, backend):
+    """On a cluster pods may have them: a warning there."""
+    (tmp_path / "my.yaml").write_text(FILES)
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "rows.json").write_text("[]")
+    result = strata("spec", "my.yaml", "--backend", backend, cwd=tmp_path)
+    assert (result.returncode, bool(result.stdout)) == ((2, False) if backend == "local" else (0, True))
+    heading, *lines = result.stderr.splitlines()
+    assert heading.endswith("my.yaml has 6 problems:") and heading.startswith("WARNING: ") == (backend == "flyte")
+    if backend == "local":
+        assert lines.pop() == "for a run on a cluster whose pods have these files, add --backend flyte"
+    assert lines == [
+        "  data.source[0] (line 2): there is no such file on this machine; given: 'rows.jsonl'; did you mean "
+        "'rows.json'?",
+        "  data.source[1] (line 2): matches no file on this machine; given: 'more/*.parquet'",
+        "  data.chat_template (line 3): there is no such file on this machine; given: 'mine.jinja'",
+        "  model.name (line 4): there is no such folder on this machine; given: './model'",
+        "  output (line 5): taken is a file, not a folder; give another path, or move it away",
+        "  evaluation.tasks[1] (line 6): there is no such file on this machine; given: 'questions.yaml'",
+    ]
+
+
+def test_a_local_run_is_not_started_without_its_files(tmp_path):
+    (tmp_path / "my.yaml").write_text("data: {source: rows.jsonl}")
+    result = strata("submit", "my.yaml", cwd=tmp_path)
+    assert result.returncode == 2 and "data.source: there is no such file" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_version():

@@ -42,15 +42,26 @@ SPECS = {
     "empty-section": ("data:", r"data \(line 1\): empty; leave it out for its defaults"),
     "text-for-number": (
         "training: {steps: many}",
-        r"training\.steps.*given: 'many'.*allowed: a whole number of at least 1",
+        r"training\.steps.*not a number; given: 'many'.*allowed: a whole number from 1 to 1000000000",
     ),
     "true-for-number": ("training: {steps: true}", r"training\.steps.*not a number; given: true"),
+    "sexagesimal": ("training: {steps: 1:30}", r"training\.steps \(line 1\): not a number: YAML 1.1 reads it as 90"),
+    "too-many-steps": ("training: {steps: 1000000000000000000}", r"training\.steps.*allowed: .* to 1000000000"),
+    "too-high-a-rank": (
+        "adapter: {type: lora, r: 1000000000000}\nmodel: {name: m}",
+        r"adapter\.r.*allowed: a whole number from 1 to 16384",
+    ),
+    "null-character": ('output: "a\\0b"', r"output.*has a null character"),
+    "line-break": ('output: "a\\nb"', r"output.*has a line break in it"),
     "half-a-step": ("training: {steps: 8.5}", r"training\.steps.*given: 8\.5"),
     "none-of-it": (
         "training: {micro_batch_size: 0}",
-        r"training\.micro_batch_size.*given: 0; allowed: a whole number of at least 1",
+        r"training\.micro_batch_size.*given: 0; allowed: a whole number from 1 to 65536",
     ),
-    "yes": ("data: {packing: 'yes'}", r"data\.packing.*not true or false; given: 'yes'"),
+    "yes": (
+        "data: {packing: 'yes'}",
+        r"data\.packing.*not true or false: YAML 1.1 reads it as true.*write true; given: 'yes'",
+    ),
     "name": ("name: My Run", r"name.*given: 'My Run'; allowed: up to 53 lower-case letters, digits and inner dashes"),
     "several": ("name: My Run\nseed: -1", r"my\.yaml has 2 problems:"),
     "steps-and-epochs": ("training: {steps: 1, epochs: 1}", r"training\.steps.*contradicts training\.epochs; give one"),
@@ -72,7 +83,7 @@ SPECS = {
 
 # Rows of the file rows.jsonl, or its text, with fields of the spec; and what is read of them.
 DATA = {
-    "no-file": (None, {}, r"data\.source '.*rows\.jsonl' was not found"),
+    "no-file": (None, {}, r"data\.source: there is no such file on this machine; given: '.*rows\.jsonl'"),
     "no-rows": ([], {}, r"data\.source '.*rows\.jsonl' has no rows"),
     "not-json": ('{"prompt": "a", "completion": "b"}\n{"a": \n', {},
                  r"rows\.jsonl line 2: not valid JSON: .*; correct it, or set data\.invalid to 'skip'"),
@@ -158,7 +169,7 @@ def test_a_mistake_in_the_data(read_before_loading, tmp_path, rows, fields, mess
     data = {"source": str(file), "sequence_length": 64, "validation_fraction": 0.0, **fields.pop("data", {})}
     said = read_before_loading({"output": str(tmp_path / "out"), "data": data, **fields})
     assert re.search(message, said), said
-    assert said.rstrip().splitlines()[-1].startswith("error: ")
+    assert re.search("^error: ", said, re.MULTILINE)
 
 
 def tear(run):

@@ -109,13 +109,18 @@ def test_the_report_shows_the_run(finished):
 
 def test_mistakes_are_told_at_once_with_exit_code_2(tmp_path):
     file = tmp_path / "wrong.yaml"
-    file.write_text(
-        yaml.safe_dump({"training": {"stpes": 3}, "optimizer": {"lr": -1}, "output": str(tmp_path / "out")})
-    )
+    file.write_text(f"optimizer: {{lr: -1}}\ntraining: {{stpes: 3}}\noutput: {tmp_path / 'out'}\nseed: 1:30\n")
     ended = pyflyte(file)
     assert ended.returncode == 2
     said = ended.stdout + ended.stderr
-    for words in ("training.stpes", "steps", "optimizer.lr", "-1"):
+    # With lines, and before flytekit reads the file as YAML 1.1, where 1:30 is 90.
+    for words in (
+        "training.stpes (line 2)",
+        "'steps'",
+        "optimizer.lr (line 1)",
+        "seed (line 4): not a number",
+        "'1:30'",
+    ):
         assert words in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from strata_platform.chart.value_fields import Values
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.gpus import GPUS
+from strata_platform.spec.load import parse_values, read_values
 
 CONFIG_MAP, KEY = "strata-prices", "prices.yaml"
 """Config map and key of the table, in the namespace of each tenant."""
@@ -53,18 +53,17 @@ class Price:
 
 def read_prices(path: Path) -> Prices:
     """Read the table in a YAML or JSON file. Raises SpecError with its problems."""
-    try:
-        return parse_prices(path.read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([Problem("", f"cannot be read: {error}")], str(path)) from None
+    return _prices(read_values(path), str(path))
 
 
 def parse_prices(text: str, source: str) -> Prices:
     """Read the table in `text`. Raises SpecError with its problems; `source` names the text."""
+    return _prices(parse_values(text, source), source)
+
+
+def _prices(values: Any, source: str) -> Prices:
     try:
-        return Prices.model_validate(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise SpecError([Problem("", f"not valid YAML: {error}")], source) from None
+        return Prices.model_validate(values)
     except ValidationError as error:
         raise SpecError([_problem(item) for item in error.errors(include_url=False)], source) from None
 

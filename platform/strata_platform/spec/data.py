@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Flag, Integer, Number, Section, Sources, Text
+from strata_platform.spec.fields import Flag, Integer, Number, Section, Sources, Text, number
 
 BUILTIN_SOURCES = ("python-docs",)
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _SUFFIXES for packed in ("", *COMPRESSIONS))
+"""Ends of the names of data files."""
 
 
 class Data(Section):
@@ -52,4 +56,6 @@ class Data(Section):
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."
     )
     validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
-    max_samples: Count | None = Field(None, description="Use only the first N samples of the source.")
+    max_samples: Annotated[int, Field(ge=1, le=10**12), BeforeValidator(number)] | None = Field(
+        None, description="Use only the first N samples of the source."
+    )

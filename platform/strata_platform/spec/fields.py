@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+from types import UnionType
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -12,21 +12,33 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from strata_platform.redact import has_credentials, secret_parameter
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.problems import spec_error
+from strata_platform.spec.yaml_core import meaning_in_yaml_1_1, parse_number
 
 
 def number(value: object) -> object:
-    """Reject `true`, which Python takes for 1; parse `1e3`, a string in YAML 1.1."""
+    """Reject `true`, which Python takes for 1; read text that is a number in YAML 1.2, such as `"8"` or `"1e3"`."""
     if isinstance(value, bool):
         raise ValueError("not a number")
-    if isinstance(value, str) and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][+-]?[0-9]+", value):
-        return float(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    found = parse_number(value)
+    if found is None:
+        raise ValueError(f"not a number{_meant(value, int | float)}")
+    return found
 
 
 def _only_boolean(value: object) -> object:
     if not isinstance(value, bool):
-        raise ValueError("not true or false")
+        raise ValueError(f"not true or false{_meant(value, bool)}")
     return value
+
+
+def _meant(value: object, kind: type | UnionType) -> str:
+    """For a text that YAML 1.1 takes for a value of this kind: that value, to write instead."""
+    meaning = meaning_in_yaml_1_1(value) if isinstance(value, str) else None
+    if not isinstance(meaning, kind) or (kind is not bool and isinstance(meaning, bool)):
+        return ""
+    return f": YAML 1.1 reads it as {json.dumps(meaning)}, YAML 1.2 as text; write {json.dumps(meaning)}"
 
 
 def _number_as_text(value: object) -> object:
@@ -54,6 +66,14 @@ def _path(value: str) -> str:
     if value.startswith("~"):
         # Path does not expand it, and the run may have another home folder.
         raise ValueError("begins with ~, another folder for every user and machine; write the path out")
+    if "\n" in value or "\r" in value:
+        raise ValueError("has a line break in it; put the path in one line")
+    return value
+
+
+def _without_null(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("has a null character, which no name or path can have; remove it")
     return value
 
 
@@ -61,9 +81,10 @@ LONGEST_NAME = 53
 
 Integer = Annotated[int, BeforeValidator(number)]
 Number = Annotated[float, BeforeValidator(number)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
+# More steps, rows or seconds than any run has: a larger number is a mistake, and would overflow somewhere later.
+Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_null)]
 Folder = Annotated[Text, AfterValidator(_path), Allowed("the path of a folder")]
 FolderOrUrl = Annotated[Text, AfterValidator(_without_credentials)]
 Sources = Annotated[
@@ -95,8 +116,8 @@ class Section(BaseModel):
     """Base of every section of the spec: frozen, unknown fields are errors.
 
     Raises SpecError, with every problem, where pydantic would raise ValidationError. A value is converted only if
-    nothing is lost: `"8"` and `8.0` are 8, YAML's `1e-4` (a string in YAML 1.1) is 0.0001, a list is a tuple; but
-    `true` is not 1, `"yes"` is not true and 8.5 is not 8.
+    nothing is lost: `"8"` and `8.0` are 8, a list is a tuple; but `true` is not 1, `"yes"` is not true and 8.5 is
+    not 8.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)

@@ -1,24 +1,25 @@
 """Reads a spec from a file or text, YAML or JSON, with the line of every problem; and writes it back to text.
 
-Values are those of `yaml.safe_load` (YAML 1.1), so a file means the same here and to other tools. Two rules are
-stricter: a key that appears twice is a problem, where other readers silently take the last one; and keys are always
-strings (`on:` is the field "on"). JSON is read as YAML.
+Values are those of YAML 1.2's core schema, so a file means the same as YAML and as JSON; see `yaml_core`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from strata_platform.errors import Problem, SpecError
+from strata_platform.file_io import require_regular_file
 from strata_platform.spec.describe import format_value
 from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.yaml_core import Document, dump_yaml, read_yaml
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+# A spec has a few kilobytes. More is another file by mistake, or a stream that never ends.
+_MAX_BYTES = 4 << 20
 
 
 def load_spec(path_or_text: str | Path) -> RunSpec:
@@ -32,25 +33,51 @@ def load_spec(path_or_text: str | Path) -> RunSpec:
     >>> load_spec("training: {steps: 100}").training.steps
     100
     """
+    return load_spec_with_lines(path_or_text)[0]
+
+
+def load_spec_with_lines(path_or_text: str | Path) -> tuple[RunSpec, Document]:
+    """As `load_spec`; also the values as written, with the line of each field."""
     path = _as_path(path_or_text)
     if path is None:
         return _parse(str(path_or_text), "spec")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise _unreadable(str(path), f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise _unreadable(str(path), f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
-    # JSON may be indented with tabs, YAML may not; inside a JSON string a tab is always escaped.
-    return _parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path))
+    return _parse(_read_file(path), str(path))
+
+
+def load_spec_argument(argument: str | Path) -> RunSpec:
+    """The spec that a command line names: a file, or `-` for standard input. Raises SpecError."""
+    return load_spec(read_standard_input() if str(argument) == "-" else Path(argument))
+
+
+def read_standard_input() -> str:
+    """The text of standard input, for `load_spec`. Raises SpecError if it is too long for a spec."""
+    text = sys.stdin.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise _too_long("standard input")
+    # With a line break, the text is not taken for the name of a file.
+    return text + "\n"
+
+
+def read_values(path: str | Path) -> Any:
+    """The values in a YAML or JSON file, which need not be a spec.
+
+    Raises SpecError if it cannot be read, is neither YAML nor JSON, or has a key twice.
+    """
+    return parse_values(_read_file(Path(path)), str(path))
+
+
+def parse_values(text: str, source: str) -> Any:
+    """As `read_values`, of a text; `source` names it in errors."""
+    document = read_yaml(text, source)
+    if document.duplicates:
+        raise SpecError(document.duplicates, source)
+    return document.value
 
 
 def dump_spec(spec: RunSpec, format: Literal["yaml", "json"] = "yaml") -> str:
     """The spec as text, defaults filled in; `load_spec` reads it back to an equal spec."""
     values = spec.model_dump(mode="json")
-    if format == "json":
-        return json.dumps(values, indent=2) + "\n"
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return json.dumps(values, indent=2) + "\n" if format == "json" else dump_yaml(values)
 
 
 def _as_path(path_or_text: str | Path) -> Path | None:
@@ -58,14 +85,37 @@ def _as_path(path_or_text: str | Path) -> Path | None:
         return path_or_text
     if "\n" in path_or_text:
         return None
-    path = Path(path_or_text)
-    # Asking for a file with a name of more than 255 bytes is an error.
-    is_file = path_or_text.endswith(_SUFFIXES) or (len(path.name.encode()) < 256 and path.is_file())
-    return path if is_file else None
+    # False where a path cannot be asked for, such as a long text.
+    exists = os.path.exists(path_or_text) and not os.path.isdir(path_or_text)
+    return Path(path_or_text) if exists or path_or_text.endswith(_SUFFIXES) else None
 
 
-def _parse(text: str, source: str) -> RunSpec:
-    document = _read(text, source)
+def _read_file(path: Path) -> str:
+    try:
+        require_regular_file(path)
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise _too_long(str(path))
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise _unreadable(str(path), f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8"
+        raise _unreadable(str(path), message) from None
+    # A path with a null byte.
+    except ValueError as error:
+        raise _unreadable(str(path), f"cannot be read: {error}") from None
+    # JSON may be indented with tabs, YAML may not; inside a JSON string a tab is always escaped.
+    return text.replace("\t", " ") if path.suffix == ".json" else text
+
+
+def _too_long(source: str) -> SpecError:
+    return _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is no spec; give another file")
+
+
+def _parse(text: str, source: str) -> tuple[RunSpec, Document]:
+    document = read_yaml(text, source)
     if document.value is None:
         raise _unreadable(source, "empty; {} is the spec with all its defaults")
     if not isinstance(document.value, dict):
@@ -78,69 +128,8 @@ def _parse(text: str, source: str) -> RunSpec:
         problems = [*problems, *error.problems]
     if problems:
         raise SpecError(problems).with_lines(source, document.lines)
-    return spec
+    return spec, document
 
 
-def _unreadable(source: str, message: str, line: int | None = None, given: str | None = None) -> SpecError:
-    return SpecError([Problem("", message, given=given and format_value(given), line=line)], source)
-
-
-@dataclass
-class _Document:
-    """The values of a file, the line of each field, and the keys that appear twice."""
-
-    value: Any = None
-    lines: dict[str, int] = field(default_factory=dict)
-    duplicates: list[Problem] = field(default_factory=list)
-
-
-def _read(text: str, source: str) -> _Document:
-    document = _Document()
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        if root is not None:
-            _collect_lines(root, "", document, set())
-            document.value = loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        assert mark is not None, error
-        message = f"not valid YAML, column {mark.column + 1}: {error.problem or error.context}"
-        raise _unreadable(source, message, line=mark.line + 1) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise _unreadable(source, f"not valid YAML: {error.reason}: {error.character!r}", line=line) from None
-    except RecursionError:
-        raise _unreadable(source, "nested too deeply") from None
-    except ValueError as error:
-        # A value that looks like a date but is none, `2024-13-01`.
-        raise _unreadable(source, f"not valid YAML: {error}; put it in quotes if it is text") from None
-    return document
-
-
-def _collect_lines(node: yaml.Node, path: str, document: _Document, seen: set[int]) -> None:
-    """Collect lines and duplicate keys under `node`; visits each node once, as an alias may name its own parent."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        # JSON escapes a character beyond U+FFFF as a surrogate pair, which YAML leaves as two halves.
-        node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            document.lines[f"{path}[{index}]"] = item.start_mark.line + 1
-            _collect_lines(item, f"{path}[{index}]", document, seen)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first: dict[str, int] = {}
-    for key, item in node.value:
-        if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
-            continue
-        key.tag = "tag:yaml.org,2002:str"
-        line, child = key.start_mark.line + 1, f"{path}.{key.value}" if path else key.value
-        if key.value in first:
-            message = f"given twice, first in line {first[key.value]}; keep one"
-            document.duplicates.append(Problem(child, message, line=line))
-        first.setdefault(key.value, line)
-        document.lines[child] = line
-        _collect_lines(item, child, document, seen)
+def _unreadable(source: str, message: str, given: str | None = None) -> SpecError:
+    return SpecError([Problem("", message, given=given and format_value(given))], source)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.fields import Count, Flag, Number, Section, Text
+from strata_platform.spec.fields import Flag, Integer, Number, Section, Text
 
 PRESETS = ("tiny-llama",)
 
@@ -48,8 +48,8 @@ class Lora(Section):
     """
 
     type: Literal["lora"] = Field("lora", description="Low-rank matrices are trained.")
-    r: Count = Field(16, description="Rank of the matrices.")
-    lora_alpha: Number = Field(32, gt=0, description="The adapter's output is scaled by `lora_alpha / r`.")
+    r: Integer = Field(16, ge=1, le=16384, description="Rank of the matrices.")
+    lora_alpha: Number = Field(32, gt=0, le=1e6, description="The adapter's output is scaled by `lora_alpha / r`.")
     lora_dropout: Number = Field(
         0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs in training."
     )

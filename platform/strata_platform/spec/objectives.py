@@ -29,7 +29,7 @@ class Dpo(Section):
     """
 
     type: Literal["dpo"] = Field("dpo", description="Prefer one of two answers.")
-    beta: Number = Field(0.1, gt=0, description="Scale of the rewards.")
+    beta: Number = Field(0.1, gt=0, le=1e3, description="Scale of the rewards.")
     loss: Literal["sigmoid", "ipo"] = Field(
         "sigmoid",
         description="`sigmoid` of the difference of rewards (DPO); `ipo` regresses the difference of "
@@ -58,7 +58,7 @@ class Distill(Section):
         description="Divergence to minimize: `forward_kl` makes the student cover the teacher's whole distribution, "
         "`reverse_kl` its main mode; `jsd` is between them.",
     )
-    temperature: Number = Field(1.0, gt=0, description="Temperature of both models' logits in the divergence.")
+    temperature: Number = Field(1.0, gt=0, le=1e3, description="Temperature of both models' logits in the divergence.")
     weight: Number = Field(
         0.5, ge=0, le=1, description="Weight of the divergence in the loss; the rest is next-token cross entropy."
     )

@@ -19,7 +19,7 @@ class Ddp(Section):
     """DistributedDataParallel: a full replica per process, gradients averaged."""
 
     type: Literal["ddp"] = Field("ddp", description="One replica per process.")
-    bucket_cap_mb: Count = Field(25, description="Size of a gradient bucket, MiB.")
+    bucket_cap_mb: Integer = Field(25, ge=1, le=65536, description="Size of a gradient bucket, MiB.")
 
 
 class Fsdp(Section):

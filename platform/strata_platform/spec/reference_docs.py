@@ -37,6 +37,9 @@ point it at [spec.schema.json](spec.schema.json).
 
 A value is converted only where nothing is lost: `"8"` is 8 and `cpu: 2` is `"2"`, but `true` is no number, `"yes"` is
 not `true` and 8.5 is not 8. A section that is picked by its `type` must name it.
+
+Numbers, `true`, `false` and `null` are those of YAML 1.2, as in JSON: `012` is 12, `1e-5` is a number, and `1:30`,
+`1_000`, `on` and `yes` are text. Where YAML 1.1 reads something else and the field takes no text, the error says so.
 """
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Decay, Flag, Number, Section, number
+from strata_platform.spec.fields import Count, Decay, Flag, Integer, Number, Section, number
 
 
 class Training(Section):
@@ -15,10 +15,10 @@ class Training(Section):
     steps: Count | None = Field(
         None, description="Optimizer steps. Give this or `epochs`; with neither, the run has two epochs."
     )
-    epochs: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
+    epochs: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(number)] | None = Field(
         None, description="Passes over the data. Give this or `steps`."
     )
-    micro_batch_size: Count = Field(4, description="Rows per process and forward pass.")
+    micro_batch_size: Integer = Field(4, ge=1, le=65536, description="Rows per process and forward pass.")
     gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
     tokens_per_step: Count | None = Field(
         None,
@@ -30,7 +30,7 @@ class Training(Section):
         description="What the backward pass recomputes to save memory: `full` every layer, `selective` whole layers at "
         "an interval, `per_op` every layer except its matrix products and attention.",
     )
-    gradient_checkpointing_every: Annotated[int, Field(ge=2), BeforeValidator(number)] | None = Field(
+    gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
     compile: Flag = Field(False, description="Compile each layer with `torch.compile`, during the first steps.")
@@ -70,8 +70,10 @@ class Optimizer(Section):
         "2e-4 for an adapter, and a twentieth of that under `dpo`.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
-    eps: Number = Field(1e-8, gt=0, description="Added to the denominator.")
-    weight_decay: Number = Field(0.01, ge=0, description="Decoupled weight decay; biases and norms are left out.")
+    eps: Number = Field(1e-8, gt=0, le=1, description="Added to the denominator.")
+    weight_decay: Number = Field(
+        0.01, ge=0, le=100, description="Decoupled weight decay; biases and norms are left out."
+    )
     momentum: Decay | None = Field(None, description="Decay rate of the moment of `muon`; by default 0.95.")
     max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
     in_backward: Flag = Field(

@@ -5,6 +5,7 @@ data = prepare(recipe, Path("out/finetune/data"), report=print)
 DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 """
 
+from strata_platform.spec.local_files import require_local_files
 from tasks.runtime.data.dataset import (
     PreparedData,
     ReferenceLogProbs,
@@ -30,4 +31,5 @@ __all__ = [
     "fingerprint",
     "prepare",
     "recipe_of",
+    "require_local_files",
 ]

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from strata_platform.file_io import require_regular_file
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode, suggestion
 from tasks.runtime.data.tools import COLUMN, Tools, called_functions, drop_nulls, is_double_encoded, offered_functions
 
@@ -63,19 +64,29 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
                 "tokenizer lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
             )
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
-    path = Path(name)
-    if path.suffix != ".jinja" or not path.is_file():
-        missing = (
-            f"there is no file {path.absolute()}"
-            if path.suffix == ".jinja"
-            else f"neither {_choices()} nor a .jinja file"
-        )
-        raise ValueError(f"data.chat_template {name!r}: {missing}{suggestion(name, NAMED_TEMPLATES)}")
+    path = readable_template(name)
     try:
         # Without the byte order mark that some editors write, which would start every rendered text.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"data.chat_template {name!r} cannot be read: {error}; save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"data.chat_template {name!r} cannot be read: {error.strerror}") from error
+
+
+def readable_template(name: str) -> Path:
+    """The .jinja file that `data.chat_template` names. Raises ValueError if there is none, or if it cannot be read."""
+    near = suggestion(name, NAMED_TEMPLATES)
+    if not name.endswith(".jinja"):
+        raise ValueError(f"data.chat_template {name!r}: neither {_choices()} nor a .jinja file{near}")
+    path = Path(name)
+    try:
+        require_regular_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"data.chat_template {name!r}: there is no file {path.absolute()}{near}") from None
+    except OSError as error:
+        raise ValueError(f"data.chat_template {name!r} cannot be read: {error.strerror}") from error
+    return path
 
 
 def templates_to_save(name: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str]:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.sources import HubDataset, Source, open_source
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
@@ -54,9 +55,9 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
     folder = Path(recipe.tokenizer or recipe.model)
     if folder.is_dir():
         parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
-    template = Path(recipe.data.chat_template or "")
-    if template.is_file():
-        parts.append(_file_digest(template))
+    template = recipe.data.chat_template or ""
+    if template.endswith(".jinja"):
+        parts.append(_file_digest(readable_template(template)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
+from strata_platform.spec.data import COMPRESSIONS
 from tasks.runtime.data.rows import Row
 
 Reader = Callable[[IO[bytes], str], Iterator[Row]]
 
-COMPRESSIONS = (".gz", ".bz2", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # The csv module's default limit is 128 KiB; a document may be longer.
 _MAX_CSV_FIELD = 1 << 30

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fsspec.implementations.local import LocalFileSystem
+
+from strata_platform.file_io import require_regular_file
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import BUILTIN_SOURCES, Data
+from strata_platform.spec.data import BUILTIN_SOURCES, COMPRESSIONS, Data
 from tasks.runtime.data import python_docs
-from tasks.runtime.data.readers import COMPRESSIONS, READERS, extension, naming_file, read
+from tasks.runtime.data.readers import READERS, extension, naming_file, read
 from tasks.runtime.data.rows import Row, suggestion
 from tasks.runtime.data.splits import abbreviate, files_of_split, is_data_file, split_name
 from tasks.runtime.process.hub import asking_hub
@@ -108,7 +111,7 @@ class Files:
     def find(cls, names: tuple[str, ...], split: str) -> Files:
         """Resolve paths, folders, globs and URLs. Of a folder whose file names contain splits, take those of `split`.
 
-        Raises ValueError when a name matches nothing, or when files have different formats.
+        Raises ValueError when a name matches nothing or no regular file, or when files have different formats.
         """
         matches = [_find_files(name, split) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
@@ -124,6 +127,10 @@ class Files:
                 + ", ".join(f"{suffix} ({path})" for suffix, path in kinds.items())
                 + "; give files of one format"
             )
+        for filesystem, path in found:
+            if isinstance(filesystem, LocalFileSystem):
+                with naming_file(path):
+                    require_regular_file(Path(path))
         notes = tuple(match.note for match in matches if match.note)
         return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches))
 
@@ -312,8 +319,6 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Mat
 
 def _pattern(filesystem: Any, path: str) -> str:
     """The path as a glob. On disk, leading folders that exist under their literal name are escaped."""
-    from fsspec.implementations.local import LocalFileSystem
-
     if not isinstance(filesystem, LocalFileSystem):
         return path
     folder = path
@@ -323,8 +328,6 @@ def _pattern(filesystem: Any, path: str) -> str:
 
 
 def _file_version(filesystem: Any, path: str) -> str:
-    from fsspec.implementations.local import LocalFileSystem
-
     if isinstance(filesystem, LocalFileSystem):
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,8 @@ from pathlib import Path
 from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED, UNREACHABLE
 from strata_platform.redact import redacted
-from strata_platform.spec import RunSpec, load_spec
+from strata_platform.spec import RunSpec
+from strata_platform.spec.load import load_spec_argument
 
 EXIT_FAILED = 1
 
@@ -28,7 +29,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers; 0 leaves it whole")
     arguments = parser.parse_args()
     try:
-        spec = load_spec(sys.stdin.read() + "\n" if arguments.spec == "-" else arguments.spec)
+        spec = load_spec_argument(arguments.spec)
     except SpecError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT.exit_code

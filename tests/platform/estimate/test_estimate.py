@@ -525,7 +525,8 @@ def test_prices_come_from_a_table(tmp_path):
         ("gpus: {h200: three}", "gpus.h200: Input should be a valid number"),
         ("h200: 3", "h200: Extra inputs are not permitted"),
         ("", "Input should be a valid dictionary"),
-        ("{", "not valid YAML: "),
+        ("{", "not valid YAML, column 2: "),
+        ("currency: a\ncurrency: b", "currency (line 2): given twice, first in line 1"),
     ],
 )
 def test_a_table_that_is_none_is_refused_by_its_key(text, said):

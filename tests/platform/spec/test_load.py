@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec, dump_spec, load_spec
+from strata_platform.spec.load import load_spec_argument
+from strata_platform.spec.yaml_core import dump_yaml, read_yaml
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -26,7 +29,7 @@ fields = st.fixed_dictionaries(
                 "text_column": words,
                 "packing": st.booleans(),
                 "validation_fraction": st.floats(0, 0.5),
-                "max_samples": st.none() | st.integers(1),
+                "max_samples": st.none() | st.integers(1, 10**12),
             },
         ),
         "optimizer": st.fixed_dictionaries(
@@ -37,7 +40,7 @@ fields = st.fixed_dictionaries(
             },
         ),
         "parallel": st.just({"type": "single"})
-        | st.builds(lambda mb: {"type": "ddp", "bucket_cap_mb": mb}, st.integers(1)),
+        | st.builds(lambda mb: {"type": "ddp", "bucket_cap_mb": mb}, st.integers(1, 65536)),
         "kernels": st.fixed_dictionaries(
             {}, optional={"exclude": st.lists(st.sampled_from(["rope", "swiglu"])), "enabled": st.booleans()}
         ),
@@ -50,7 +53,7 @@ fields = st.fixed_dictionaries(
 def test_yaml_json_and_python_are_the_same_spec(values):
     spec = RunSpec(**values)
     texts = [
-        yaml.safe_dump(values) + "\n",
+        dump_yaml(values) + "\n",
         json.dumps(values) + "\n",
         json.dumps(values, indent="\t", ensure_ascii=False).replace("\t", " "),
         dump_spec(spec, "yaml"),
@@ -102,6 +105,30 @@ def test_files_that_are_not_text(tmp_path):
     assert "cannot be read: Is a directory" in str(error_of(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("pipe.yaml", "a named pipe, not a regular file"),
+        ("/dev/zero", "a device, not a regular file"),
+        ("loop", "levels"),
+    ],
+)
+def test_files_without_an_end_are_not_read(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.yaml")
+    Path("loop").symlink_to("loop")
+    assert message in str(error_of(Path(path)))
+
+
+def test_a_file_or_a_stream_that_is_no_spec_is_not_read_whole(tmp_path, monkeypatch):
+    (tmp_path / "weights.yaml").write_text("x" * (5 << 20))
+    assert "longer than 4 MiB" in str(error_of(tmp_path / "weights.yaml"))
+    with Path("/dev/zero").open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        with pytest.raises(SpecError, match="standard input has 1 problem:\n  longer than"):
+            load_spec_argument("-")
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfseed: 1")
     assert load_spec(tmp_path / "bom.yaml").seed == 1
@@ -124,7 +151,7 @@ def test_json_with_tabs_and_escapes(tmp_path):
         ("? [a, b]\n: 1", 1, "unhashable key"),
         ("seed: !!python/name:os.system ''", 1, "could not determine a constructor"),
         ("name: a\nseed: \x01", 2, "special characters are not allowed"),
-        ("seed: 2024-13-45", None, "month must be in 1..12; put it in quotes"),
+        ("seed: !!int x", None, "put it in quotes if it is text"),
         ("[" * 5000, None, "nested too deeply"),
         ("", None, "empty"),
         ("# only a comment\n", None, "empty"),
@@ -176,6 +203,57 @@ def test_keys_are_texts_whatever_yaml_takes_them_for():
 def test_numbers_that_yaml_takes_for_texts():
     spec = load_spec("optimizer: {lr: 1e-4, eps: 1E-10}\ntraining: {steps: 1e3}")
     assert (spec.optimizer.lr, spec.optimizer.eps, spec.training.steps) == (1e-4, 1e-10, 1000)
+
+
+# As in https://yaml.org/spec/1.2.2/#103-core-schema.
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("012", 12), ("-0", 0), ("+7", 7), ("0o14", 12), ("0x1F", 31), ("10", 10),
+        ("1e-5", 1e-5), ("1E5", 1e5), ("5.", 5.0), (".5", 0.5), ("1.0e+3", 1e3), (".inf", float("inf")),
+        ("true", True), ("False", False), ("TRUE", True), ("null", None), ("~", None), ("", None),
+        ("1:30", "1:30"), ("190:20:30.15", "190:20:30.15"), ("1_000", "1_000"), ("0b101", "0b101"), ("0x_1", "0x_1"),
+        ("on", "on"), ("Off", "Off"), ("yes", "yes"), ("No", "No"), ("y", "y"), ("2024-01-02", "2024-01-02"),
+        ("=", "="), ("1e", "1e"), ("0o8", "0o8"), ("1.2.3", "1.2.3"), ("e5", "e5"), ("tRue", "tRue"),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(written, value):
+    found = read_yaml(f"a: {written}\nb: [{written or 'null'}]", "test").value
+    assert found == {"a": value, "b": [value]} and type(found["a"]) is type(value)
+    dumped = dump_yaml(found)
+    assert read_yaml(dumped, "test").value == found
+    # Other tools, which follow YAML 1.1, read the same.
+    assert yaml.safe_load(dumped) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "message"),
+    [
+        ("training: {steps: 1:30}", "training.steps", "not a number: YAML 1.1 reads it as 90, YAML 1.2 as text"),
+        ("training: {steps: 1_000}", "training.steps", "reads it as 1000, YAML 1.2 as text; write 1000"),
+        ("optimizer: {lr: 1_0.5}", "optimizer.lr", "reads it as 10.5"),
+        ("data: {packing: on}", "data.packing", "YAML 1.1 reads it as true, YAML 1.2 as text; write true"),
+        ("data: {packing: No}", "data.packing", "write false"),
+        ("data: {packing: maybe}", "data.packing", "not true or false"),
+        ("training: {steps: many}", "training.steps", "not a number"),
+    ],
+)  # fmt: skip
+def test_what_yaml_1_1_reads_otherwise_is_told(text, path, message):
+    (problem,) = error_of(text).problems
+    assert (problem.path, problem.line) == (path, 1)
+    assert message in problem.message
+
+
+def test_words_of_yaml_1_1_are_texts():
+    spec = load_spec("data: {source: a/b, split: on, text_column: no, subset: 1:30}\ntraining: {steps: 012}")
+    assert (spec.data.split, spec.data.text_column, spec.data.subset, spec.training.steps) == ("on", "no", "1:30", 12)
+    assert load_spec(dump_spec(spec)) == spec
+
+
+def test_merges_of_merges_do_not_double_the_mapping():
+    levels = [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}]}}" for n in range(1, 40)]
+    found = read_yaml("\n".join(["a0: &a0 {x: 1, y: 2}", *levels]), "test").value
+    assert found["a39"] == {"x": 1, "y": 2}
 
 
 def test_anchors_and_merges():

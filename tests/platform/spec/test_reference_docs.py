@@ -49,7 +49,7 @@ def test_schema_has_the_limits_that_the_models_have():
     text = json.dumps(json_schema())
     assert not re.search(r'"(ge|gt|le|lt)":', text)
     training = json_schema()["$defs"]["Training"]["properties"]
-    assert training["steps"]["anyOf"][0] == {"minimum": 1, "type": "integer"}
+    assert training["steps"]["anyOf"][0] == {"maximum": 10**9, "minimum": 1, "type": "integer"}
     assert training["epochs"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
 
 

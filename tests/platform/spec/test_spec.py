@@ -153,7 +153,7 @@ def test_runs_write_to_a_folder(output, said):
         ({"adapter": {"type": "lore"}, "model": {"name": "m"}}, "adapter.type", "'none' or 'lora'", "lora"),
         ({"adapter": {"type": "none", "r": 8}}, "adapter.r", "type", None),
         ({"adapter": {"type": "lora", "alpha": 8}, "model": {"name": "m"}}, "adapter.alpha", "lora_a", "lora_alpha"),
-        ({"adapter": {"type": "lora", "r": 0}, "model": {"name": "m"}}, "adapter.r", "at least 1", None),
+        ({"adapter": {"type": "lora", "r": 0}, "model": {"name": "m"}}, "adapter.r", "from 1 to 16384", None),
         ({"model": 3}, "model", "name, revision", None),
         ({"optimizer": ["adamw"]}, "optimizer", "lr, betas", None),
         ({"training": None}, "training", "steps, epochs", None),

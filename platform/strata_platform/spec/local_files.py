@@ -1,0 +1,89 @@
+"""Files and folders of this machine that a spec names: whether they exist, before a run is started for them.
+
+The models of a spec read no disk, because a run on a cluster has the files of its pods. So this is a step of its own.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from strata_platform.errors import Problem, SpecError
+from strata_platform.file_io import require_regular_file
+from strata_platform.spec.data import DATA_SUFFIXES
+from strata_platform.spec.describe import closest_match, format_value
+from strata_platform.spec.objectives import Distill
+from strata_platform.spec.run_spec import RunSpec
+
+_PATH_BEGINNINGS = ("/", "./", "../", "~")
+# Paths are shown whole.
+_WIDTH = 4096
+
+
+def require_local_files(spec: RunSpec) -> None:
+    """Raises SpecError, which lists every file and folder that `spec` names and this machine lacks."""
+    if problems := list(local_file_problems(spec)):
+        raise SpecError(problems)
+
+
+def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
+    """A problem for each file or folder that `spec` names and this machine lacks; also for an `output` that is a file.
+
+    Names that may be those of a repository on the Hub are left to the run.
+    """
+    data, source = spec.data, spec.data.source
+    named = {"data.source": source} if isinstance(source, str) else {}
+    if not isinstance(source, str):
+        named = {f"data.source[{index}]": name for index, name in enumerate(source)}
+    for field, name in named.items():
+        if "://" not in name and (name.lower().endswith(DATA_SUFFIXES) or name.startswith(_PATH_BEGINNINGS)):
+            yield from _missing_data(field, name)
+    if data.chat_template is not None and data.chat_template.endswith(".jinja"):
+        yield from _missing_file("data.chat_template", data.chat_template)
+    for index, task in enumerate(spec.evaluation.tasks):
+        if task.endswith((".yaml", ".yml")):
+            yield from _missing_file(f"evaluation.tasks[{index}]", task)
+    folders = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
+    if isinstance(spec.objective, Distill):
+        folders["objective.teacher"] = spec.objective.teacher
+    for field, folder in folders.items():
+        if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
+            yield _missing(field, folder, "there is no such folder on this machine")
+    yield from _file_in_place_of_output(spec.output)
+
+
+def _missing_data(field: str, name: str) -> Iterator[Problem]:
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return
+    if any(character in name for character in "*?[") and not os.path.exists(path):
+        if next(glob.iglob(path, recursive=True), None) is None:
+            yield Problem(field, "matches no file on this machine", format_value(name, _WIDTH))
+    else:
+        yield from _missing_file(field, name)
+
+
+def _missing_file(field: str, name: str) -> Iterator[Problem]:
+    try:
+        require_regular_file(Path(name).expanduser())
+    except FileNotFoundError:
+        yield _missing(field, name, "there is no such file on this machine")
+    except OSError as error:
+        yield Problem(field, f"cannot be read: {error.strerror}", format_value(name, _WIDTH))
+
+
+def _missing(field: str, name: str, message: str) -> Problem:
+    folder, _, last = os.path.expanduser(name).rstrip("/").rpartition("/")
+    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    return Problem(field, message, format_value(name, _WIDTH), suggestion=closest_match(last, beside))
+
+
+def _file_in_place_of_output(output: str) -> Iterator[Problem]:
+    """A problem if `output`, or a folder above it, is a file."""
+    for folder in (Path(output), *Path(output).parents):
+        if os.path.lexists(folder):
+            if not os.path.isdir(folder):
+                yield Problem("output", f"{folder} is a file, not a folder; give another path, or move it away")
+            return
