@@ -33,6 +33,16 @@ def require_regular_file(path: Path) -> None:
         raise OSError(errno.EINVAL, f"{kind}, not a regular file; copy its contents to a file and name that", str(path))
 
 
+def require_regular_files(folder: Path) -> None:
+    """Raises OSError if an entry of `folder` is neither a file nor a folder; does nothing if there is no such folder.
+
+    A dangling link is a missing file, for which the reader of the folder has a message of its own.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not path.is_dir():
+            require_regular_file(path)
+
+
 def write_atomic(path: Path, data: bytes, *, durable: bool) -> None:
     """Replace the file `path` by one that holds `data`; a reader sees the old file or the new one, never a part.
 

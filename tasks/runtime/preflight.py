@@ -67,6 +67,13 @@ CHECKS = (
         "the files and folders that the spec names exist, and output is no file",
     ),
     Check(
+        "pretrained weights",
+        ("plan", "launch"),
+        "models.pretrained:require_complete_weights",
+        ("spec",),
+        "tensors in the local folders of model.name and objective.teacher are those of their config.json",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

@@ -5,12 +5,14 @@ YAML, columns, chat templates, torn files) is in that part's tests; here is what
 """
 
 import json
+import os
 import re
 import shutil
 import sys
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from strata_platform.outcomes import BAD_INPUT
@@ -246,17 +248,38 @@ def other_architecture(model):
     edit(model / "config.json", lambda config: {**config, "model_type": "unheard-of"})
 
 
+def config_with(**changes):
+    return lambda model: edit(model / "config.json", lambda config: {**config, **changes})
+
+
+def config_of(text):
+    return lambda model: (model / "config.json").write_text(text)
+
+
+def pipe_for(name):
+    def happened(model):
+        (model / name).unlink()
+        os.mkfifo(model / name)
+
+    return happened
+
+
+def without_head(model):
+    """As of a base model that was saved without the head of a language model."""
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
 def few_embeddings(model):
-    LlamaConfig(vocab_size=64).save_pretrained(model)
-    without_weights(model)
+    small(LlamaConfig, vocab_size=64).save_pretrained(model)
 
 
 def padding_beyond(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(model)
+    small(LlamaConfig, vocab_size=len(tokenizer)).save_pretrained(model)
     tokenizer.add_special_tokens({"pad_token": "<more>"})
     tokenizer.save_pretrained(model)
-    without_weights(model)
 
 
 def no_family(model):
@@ -281,6 +304,32 @@ MODELS = {
         padding_beyond,
         r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; remove it from",
     ),
+    "more-layers": (
+        config_with(num_hidden_layers=3),
+        r"model\.name '.*model': its weights are not those of the model that its config\.json describes: 18 tensors "
+        r"are missing \(model\.layers\.1\.input_layernorm\.weight, .*, \.\.\.\)\. Correct config\.json",
+    ),
+    "no-layers": (config_with(num_hidden_layers=0), r"num_hidden_layers is 0, not a whole number from 1 to 10000"),
+    "no-head": (without_head, r": 1 tensors are missing \(lm_head\.weight\)\. Correct"),
+    "other-shapes": (
+        config_with(vocab_size=4100),
+        r"2 tensors have other shapes \(lm_head.weight \[4096, 8\], not \[4100",
+    ),
+    "negative-size": (config_with(hidden_size=-1), r"config\.json: hidden_size is -1, not a whole number from 1 to"),
+    "size-as-text": (config_with(hidden_size="8"), r"config\.json: hidden_size is \"8\", not a whole number"),
+    "absurd-size": (config_with(vocab_size=10**18), r"vocab_size is 10{18}, not a whole number from 1 to 100000000"),
+    "heads": (config_with(num_attention_heads=3), r"hidden size \(8\) is not a multiple of .* attention heads \(3\)"),
+    "groups": (
+        config_with(num_attention_heads=4, num_key_value_heads=3),
+        r"num_key_value_heads 3 does not divide num_attention_heads 4",
+    ),
+    "activation": (config_with(hidden_act="sillu"), r"model\.name '.*model' cannot be read: KeyError: 'sillu'"),
+    "config-list": (config_of("[1]"), r"config\.json holds a list, not an object with the model's settings"),
+    "config-empty": (config_of(""), r"config\.json is not valid JSON: .*; fetch it again"),
+    "config-nothing": (config_of("{}"), r"model\.name '.*model'.* cannot .*"),
+    "config-deep": (config_of("[" * 10**5), r"config\.json is not valid JSON: .*recursion"),
+    "config-pipe": (pipe_for("config.json"), r"model\.name.*a named pipe, not a regular file"),
+    "weights-pipe": (pipe_for("model.safetensors"), r"model\.name.*a named pipe, not a regular file"),
     "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled to false"),
 }
 

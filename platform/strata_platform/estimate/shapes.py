@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.errors import Problem, SpecError
+from strata_platform.model_config import read_config_file
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def shape_of(name: str, config: Path | None = None) -> ModelShape:
     Raises SpecError if it is none of them, or another kind of model.
     """
     file = config or Path(name) / "config.json"
-    if config is not None or file.is_file():
+    if config is not None or file.exists():
         return _read(file)
     plain = name.rpartition("/")[2].lower()
     for ending in _ENDINGS:
@@ -165,9 +166,12 @@ def shape_of(name: str, config: Path | None = None) -> ModelShape:
 
 def _read(file: Path) -> ModelShape:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_config_file(file)
+    except ValueError as error:
+        raise SpecError([Problem("model.name", str(error))], "estimate") from None
+    try:
         return from_config(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise SpecError([Problem("model.name", f"{file}: {reason}")], "estimate") from None
 
@@ -183,6 +187,8 @@ def from_config(config: Mapping[str, Any]) -> ModelShape:
     if kind not in _TYPES:
         raise ValueError(f"model_type {kind!r} is not supported by the estimate; supported: {', '.join(_TYPES)}")
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    if config.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is no head_dim")
     return ModelShape(
         hidden=hidden,
         intermediate=_size(config, "intermediate_size"),

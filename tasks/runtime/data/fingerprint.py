@@ -7,9 +7,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.prepared_manifest import VERSION
+from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import HubDataset, Source, open_source
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
 
@@ -54,6 +56,8 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
         parts.append(f"tokenizers {version('tokenizers')}")
     folder = Path(recipe.tokenizer or recipe.model)
     if folder.is_dir():
+        with naming_file(str(folder), field="model.tokenizer" if recipe.tokenizer else "model.name"):
+            require_regular_files(folder)
         parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
     template = recipe.data.chat_template or ""
     if template.endswith(".jinja"):

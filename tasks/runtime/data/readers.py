@@ -47,12 +47,12 @@ def _file_name(path: str) -> str:
 
 
 @contextmanager
-def naming_file(path: str) -> Iterator[None]:
-    """Turn errors of the block into a ValueError that names `path`."""
+def naming_file(path: str, *, field: str = "data.source") -> Iterator[None]:
+    """Turn errors of the block into a ValueError that names `path` and the spec's `field`."""
     try:
         yield
     except (*_UNREADABLE, ImportError) as error:
-        raise ValueError(f"data.source: cannot read {path}: {error or type(error).__name__}") from error
+        raise ValueError(f"{field}: cannot read {path}: {error or type(error).__name__}") from error
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:

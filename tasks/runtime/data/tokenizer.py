@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.model import PRESETS
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
@@ -61,6 +62,7 @@ def read_tokenizer(name: str, revision: str | None, *, field: str) -> PreTrained
     answer.
     """
     try:
+        require_regular_files(Path(name))
         with asking_hub(f"{field} {name!r}"):
             return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Unreachable:

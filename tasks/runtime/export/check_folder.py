@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tasks.runtime.models.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,9 +81,7 @@ def main() -> None:
     """Print the difference as one line of JSON."""
     folder, file, device, attention = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", attn_implementation=attention, use_safetensors=True, trust_remote_code=False
-    )
+    model = load_pretrained(folder, dtype="auto", attn_implementation=attention)
     print(json.dumps(difference(load_file(file), expected_of(model.to(device), tokenizer))))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,6 +22,7 @@ from transformers import (
 )
 
 from strata_kernels import PatchReport, patch_model
+from strata_platform.model_config import require_sizes
 from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Model
@@ -32,7 +30,7 @@ from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
-from tasks.runtime.process.hub import asking_hub
+from tasks.runtime.models.pretrained import load_pretrained, readable
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +86,10 @@ def load_config(model: Model) -> PretrainedConfig:
 @lru_cache(maxsize=8)
 def _read_config(name: str, revision: str | None, modified: int | None) -> PretrainedConfig:
     """`modified` is the time in ns at which a local file was written; a newer file is another entry of the cache."""
-    with _readable(name):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    with readable(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        require_sizes(config.to_dict(), "config.json")
+        return config
 
 
 def has_router_loss(spec: RunSpec) -> bool:
@@ -106,7 +106,7 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
         dtype: of the weights; by default that of the spec.
 
     Raises:
-        ValueError: the model cannot be read, or it is an adapter, which transformers would load with its base model.
+        ValueError: the model cannot be read, is an adapter, or lacks or adds tensors; see `load_pretrained`.
         Unreachable: the Hub does not answer.
     """
     dtype = dtype or model_dtype(spec.model)
@@ -120,20 +120,12 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     else:
-        with _readable(source):
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                revision=None if weights else spec.model.revision,
-                dtype=dtype,
-                attn_implementation=spec.model.attention,
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-        if hasattr(model, "peft_config"):
-            raise ValueError(
-                f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
-                "merge_and_unload, save that, and give its folder"
-            )
+        model = load_pretrained(
+            source,
+            revision=None if weights else spec.model.revision,
+            dtype=dtype,
+            attn_implementation=spec.model.attention,
+        )
         _freeze_as_the_class_does(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _reset_unused_settings(model.generation_config)
@@ -150,21 +142,6 @@ def _freeze_as_the_class_does(model: PreTrainedModel) -> None:
     for name, parameter in made.named_parameters():
         if not parameter.requires_grad:
             model.get_parameter(name).requires_grad_(False)
-
-
-@contextmanager
-def _readable(source: str) -> Iterator[None]:
-    """Turn errors of transformers into a ValueError that names the model; an unreachable Hub stays `Unreachable`."""
-    try:
-        with asking_hub(f"model.name {source!r}"):
-            yield
-    # ImportError: the weights need a package, for example for their quantization.
-    except (OSError, ImportError, ValueError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
-            "its config.json and weights as safetensors"
-        ) from error
 
 
 def _reset_unused_settings(config: GenerationConfig) -> None:

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import PRESETS, compute_dtype, load_config, model_dtype
+from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -174,13 +175,13 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if isinstance(getattr(text, name, None), list):
             setattr(text, name, getattr(text, name)[:kept])
-    model = AutoModelForCausalLM.from_pretrained(
+    # The layers that were cut off are extra tensors.
+    model = load_pretrained(
         spec.model.name,
+        allow_extra=True,
         revision=spec.model.revision,
         config=config,
         dtype=model_dtype(spec.model),
-        use_safetensors=True,
-        trust_remote_code=False,
     )
     model.save_pretrained(folder)
     del model

@@ -117,10 +117,10 @@ def test_a_folder_speaks_for_itself(tmp_path):
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported by the estimate; supported: llama, "),
         ({"model_type": "llama", "num_attention_heads": 4}, "has no 'hidden_size'"),
-        ({**SMALL, "num_attention_heads": 0}, "num_attention_heads is 0, not a whole number of at least 1"),
+        ({**SMALL, "num_attention_heads": 0}, "num_attention_heads is 0, not a whole number from 1 to 100000"),
         ({**SMALL, "vocab_size": None}, "vocab_size is null, not a whole number"),
         ({**SMALL, "num_hidden_layers": 1.5}, "num_hidden_layers is 1.5, not"),
-        ({**SMALL, "num_attention_heads": 512}, "head_dim is 0, not"),
+        ({**SMALL, "num_attention_heads": 512}, "num_attention_heads 512 does not divide hidden_size 256"),
         ({**SMALL, "head_dim": "64"}, 'head_dim is "64", not'),
         ("{", "Expecting property name"),
     ],

@@ -1,0 +1,117 @@
+"""Load pretrained weights that are exactly those of the model: none is left random, and none is left out.
+
+transformers gives a tensor that the folder lacks random values, passes over one that the model lacks, and logs a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from strata_platform.file_io import require_regular_files
+from strata_platform.model_config import read_config_file
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Distill
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.hub import asking_hub
+
+_EXPECTED_ERRORS = (OSError, ImportError, ValueError, SafetensorError)
+# Names of tensors that an error lists.
+_SHOWN = 3
+
+
+def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained(source, **options)` from safetensors; every tensor has its place.
+
+    Tied weights, and tensors that the model class names in `_keys_to_ignore_on_load_missing` and `..._unexpected`, are
+    no problem.
+
+    Args:
+        source: a folder, or a model on the Hub.
+        allow_extra: tensors that the model lacks are no problem either, as those of layers that were cut off.
+        options: further arguments of `from_pretrained`. With `device_map="meta"` no tensor is read, only the headers.
+
+    Raises:
+        ValueError: the model cannot be read; it is an adapter, which transformers would load with its base model; or
+            its tensors are not those that its config.json describes.
+        Unreachable: the Hub does not answer.
+    """
+    with readable(source):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Reported below, with the other differences.
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
+            "merge_and_unload, save that, and give its folder"
+        )
+    shapes = [f"{name} {list(held)}, not {list(wanted)}" for name, held, wanted in sorted(found["mismatched_keys"])]
+    extra = [] if allow_extra else sorted(found["unexpected_keys"])
+    differences = [
+        _listed(sorted(found["missing_keys"]), "tensors are missing"),
+        _listed(extra, "tensors are not part of the model"),
+        _listed(shapes, "tensors have other shapes"),
+    ]
+    if any(differences):
+        raise ValueError(
+            f"model.name {source!r}: its weights are not those of the model that its config.json describes: "
+            f"{'; '.join(filter(None, differences))}. Correct config.json, or fetch the folder's files again; a run "
+            "would train random values or leave weights out"
+        )
+    return model
+
+
+def _listed(names: list[str], meaning: str) -> str:
+    """`21 tensors are missing (a, b, c, ...)`; empty if there are none."""
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f"{len(names)} {meaning} ({', '.join(names[:_SHOWN])}{more})" if names else ""
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Turn errors of transformers into a ValueError that names the model; an unreachable Hub stays `Unreachable`."""
+    try:
+        require_regular_files(Path(source))
+        if (file := Path(source, "config.json")).is_file():
+            read_config_file(file)
+        with asking_hub(f"model.name {source!r}"):
+            yield
+    except (Unreachable, torch.OutOfMemoryError):
+        raise
+    # Wrong settings and torn files cause errors of any type.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, _EXPECTED_ERRORS):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(
+            f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
+            "its config.json and weights as safetensors"
+        ) from error
+
+
+def require_complete_weights(spec: RunSpec) -> None:
+    """Raises ValueError if the weights in a local folder are not those of its model. Reads headers only.
+
+    Checks `model.name` and `objective.teacher`. Models on the Hub are checked when they are loaded.
+    """
+    folders = {"model.name": spec.model.name}
+    if isinstance(spec.objective, Distill):
+        folders["objective.teacher"] = spec.objective.teacher
+    for field, folder in folders.items():
+        if Path(folder).is_dir():
+            try:
+                load_pretrained(folder, device_map="meta")
+            except ValueError as error:
+                raise ValueError(str(error) if field == "model.name" else f"{field}: {error}") from error

@@ -1,0 +1,85 @@
+"""Pretrained weights are exactly those of the model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.export import check_folder
+from tasks.runtime.models.pretrained import load_pretrained, require_complete_weights
+
+SIZES = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
+
+
+def save(folder, **changes):
+    """A small model; `changes` are to its config.json alone, after it is saved."""
+    tied = changes.pop("tied", False)
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def change(folder, **tensors):
+    held = load_file(folder / "model.safetensors")
+    save_file({**held, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("device_map", [None, "meta"])
+def test_a_complete_model_is_loaded(tmp_path, device_map):
+    save(tmp_path)
+    model = load_pretrained(str(tmp_path), device_map=device_map)
+    assert {parameter.device.type for parameter in model.parameters()} == {device_map or "cpu"}
+    if device_map is None:
+        assert torch.equal(model.lm_head.weight, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+
+
+def test_tied_and_ignored_tensors_are_no_problem(tmp_path):
+    save(tmp_path, tied=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    # As saved by early versions of transformers.
+    change(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    model = load_pretrained(str(tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_every_difference_is_told_at_once(tmp_path):
+    save(tmp_path, num_hidden_layers=3, vocab_size=65)
+    change(tmp_path, **{"score.weight": torch.ones(2, 8), "v_head": torch.ones(1)})
+    with pytest.raises(ValueError) as caught:
+        load_pretrained(str(tmp_path))
+    assert str(caught.value) == (
+        f"model.name '{tmp_path}': its weights are not those of the model that its config.json describes: 9 tensors "
+        "are missing (model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, "
+        "model.layers.2.mlp.gate_proj.weight, ...); 2 tensors are not part of the model (score.weight, v_head); "
+        "2 tensors have other shapes (lm_head.weight [64, 8], not [65, 8], model.embed_tokens.weight [64, 8], not "
+        "[65, 8]). Correct config.json, or fetch the folder's files again; a run would train random values or leave "
+        "weights out"
+    )
+
+
+def test_layers_that_are_cut_off_are_extra_tensors(tmp_path):
+    save(tmp_path)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    assert load_pretrained(str(tmp_path), allow_extra=True, config=config).config.num_hidden_layers == 1
+    with pytest.raises(ValueError, match="9 tensors are not part of the model"):
+        load_pretrained(str(tmp_path), config=config)
+
+
+def test_a_teacher_is_checked_by_its_own_field(tmp_path):
+    save(tmp_path / "teacher", num_hidden_layers=1)
+    spec = RunSpec(objective={"type": "distill", "teacher": str(tmp_path / "teacher")}, data={"source": "a.jsonl"})
+    with pytest.raises(ValueError, match=r"^objective\.teacher: .*9 tensors are not part of the model"):
+        require_complete_weights(spec)
+
+
+def test_an_exported_folder_without_a_layer_is_not_verified(tmp_path, monkeypatch):
+    """The process that reads an export ends with this error, and the export shows it."""
+    save(tmp_path, num_hidden_layers=3)
+    monkeypatch.setattr(check_folder.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr("sys.argv", ["check_folder", str(tmp_path), "expected.safetensors", "cpu", "sdpa"])
+    with pytest.raises(ValueError, match="9 tensors are missing"):
+        check_folder.main()
