@@ -50,7 +50,7 @@ def test_schema_has_the_limits_that_the_models_have():
     assert not re.search(r'"(ge|gt|le|lt)":', text)
     training = json_schema()["$defs"]["Training"]["properties"]
     assert training["steps"]["anyOf"][0] == {"maximum": 10**9, "minimum": 1, "type": "integer"}
-    assert training["epochs"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
+    assert training["epochs"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1e6, "type": "number"}
 
 
 @pytest.mark.parametrize("module", [describe, load, recipe], ids=lambda module: module.__name__)
