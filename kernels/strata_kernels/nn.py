@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .ops._loss import Reduction
 from .ops.cross_entropy import cross_entropy
+from .ops.cross_entropy.reduction import Reduction
 from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm.add_rms_norm import add_rms_norm

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import cross_entropy, cross_entropy_with_predictions
-from strata_kernels.ops import _cross_entropy as rows_module
-from strata_kernels.ops._cross_entropy import Options, Shard, Statistics, padded, rows_of
 from strata_kernels.ops._launch import recording, takes_kernel
+from strata_kernels.ops.cross_entropy import rows as rows_module
+from strata_kernels.ops.cross_entropy.rows import Options, Shard, Statistics, padded, rows_of
 from strata_kernels.warmup.plan import record
 
 # The package's attribute of this name is the function.

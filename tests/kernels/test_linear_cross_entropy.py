@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import linear_cross_entropy, linear_cross_entropy_with_predictions
-from strata_kernels.ops import _linear_cross_entropy as operators
-from strata_kernels.ops import _logit_chunks as chunks
-from strata_kernels.ops import _logit_memory as memory
-from strata_kernels.ops._cross_entropy import Options, cross_entropy_rows
 from strata_kernels.ops._launch import takes_kernel
-from strata_kernels.ops._logit_memory import plan_rows
+from strata_kernels.ops.cross_entropy.rows import Options, cross_entropy_rows
+from strata_kernels.ops.linear_cross_entropy import chunks, memory
+from strata_kernels.ops.linear_cross_entropy import registration as operators
+from strata_kernels.ops.linear_cross_entropy.memory import plan_rows
 from strata_kernels.patch.forwards import _causal_lm_loss as causal_lm_loss
 
 # The interpreter's NumPy warns of lanes whose results are masked.

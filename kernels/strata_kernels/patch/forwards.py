@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._vocabulary_parallel import is_dtensor
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
 from ..ops.norm.rms_norm import rms_norm
 from ..ops.relu_squared import relu_squared
 from ..ops.rope import rope

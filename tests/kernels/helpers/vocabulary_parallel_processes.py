@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from strata_kernels.ops import _logit_memory
-from strata_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
+from strata_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions, memory
 
 ROWS, HIDDEN, CLASSES = 40, 16, 200
 HEAD = "weight", "bias"
@@ -160,7 +159,7 @@ def test_dtensors_that_do_not_fit(rank: int) -> None:
 def run(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    _logit_memory._PANEL = 64
+    memory._PANEL = 64
     for name, test in list(globals().items()):
         if name.startswith("test_"):
             test(rank)

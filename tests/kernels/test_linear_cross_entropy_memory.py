@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from strata_kernels import linear_cross_entropy
-from strata_kernels.ops import _logit_chunks as chunks
-from strata_kernels.ops import _logit_memory as memory
-from strata_kernels.ops._cross_entropy import padded
-from strata_kernels.ops._logit_memory import Plan, WeightGradient, matrix, place_panels, plan_rows
+from strata_kernels.ops.cross_entropy.rows import padded
+from strata_kernels.ops.linear_cross_entropy import chunks, memory
+from strata_kernels.ops.linear_cross_entropy.memory import Plan, WeightGradient, matrix, place_panels, plan_rows
 from strata_kernels.warmup import record
 
 MIB = 2**20

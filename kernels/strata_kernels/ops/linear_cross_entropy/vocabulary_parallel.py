@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._cross_entropy import Shard as Columns
-from ._cross_entropy import Statistics
+from ..cross_entropy.rows import Shard as Columns
+from ..cross_entropy.rows import Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

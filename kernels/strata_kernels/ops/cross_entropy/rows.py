@@ -1,7 +1,7 @@
 """Losses of rows of logits and their gradients: what `cross_entropy` and `linear_cross_entropy` are made of.
 
 The kernel, or plain PyTorch where it does not run; whole rows, or the columns that one process holds of them. The
-formulas stand in `cross_entropy`, how the work is cut in `_cross_entropy_kernel`.
+formulas stand in `cross_entropy`, how the work is cut in `kernels`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._cross_entropy_kernel import LOWEST, Results, launch_rows
-from ._cross_entropy_kernel import Options as Options
-from ._cross_entropy_kernel import Shard as Shard
-from ._cross_entropy_kernel import padded as padded
-from ._launch import accumulator, takes_kernel
+from .._launch import accumulator, takes_kernel
+from .kernels import LOWEST, Results, launch_rows
+from .kernels import Options as Options
+from .kernels import Shard as Shard
+from .kernels import padded as padded
 
 
 class Statistics(NamedTuple):

@@ -1,6 +1,6 @@
 """The operators behind `linear_cross_entropy`: a scalar loss that comes with its gradients, and the losses of the rows.
 
-Both take the tensors of `_logit_chunks.run` and, after them, its settings.
+Both take the tensors of `chunks.run` and, after them, its settings.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import accumulator
-from ._logit_chunks import Settings, run
-from ._loss import refuse_double_backward, scaled
-from ._operator import register
+from .._launch import accumulator
+from .._operator import register
+from ..cross_entropy.reduction import refuse_double_backward, scaled
+from .chunks import Settings, run
 
 NAME = "linear_cross_entropy"
 

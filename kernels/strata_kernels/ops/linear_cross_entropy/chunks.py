@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._cross_entropy import Options, Statistics, cross_entropy_rows, shard_gradient, shard_loss, shard_statistics
-from ._launch import accumulator
-from ._logit_memory import WeightGradient, add_product, matrix, place_panels, plan_rows
-from ._vocabulary_parallel import Cut, finish_sum
+from .._launch import accumulator
+from ..cross_entropy.rows import Options, Statistics, cross_entropy_rows, shard_gradient, shard_loss, shard_statistics
+from .memory import WeightGradient, add_product, matrix, place_panels, plan_rows
+from .vocabulary_parallel import Cut, finish_sum
 
 # Columns of logits whose statistics are taken while they lie in the L2 of an H200: 4096 rows of them are 32 MiB.
 _FRESH_COLUMNS = 4096

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import launch, multiprocessors
+from .._launch import launch, multiprocessors
 
 # Rows of a padded buffer start at multiples of this many elements: the matrix products and the kernel move 16 bytes.
 _ALIGNMENT = 64

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import describe, launch, multiprocessors, takes_kernel
-from ._operator import has_mode
+from .._launch import describe, launch, multiprocessors, takes_kernel
+from .._operator import has_mode
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._cross_entropy import Options, cross_entropy_gradient, cross_entropy_rows, plain_losses, rows_of
-from ._launch import DTYPES, accumulator, describe, has_dtype
-from ._loss import Reduction, check_options, divisors, refuse_double_backward, scaled, total
-from ._operator import register
+from .._launch import DTYPES, accumulator, describe, has_dtype
+from .._operator import register
+from .reduction import Reduction, check_options, divisors, refuse_double_backward, scaled, total
+from .rows import Options, cross_entropy_gradient, cross_entropy_rows, plain_losses, rows_of
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 

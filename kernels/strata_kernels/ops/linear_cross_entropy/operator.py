@@ -13,7 +13,7 @@ arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemm
 Axes: N rows, H features, V vocabulary entries. A matrix product gives logits, a kernel reads them, gives the losses and
 overwrites them by dz, and two products give dx and dW: 6·N·H·V FLOPs (4·N·H·V without dW) and no recomputation, since a
 scalar loss is linear in its incoming gradient, which the backward pass multiplies in. Logits lie in the memory that dW
-will take, or take turns in a buffer: `_logit_memory` says when. Nothing is accumulated with atomics: results repeat bit
+will take, or take turns in a buffer: `memory` says when. Nothing is accumulated with atomics: results repeat bit
 for bit.
 """
 
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._cross_entropy import Options as LossOptions
-from ._cross_entropy import plain_losses
-from ._launch import DTYPES, accumulator, describe, has_dtype
-from ._linear_cross_entropy import rows_op, total_op
-from ._loss import Reduction, check_options
-from ._vocabulary_parallel import Cut, Localized, alone, equal_cut, is_dtensor, localize
-from .cross_entropy import LossAndPredictions
+from .._launch import DTYPES, accumulator, describe, has_dtype
+from ..cross_entropy import LossAndPredictions
+from ..cross_entropy.reduction import Reduction, check_options
+from ..cross_entropy.rows import Options as LossOptions
+from ..cross_entropy.rows import plain_losses
+from .registration import rows_op, total_op
+from .vocabulary_parallel import Cut, Localized, alone, equal_cut, is_dtensor, localize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
