@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from strata_kernels import cross_entropy, cross_entropy_with_predictions
 from strata_kernels.ops._launch import recording, takes_kernel
 from strata_kernels.ops.cross_entropy import rows as rows_module
-from strata_kernels.ops.cross_entropy.rows import Options, Shard, Statistics, padded, rows_of
+from strata_kernels.ops.cross_entropy import statistics
+from strata_kernels.ops.cross_entropy.rows import padded, rows_of
+from strata_kernels.ops.cross_entropy.statistics import Options, Shard, Statistics
 from strata_kernels.warmup.plan import record
 
 # The package's attribute of this name is the function.
@@ -479,7 +481,7 @@ def test_predictions_of_rows_that_are_not_finite(classes, device) -> None:
     ]
     combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
     assert torch.equal(combined.prediction, expected)
-    assert rows_module.shard_loss(combined, target, Options(-100, 0.0, 0.0, 0.0)).isnan().tolist() == [
+    assert statistics.shard_loss(combined, target, Options(-100, 0.0, 0.0, 0.0)).isnan().tolist() == [
         *[True] * 6, False, True
     ]  # fmt: skip
 
@@ -572,7 +574,7 @@ def test_shards_of_the_vocabulary(cut, offset, weighted, options, device, within
         for z, w, (a, _) in zip(buffers, weights, bounds, strict=True)
     ]
     combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
-    losses = rows_module.shard_loss(combined, target, options)
+    losses = statistics.shard_loss(combined, target, options)
     for z, w, (a, _) in zip(buffers, weights, bounds, strict=True):
         rows_module.shard_gradient(z, target, scale, combined, options, Shard(a, total), weight=w)
     for ours, theirs, exact in zip((losses, torch.cat(buffers, 1)), whole(logits), whole(logits.double()), strict=True):

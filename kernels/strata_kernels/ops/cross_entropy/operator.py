@@ -26,7 +26,9 @@ from torch import Tensor
 from .._launch import DTYPES, accumulator, describe, has_dtype
 from .._operator import register
 from .reduction import Reduction, check_options, divisors, refuse_double_backward, scaled, total
-from .rows import Options, cross_entropy_gradient, cross_entropy_rows, plain_losses, rows_of
+from .reference import plain_losses
+from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of
+from .statistics import Options
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 

@@ -6,73 +6,49 @@ formulas stand in `cross_entropy`, how the work is cut in `kernels`.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
-from torch.nn import functional
 
-from .._launch import accumulator, takes_kernel
-from .kernels import LOWEST, Results, launch_rows
-from .kernels import Options as Options
-from .kernels import Shard as Shard
-from .kernels import padded as padded
+from .._launch import accumulator, launch, multiprocessors, takes_kernel
+from .kernels import cross_entropy_kernel
+from .reference import reference_gradient, reference_statistics
+from .statistics import Options, Shard, Statistics, shard_loss
+
+# Rows of a padded buffer start at multiples of this many elements: the matrix products and the kernel move 16 bytes.
+_ALIGNMENT = 64
 
 
-class Statistics(NamedTuple):
-    """What a shard of the vocabulary adds to the losses of the rows, each [N], fp32 (fp64 for fp64); ignored rows: 0.
+@dataclass(frozen=True)
+class Tile:
+    """How rows of `itemsize` bytes per logit are cut.
 
-    Apart, largest and log_sum keep the digits that their sum, the logsumexp, loses where logits are far from zero.
-
-    largest: the largest logit m of the shard's columns, or a finite number where all are -inf; NaN where predictions
-        are asked for and a logit is NaN.
-    log_sum: log Σ_v exp(z_v - m) over the shard's columns.
-    linear: (1 - ε) w_target (z_target - m) + (ε / V) Σ_v w_v (z_v - m) over the shard's columns.
-    share: (1 - ε) w_target + (ε / V) Σ_v w_v, likewise; None for one: the whole vocabulary without class weights.
-    prediction: int64, the first column of the largest logit, counted in the whole vocabulary; -1 in ignored rows; None
-        unless asked for.
+    block: logits of a part; warps: of a program; registers: of a thread at the most; ahead: programs per multiprocessor
+    by which the statistics are ahead of the gradients, more than run at once, so that none waits, and as few as that
+    allows, so that the logits between are in L2.
     """
 
-    largest: Tensor
-    log_sum: Tensor
-    linear: Tensor
-    share: Tensor | None
-    prediction: Tensor | None
-
-    @classmethod
-    def combined(cls, parts: Self) -> Self:
-        """Those of the whole vocabulary, from fields [shards, N] with the shards in their order."""
-        largest = parts.largest.amax(0)
-        apart = parts.largest - largest
-        assert parts.share is not None
-        prediction = None
-        if parts.prediction is not None:
-            # The first of equal ones, whatever order the device reduces in.
-            best = torch.where(largest.isnan(), parts.largest.isnan(), parts.largest == largest)
-            prediction = parts.prediction.where(best, torch.iinfo(torch.int64).max).amin(0)
-        return cls(
-            largest,
-            (apart + parts.log_sum).logsumexp(0),
-            (parts.linear + parts.share * apart).sum(0),
-            parts.share.sum(0),
-            prediction,
-        )
+    itemsize: int
+    block: int
+    warps: int
+    registers: int
+    ahead: int
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """x [..., V] as [A, B, V] with adjacent columns: a view if they are adjacent and two strides lead to its rows."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        x = x.contiguous()
-    axes = [(1, 0), (1, 0)]
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if axes[-1][1] == size * stride and axes[-1][0] > 1:
-            axes[-1] = (axes[-1][0] * size, stride)
-        elif size != 1:
-            axes.append((size, stride))
-    if len(axes) > 4 or x.numel() == 0:
-        return x.reshape(1, -1, x.shape[-1])
-    (outer, stride_outer), (inner, stride_inner) = axes[-2:]
-    return x.as_strided((outer, inner, x.shape[-1]), (stride_outer, stride_inner, 1))
+_TILES = (
+    Tile(itemsize=2, block=4096, warps=4, registers=64, ahead=11),
+    Tile(itemsize=4, block=2048, warps=4, registers=64, ahead=11),
+)
+
+
+def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
+    """The table's row, and the logits of a part and the warps of a program for rows of `vocabulary` logits."""
+    tile = next(tile for tile in _TILES if itemsize <= tile.itemsize)
+    block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
+    return tile, block, max(tile.warps * block // tile.block, 1)
 
 
 def cross_entropy_rows(
@@ -99,12 +75,12 @@ def cross_entropy_rows(
     """
     whole = Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = Results(loss, largest, log_sum, share, prediction)
+        results = _Results(loss, largest, log_sum, share, prediction)
         filled = None if not gradient else z if dz is None else dz
-        launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
+        _launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
-    found = _reference_statistics(flat, target, options, whole, weight, prediction is not None)
+    found = reference_statistics(flat, target, options, whole, weight, prediction is not None)
     loss.copy_(shard_loss(found, target, options))
     wanted = (largest, log_sum, None, share, prediction)
     for given, value in zip(wanted, found, strict=True):
@@ -128,11 +104,11 @@ def cross_entropy_gradient(
     assert scale is not None
     shard = shard or Shard(0, z.shape[-1])
     if takes_kernel(z):
-        results = Results(None, largest, log_sum, share)
-        launch_rows(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
+        results = _Results(None, largest, log_sum, share)
+        _launch_rows(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
-    value = _reference_gradient(flat, target, scale, largest, log_sum, share, options, shard, weight)
+    value = reference_gradient(flat, target, scale, largest, log_sum, share, options, shard, weight)
     (z if dz is None else dz).copy_(value.view(z.shape))
 
 
@@ -144,11 +120,11 @@ def shard_statistics(
     Arguments as in `cross_entropy_rows`: target counts in the whole vocabulary, weight is of the shard's classes.
     """
     if not takes_kernel(z):
-        return _reference_statistics(z, target, options, shard, weight, predict)
+        return reference_statistics(z, target, options, shard, weight, predict)
     largest, log_sum, linear, share = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
     found = Statistics(largest, log_sum, linear, share, torch.empty_like(target) if predict else None)
-    results = Results(linear, largest, log_sum, share, found.prediction)
-    launch_rows(z, target, options, shard, weight, results, None, None, padding=True)
+    results = _Results(linear, largest, log_sum, share, found.prediction)
+    _launch_rows(z, target, options, shard, weight, results, None, None, padding=True)
     return found
 
 
@@ -162,86 +138,82 @@ def shard_gradient(
     )
 
 
-def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
-    """The losses of the rows [N] from statistics of the whole vocabulary: those of the shards, combined."""
-    log_sum = whole.log_sum if whole.share is None else whole.share * whole.log_sum
-    loss = log_sum - whole.linear + options.z_loss * (whole.largest + whole.log_sum).square()
-    return loss.where(target != options.ignore_index, 0.0)
+class _Results(NamedTuple):
+    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads the next three."""
+
+    loss: Tensor | None = None
+    largest: Tensor | None = None
+    log_sum: Tensor | None = None
+    share: Tensor | None = None
+    prediction: Tensor | None = None
 
 
-def plain_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | None) -> Tensor:
-    """The losses [N] of logits z [N, V] in plain PyTorch, which is all that a transform of `torch.func` sees into."""
-    wide = _capped(z, options.softcap)
-    losses = functional.cross_entropy(
-        wide, target, weight, ignore_index=options.ignore_index, reduction="none",
-        label_smoothing=options.label_smoothing,
+def _launch_rows(
+    z: Tensor, target: Tensor, options: Options, shard: Shard, weight: Tensor | None, results: _Results,
+    scale: Tensor | None, dz: Tensor | None, padding: bool,
+) -> None:  # fmt: skip
+    """Fill the results, if they have a place for the loss, and dz, if there is one."""
+    vocabulary = z.shape[-1]
+    tile, block, warps = _tile(vocabulary, z.itemsize)
+    group = 1 if padding else _group(z, dz)
+    parts = triton.cdiv(vocabulary + group - 1, block)
+    n_parts = target.shape[0] * parts
+    words, weight_sum, lag = None, None, 0
+    statistics = results.loss is not None
+    if statistics:
+        # A word per part for its maximum and sum, one for its weighted sum, one for its largest logit's column.
+        kinds = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
+        if (kinds + 1) * n_parts >= 2**31:
+            raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
+        words = z.new_zeros(kinds * n_parts, dtype=torch.int64)
+        weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
+        lag = min(n_parts, parts + tile.ahead * multiprocessors(z.device))
+    launch(
+        cross_entropy_kernel, (n_parts + lag,),
+        z, dz, target, weight, weight_sum, scale,
+        *results, words,
+        n_parts, lag, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
+        0 if scale is None else scale.stride(0), options.ignore_index, shard.start,
+        V=vocabulary, WIDTH=padded(vocabulary) if padding else vocabulary, TOTAL=shard.total,
+        SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
+        STATISTICS=statistics, GRADIENT=dz is not None,
+        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, GROUP=group,
+        num_warps=warps, maxnreg=tile.registers,
     )  # fmt: skip
-    if not options.z_loss:  # The square of what masks leave of a row may be infinite, and zero times that is NaN.
-        return losses
-    squares = options.z_loss * wide.logsumexp(-1).square()
-    return losses + squares.where(target != options.ignore_index, 0.0)
 
 
-def _capped(z: Tensor, softcap: float) -> Tensor:
-    wide = z.to(accumulator(z.dtype))
-    return softcap * torch.tanh(wide / softcap) if softcap else wide
+def _group(z: Tensor, dz: Tensor | None) -> int:
+    """How many logits 16 bytes are, if rows are not made of whole ones but those of z and dz alike; else 1."""
+    group = 16 // z.itemsize
+    strides = (*_row_strides(z), z.shape[-1])
+    if all(stride % group == 0 for stride in strides) or z.data_ptr() % 16:
+        return 1
+    if dz is None:
+        return group
+    alike = all((a - b) % group == 0 for a, b in zip(_row_strides(z), _row_strides(dz), strict=True))
+    return group if alike and dz.data_ptr() % 16 == 0 else 1
 
 
-def _local(target: Tensor, options: Options, shard: Shard, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows that count, rows whose target is in the shard, column in the shard or 0), each [N, 1]."""
-    counted = (target != options.ignore_index)[:, None]
-    column = target[:, None] - shard.start
-    if bool((counted & ((target < 0) | (target >= shard.total))[:, None]).any()):
-        raise IndexError(f"target is out of bounds for {shard.total} classes")
-    here = counted & (column >= 0) & (column < width)
-    return counted, here, column.where(here, 0)
+def _row_strides(x: Tensor) -> tuple[int, int]:
+    return 0 if x.dim() == 2 else x.stride(0), x.stride(-2)
 
 
-def _reference_statistics(
-    z: Tensor, target: Tensor, options: Options, shard: Shard, weight: Tensor | None, predict: bool
-) -> Statistics:
-    counted, here, column = _local(target, options, shard, z.shape[1])
-    smoothing, wide = options.label_smoothing, _capped(z, options.softcap)
-    largest, prediction = wide.max(1, keepdim=True)
-    below = wide - largest.clamp_min(LOWEST)
-    target_weight = 1.0 if weight is None else weight[column]
-    linear = ((1 - smoothing) * target_weight * below.gather(1, column)).where(here, 0)
-    if smoothing:
-        linear += smoothing / shard.total * (below if weight is None else below * weight).sum(1, keepdim=True)
-
-    def rows(x: Tensor) -> Tensor:
-        return x.where(counted, 0)[:, 0]
-
-    share = None
-    if weight is not None or z.shape[1] < shard.total:
-        sum_of_weights = z.shape[1] if weight is None else weight.sum()
-        share = torch.full_like(largest, 1 - smoothing) * (1.0 if weight is None else weight[column])
-        share = rows(share.where(here, 0) + smoothing / shard.total * sum_of_weights)
-    # On a CPU log_softmax sums more exactly than logsumexp; of nothing but -inf it is NaN.
-    log_sum = below.log_softmax(1).gather(1, prediction).neg().where(largest != -torch.inf, -torch.inf)
-    return Statistics(
-        largest=rows(largest.clamp_min(LOWEST)),
-        log_sum=rows(log_sum),
-        linear=rows(linear),
-        share=share,
-        prediction=(prediction + shard.start).where(counted, -1)[:, 0] if predict else None,
-    )
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., V] as [A, B, V] with adjacent columns: a view if they are adjacent and two strides lead to its rows."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    axes = [(1, 0), (1, 0)]
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if axes[-1][1] == size * stride and axes[-1][0] > 1:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size != 1:
+            axes.append((size, stride))
+    if len(axes) > 4 or x.numel() == 0:
+        return x.reshape(1, -1, x.shape[-1])
+    (outer, stride_outer), (inner, stride_inner) = axes[-2:]
+    return x.as_strided((outer, inner, x.shape[-1]), (stride_outer, stride_inner, 1))
 
 
-def _reference_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, largest: Tensor, log_sum: Tensor, share: Tensor | None,
-    options: Options, shard: Shard, weight: Tensor | None,
-) -> Tensor:  # fmt: skip
-    counted, here, column = _local(target, options, shard, z.shape[1])
-    smoothing, wide = options.label_smoothing, _capped(z, options.softcap)
-    largest, log_sum = largest[:, None], log_sum[:, None]
-    factor = (1.0 if share is None else share[:, None]) + 2 * options.z_loss * (largest + log_sum)
-    dz = (wide - largest).sub_(log_sum).exp_().mul_(factor)
-    one_hot = torch.full_like(largest, smoothing - 1) * (1.0 if weight is None else weight[column])
-    dz.scatter_add_(1, column, one_hot.where(here, 0))
-    if smoothing:
-        dz.sub_(smoothing / shard.total * (1.0 if weight is None else weight))
-    dz.mul_(scale[:, None])
-    if options.softcap:
-        dz.mul_(1 - (wide / options.softcap).square_())
-    return dz.where(counted, 0)
+def padded(vocabulary: int) -> int:
+    """Elements from one row of a buffer of logits to the next."""
+    return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator
-from ..cross_entropy.rows import Options, Statistics, cross_entropy_rows, shard_gradient, shard_loss, shard_statistics
+from ..cross_entropy.rows import cross_entropy_rows, shard_gradient, shard_statistics
+from ..cross_entropy.statistics import Options, Statistics, shard_loss
 from .memory import WeightGradient, add_product, matrix, place_panels, plan_rows
 from .vocabulary_parallel import Cut, finish_sum
 

@@ -20,29 +20,140 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._launch import DTYPES, accumulator, describe, has_dtype
+from .._launch import accumulator
+from .._operator import register
 from ..cross_entropy import LossAndPredictions
-from ..cross_entropy.reduction import Reduction, check_options
-from ..cross_entropy.rows import Options as LossOptions
-from ..cross_entropy.rows import plain_losses
-from .registration import rows_op, total_op
+from ..cross_entropy.reduction import Reduction, refuse_double_backward, scaled
+from ..cross_entropy.reference import plain_losses
+from ..cross_entropy.statistics import Options as LossOptions
+from .arguments import Accumulate, Options, autocast, check_dtypes, check_linear_options, check_tensors
+from .chunks import Settings, run
 from .vocabulary_parallel import Cut, Localized, alone, equal_cut, is_dtensor, localize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Accumulate = Literal["exact", "lean"]
-
 # Logits held beside dW, bytes.
 _CHUNK_BYTES = 640 * 2**20
 # On a CPU a chunk that stays in the last-level cache is faster than one that does not.
 _CPU_CHUNK_BYTES = 16 * 2**20
+
+NAME = "linear_cross_entropy"
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
+_SETTINGS = ", ".join(f"{'SymInt' if f.type == 'int' else f.type} {f.name}" for f in fields(Settings))
+_N_TENSORS = _TENSORS.count("Tensor")
+
+
+def _empty_results(x: Tensor, weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dW, db and prediction, unfilled."""
+    return (
+        x.new_empty(x.shape if settings.want_dx else 0),
+        weight.new_empty(weight.shape if settings.want_dw else 0),
+        weight.new_empty(weight.shape[0] if settings.want_db else 0),
+        x.new_empty(x.shape[0] if settings.predict else 0, dtype=torch.int64),
+    )
+
+
+def _total(
+    divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    class_weight: Tensor | None, *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    # A divisor of fp64 would carry its dtype into the loss.
+    divisor = divisor.to(accumulator(x.dtype))
+    scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
+    loss, *rest = run(x, weight, bias, target, class_weight, scale, Settings(*settings))
+    total = (loss if row_weight is None else loss * row_weight).sum() / divisor
+    dx, dw, db, prediction = rest
+    return total, dx, dw, db, prediction
+
+
+def _total_fake(
+    divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    settings = Settings(*rest[_N_TENSORS - 2 :])
+    return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_results(x, weight, settings)
+
+
+def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *gradients, _ = output
+    # Without this, autograd would fill a zero dW as the incoming gradient of the dW that forward returned.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*gradients)
+    ctx.wanted = inputs[-3:]
+    ctx.n_inputs = len(inputs)
+
+
+def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    refuse_double_backward(NAME)
+    nothing: tuple[None, ...] = (None,) * ctx.n_inputs
+    if grad is None:
+        return nothing
+    dx, dw, db = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+    return None, None, dx, dw, db, *nothing[5:]
+
+
+def _rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    alone = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
+    unread = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
+    found = run(x, weight, bias, target, class_weight, unread, alone)
+    return found.loss, found.prediction
+
+
+def _rows_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, prediction = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
+    return x.new_empty(x.shape[0], dtype=accumulator(x.dtype)), prediction
+
+
+def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:_N_TENSORS])
+    ctx.settings = inputs[_N_TENSORS:]
+
+
+def _rows_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    refuse_double_backward(NAME)
+    gradients: tuple[Tensor, ...] = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.settings)
+    wanted = (g if want else None for g, want in zip(gradients, ctx.settings[-3:], strict=True))
+    return *wanted, *(None,) * (_N_TENSORS - 3 + len(ctx.settings))
+
+
+def _rows_bwd(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found = run(x, weight, bias, target, class_weight, grad, replace(Settings(*settings), predict=False))
+    return found.dx, found.dw, found.db
+
+
+def _rows_bwd_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dw, db, _ = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
+    return dx, dw, db
+
+
+_total_op = register(
+    f"linear_cross_entropy(Tensor divisor, Tensor? row_weight, {_TENSORS}, {_SETTINGS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
+)  # fmt: skip
+_rows_bwd_op = register(
+    f"linear_cross_entropy_rows_bwd(Tensor grad, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _rows_bwd, _rows_bwd_fake,
+)  # fmt: skip
+_rows_op = register(
+    f"linear_cross_entropy_rows({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
+    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
+)  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -124,7 +235,7 @@ def linear_cross_entropy(
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
         >>> linear_cross_entropy(x, weight, torch.randint(32, (2, 8))).backward()
     """
-    options = _Options(
+    options = Options(
         ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, num_items, max_targets, accumulate,
         chunk_bytes, predict=False,
     )  # fmt: skip
@@ -159,26 +270,11 @@ def linear_cross_entropy_with_predictions(
         >>> linear_cross_entropy_with_predictions(x, weight, torch.tensor([0, 2, -100])).predictions
         tensor([ 0,  1, -1])
     """
-    options = _Options(
+    options = Options(
         ignore_index, float(label_smoothing), float(z_loss), softcap, reduction, num_items, max_targets, accumulate,
         chunk_bytes, predict=True,
     )  # fmt: skip
     return _linear_cross_entropy(x, weight, target, bias, class_weight, row_weight, group, options)
-
-
-class _Options(NamedTuple):
-    """What the caller chose, as it is handed from step to step."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    reduction: Reduction
-    num_items: int | Tensor | None
-    max_targets: int | None
-    accumulate: Accumulate
-    chunk_bytes: int | None
-    predict: bool
 
 
 class _Rows(NamedTuple):
@@ -191,14 +287,14 @@ class _Rows(NamedTuple):
 
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    row_weight: Tensor | None, group: ProcessGroup | None, options: _Options,
+    row_weight: Tensor | None, group: ProcessGroup | None, options: Options,
 ) -> LossAndPredictions:  # fmt: skip
-    _check_options(options)
+    check_linear_options(options)
     here = _local(x, weight, target, bias, row_weight, group)
     x, weight, bias, target, row_weight = here.x, here.weight, here.bias, here.target, here.row_weight
-    _check(x, weight, target, bias, class_weight, row_weight, here.cut)
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_dtypes(x, weight, bias)
+    check_tensors(x, weight, target, bias, class_weight, row_weight, here.cut)
+    x, weight, bias = autocast(x, weight, bias)
+    check_dtypes(x, weight, bias)
 
     wide = accumulator(x.dtype)
     labels = target.reshape(-1).contiguous()
@@ -242,17 +338,8 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    device = x.device.type
-    # Meta tensors have no autocast, and torch.amp.is_autocast_available cannot be traced by torch 2.11.
-    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
 def _divisor(
-    target: Tensor, class_weight: Tensor | None, options: _Options, sum_rows: Callable[[Tensor], Tensor]
+    target: Tensor, class_weight: Tensor | None, options: Options, sum_rows: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """What the sum of the rows' losses is divided by: a scalar on the device, made without waiting for it."""
     if options.reduction != "mean":
@@ -268,7 +355,7 @@ def _divisor(
     return sum_rows(class_weight[target.clamp(0, class_weight.shape[0] - 1)].where(counted, 0.0).sum())
 
 
-def _drop_ignored(rows: _Rows, options: _Options) -> tuple[_Rows, Tensor | None]:
+def _drop_ignored(rows: _Rows, options: Options) -> tuple[_Rows, Tensor | None]:
     """At most `max_targets` rows, those that are not ignored first and in order, and where they come from."""
     if options.max_targets is None or options.max_targets >= rows.target.shape[0]:
         return rows, None
@@ -280,7 +367,7 @@ def _drop_ignored(rows: _Rows, options: _Options) -> tuple[_Rows, Tensor | None]
 
 def _reduced(
     rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
-    options: _Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The scalar loss, or the losses of the rows, and the predictions."""
     if torch._C._are_functorch_transforms_active():
@@ -299,18 +386,18 @@ def _reduced(
     # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
     # known in the backward pass.
     if options.reduction == "none" or rows.x.dtype == torch.float16:
-        losses, predictions = rows_op(*tensors, *settings)
+        losses, predictions = _rows_op(*tensors, *settings)
         losses = losses if rows.weight is None else losses * rows.weight
         if options.reduction == "none":
             return losses, predictions
         return losses.sum() / divisor.to(losses.dtype), predictions
-    loss, *_, predictions = total_op(divisor, rows.weight, *tensors, *settings)
+    loss, *_, predictions = _total_op(divisor, rows.weight, *tensors, *settings)
     return loss, predictions
 
 
 def _plain(
     rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
-    options: _Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in plain PyTorch, which is all that a transform of `torch.func` sees into."""
     if cut.group:
@@ -321,47 +408,3 @@ def _plain(
     losses = losses if rows.weight is None else losses * rows.weight
     predictions = z.argmax(-1).where(rows.target != options.ignore_index, -1)
     return (losses if options.reduction == "none" else losses.sum() / divisor), predictions
-
-
-def _check_options(options: _Options) -> None:
-    check_options(options.label_smoothing, options.softcap, options.reduction, options.num_items)
-    if options.accumulate not in get_args(Accumulate):
-        raise ValueError(f"accumulate {options.accumulate!r} must be one of {', '.join(get_args(Accumulate))}")
-    if options.chunk_bytes is not None and options.chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes {options.chunk_bytes} must be positive; leave it out for the default")
-    if options.max_targets is not None and options.max_targets < 0:
-        raise ValueError(f"max_targets {options.max_targets} must not be negative; leave it out to keep all rows")
-
-
-def _check(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    row_weight: Tensor | None, cut: Cut,
-) -> None:  # fmt: skip
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x {describe(x)} and weight {describe(weight)} must be [..., H] and [V, H] with the same H")
-    if target.shape != x.shape[:-1] or target.dtype != torch.int64:
-        raise ValueError(f"target {describe(target)} must be int64 {list(x.shape[:-1])}, the leading shape of x")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {describe(bias)} must be [{weight.shape[0]}], one value per row of weight")
-    if class_weight is not None and (class_weight.shape != (cut.total,) or not class_weight.is_floating_point()):
-        raise ValueError(f"class_weight {describe(class_weight)} must be floating point [{cut.total}], one per class")
-    if row_weight is not None and row_weight.shape != target.shape:
-        raise ValueError(f"row_weight {describe(row_weight)} must be {list(target.shape)}, the shape of target")
-    if any(t is not None and t.requires_grad for t in (class_weight, row_weight)):
-        raise ValueError(
-            "class_weight and row_weight get no gradient: detach them, or multiply the losses of reduction='none'"
-        )
-    tensors = [t for t in (x, weight, target, bias, class_weight, row_weight) if t is not None]
-    if any(t.device != x.device for t in tensors):
-        devices = ", ".join(str(t.device) for t in tensors)
-        raise ValueError(f"x, weight, target and other tensors must be on one device, not {devices}")
-    if weight.numel() == 0:
-        raise ValueError(f"weight {describe(weight)} must have at least one class and one feature")
-
-
-def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    given = [t for t in (x, weight, bias) if t is not None]
-    if not has_dtype(x) or any(t.dtype != x.dtype for t in given):
-        raise ValueError(
-            f"x, weight and bias must have one dtype of {DTYPES}, not {', '.join(describe(t) for t in given)}"
-        )

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cross_entropy.rows import Shard as Columns
-from ..cross_entropy.rows import Statistics
+from ..cross_entropy.statistics import Shard as Columns
+from ..cross_entropy.statistics import Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
