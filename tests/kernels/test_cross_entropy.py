@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import cross_entropy, cross_entropy_with_predictions
 from strata_kernels.ops._launch import recording, takes_kernel
-from strata_kernels.ops.cross_entropy import rows as rows_module
-from strata_kernels.ops.cross_entropy import statistics
-from strata_kernels.ops.cross_entropy.rows import padded, rows_of
-from strata_kernels.ops.cross_entropy.statistics import Options, Shard, Statistics
+from strata_kernels.ops.cross_entropy.rows import padded_width, partial_gradient, partial_statistics, rows_of
+from strata_kernels.ops.cross_entropy.statistics import Columns, Options, Statistics, losses_of
 from strata_kernels.warmup.plan import record
-
-# The package's attribute of this name is the function.
-module = sys.modules["strata_kernels.ops.cross_entropy"]
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ
 # The interpreter truncates where a GPU rounds; that it does in one dtype is enough.
@@ -476,19 +470,19 @@ def test_predictions_of_rows_that_are_not_finite(classes, device) -> None:
     assert torch.equal(cross_entropy_with_predictions(logits, target).predictions, expected)
     half = classes // 2
     parts = [
-        rows_module.shard_statistics(z, target, Options(-100, 0.0, 0.0, 0.0), Shard(start, classes), predict=True)
+        partial_statistics(z, target, Options(-100, 0.0, 0.0, 0.0), Columns(start, classes), predict=True)
         for start, z in ((0, _padded(logits[:, :half])), (half, _padded(logits[:, half:])))
     ]
     combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
     assert torch.equal(combined.prediction, expected)
-    assert statistics.shard_loss(combined, target, Options(-100, 0.0, 0.0, 0.0)).isnan().tolist() == [
+    assert losses_of(combined, target, Options(-100, 0.0, 0.0, 0.0)).isnan().tolist() == [
         *[True] * 6, False, True
     ]  # fmt: skip
 
 
 def _padded(z: Tensor) -> Tensor:
     """In rows as the kernels want them for parts of the vocabulary."""
-    return z.new_zeros(z.shape[0], padded(z.shape[1]))[:, : z.shape[1]].copy_(z)
+    return z.new_zeros(z.shape[0], padded_width(z.shape[1]))[:, : z.shape[1]].copy_(z)
 
 
 @pytest.mark.parametrize("wrong", [20, -1, 2**40])
@@ -538,8 +532,8 @@ def test_a_program_waits_only_for_those_before_it(classes) -> None:
         logits = torch.empty(3, classes, dtype=torch.bfloat16, device="meta", requires_grad=True)
         cross_entropy(logits, torch.zeros(3, dtype=torch.int64, device="meta"), reduction="sum")
     (call,) = (call for call in calls if call.kernel.__name__ == "cross_entropy_kernel")
-    lag = dict(zip(call.kernel.arg_names, call.args, strict=False))["lag"]
-    assert lag >= call.kwargs["PARTS"]
+    distance = dict(zip(call.kernel.arg_names, call.args, strict=False))["distance"]
+    assert distance >= call.kwargs["PARTS"]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -570,13 +564,13 @@ def test_shards_of_the_vocabulary(cut, offset, weighted, options, device, within
     buffers = [_padded(logits[:, a:b]) for a, b in bounds]
     weights = [None if weight is None else weight[a:b].contiguous() for a, b in bounds]
     parts = [
-        rows_module.shard_statistics(z, target, options, Shard(a, total), weight=w, predict=True)
+        partial_statistics(z, target, options, Columns(a, total), weight=w, predict=True)
         for z, w, (a, _) in zip(buffers, weights, bounds, strict=True)
     ]
     combined = Statistics.combined(Statistics(*map(torch.stack, zip(*parts, strict=True))))
-    losses = statistics.shard_loss(combined, target, options)
+    losses = losses_of(combined, target, options)
     for z, w, (a, _) in zip(buffers, weights, bounds, strict=True):
-        rows_module.shard_gradient(z, target, scale, combined, options, Shard(a, total), weight=w)
+        partial_gradient(z, target, scale, combined, options, Columns(a, total), weight=w)
     for ours, theirs, exact in zip((losses, torch.cat(buffers, 1)), whole(logits), whole(logits.double()), strict=True):
         within_bar(ours, theirs, exact)
     assert torch.equal(combined.prediction, logits.argmax(1).where(target != -100, -1))

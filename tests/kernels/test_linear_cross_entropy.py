@@ -100,9 +100,9 @@ def filled(options: dict[str, Any], rows: int, vocabulary: int, device: torch.de
 @pytest.fixture
 def small_panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is cut by size is cut at sizes of these tests."""
-    monkeypatch.setattr(memory, "_PANEL", 64)
+    monkeypatch.setattr(memory, "_PANEL_COLUMNS", 64)
     monkeypatch.setattr(memory, "_COPIED_ROWS", 16)
-    monkeypatch.setattr(chunks, "_FRESH_COLUMNS", 32)
+    monkeypatch.setattr(chunks, "_L2_COLUMNS", 32)
     plan_rows.cache_clear()
     yield
     plan_rows.cache_clear()
@@ -149,7 +149,7 @@ def test_logits_in_panels_match_fp64(rows, options, dtype, problem, compare_trai
     inputs, target = problem(rows, 150, 8, dtype, OPTIONS[options].get("ignore_index", -100))
     given = filled(OPTIONS[options], rows, 150, target.device)
     budget = 150 * rows * inputs[0].itemsize
-    assert plan_rows(rows, 150, 8, inputs[0].itemsize, True, True, budget).together
+    assert plan_rows(rows, 150, 8, inputs[0].itemsize, True, True, budget).in_panels
 
     def call(function: Callable[..., Tensor], **chunks: int) -> Callable[..., Tensor]:
         return lambda x, weight, bias: function(x, weight, target, bias=bias, **given, **chunks)
@@ -206,15 +206,15 @@ def test_runs_repeat_bit_for_bit(reduction, problem, gradients, small_panels) ->
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e5, 1e6])
-@pytest.mark.parametrize("together", [True, False], ids=["panels", "chunks"])
-def test_logits_far_from_zero(together, offset, device, compare_trained, small_panels) -> None:
+@pytest.mark.parametrize("in_panels", [True, False], ids=["panels", "chunks"])
+def test_logits_far_from_zero(in_panels, offset, device, compare_trained, small_panels) -> None:
     """Logits that fp32 holds exactly, whatever is added up first: small integers times sixteenths."""
     x = torch.randint(-2, 3, (6, 8), device=device).float()
     weight = torch.randint(-8, 9, (150, 8), device=device) / 16
     bias = torch.full((150,), offset, device=device)
     target = torch.randint(150, (6,), device=device)
-    budget = 150 * 6 * 4 if together else 2**30
-    assert plan_rows(6, 150, 8, 4, True, True, budget).together == together
+    budget = 150 * 6 * 4 if in_panels else 2**30
+    assert plan_rows(6, 150, 8, 4, True, True, budget).in_panels == in_panels
 
     def call(function: Callable[..., Tensor], **chunks: int) -> Callable[..., Tensor]:
         return lambda x, weight, bias: function(x, weight, target, bias=bias, label_smoothing=0.1, **chunks)
@@ -328,8 +328,10 @@ def test_backward_twice_over_a_kept_graph(reduction, factor, problem) -> None:
 def test_weight_gradient_is_handed_over_without_a_copy(problem, monkeypatch) -> None:
     (x, weight, _), target = problem(5, 20, 8)
     addresses = []
-    run = operators.run
-    monkeypatch.setattr(operators, "run", lambda *args: addresses.append((r := run(*args)).dw.data_ptr()) or r)
+    run = operators.losses_and_gradients
+    monkeypatch.setattr(
+        operators, "losses_and_gradients", lambda *args: addresses.append((r := run(*args)).dw.data_ptr()) or r
+    )
     linear_cross_entropy(x, weight.requires_grad_(), target).backward()
     assert takes_kernel(x) == (addresses == [weight.grad.data_ptr()])
 
@@ -350,8 +352,8 @@ def test_a_tied_head_under_activation_checkpointing(reduction, problem) -> None:
 
 def test_a_patched_model_drops_the_rows_that_its_batch_names(problem, monkeypatch) -> None:
     sizes = []
-    run = operators.run
-    monkeypatch.setattr(operators, "run", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
+    run = operators.losses_and_gradients
+    monkeypatch.setattr(operators, "losses_and_gradients", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
     (x, weight, _), labels = problem(12, 40, 8)
     losses = [
         causal_lm_loss(x[None], weight, None, labels[None], softcap=None, **batch)
@@ -459,8 +461,8 @@ def test_ignored_rows_are_dropped(most, options, dtype, problem, gradients, monk
     inputs, target = problem(12, 40, 8, dtype, options.get("ignore_index", -100))
     options = filled(options, 12, 40, target.device)
     sizes = []
-    run = operators.run
-    monkeypatch.setattr(operators, "run", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
+    run = operators.losses_and_gradients
+    monkeypatch.setattr(operators, "losses_and_gradients", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
 
     def call(**given: int) -> list[Tensor]:
         with NoWaiting():

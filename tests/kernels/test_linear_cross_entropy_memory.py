@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from strata_kernels import linear_cross_entropy
-from strata_kernels.ops.cross_entropy.rows import padded
+from strata_kernels.ops.cross_entropy.rows import padded_width
 from strata_kernels.ops.linear_cross_entropy import chunks, memory
-from strata_kernels.ops.linear_cross_entropy.memory import Plan, WeightGradient, matrix, place_panels, plan_rows
+from strata_kernels.ops.linear_cross_entropy.memory import Plan, WeightGradient, logits_view, place_panels, plan_rows
 from strata_kernels.warmup import record
 
 MIB = 2**20
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="what i
 @pytest.fixture
 def small_panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is cut by size is cut at sizes of these tests."""
-    monkeypatch.setattr(memory, "_PANEL", 64)
+    monkeypatch.setattr(memory, "_PANEL_COLUMNS", 64)
     monkeypatch.setattr(memory, "_COPIED_ROWS", 16)
-    monkeypatch.setattr(chunks, "_FRESH_COLUMNS", 32)
+    monkeypatch.setattr(chunks, "_L2_COLUMNS", 32)
     plan_rows.cache_clear()
     yield
     plan_rows.cache_clear()
 
 
-# (rows, classes, features, bytes of a value, whether dW is wanted, exact, MiB of logits): together, chunk, wide
+# (rows, classes, features, itemsize, whether dW is wanted, exact, MiB of logits): in_panels, chunk_rows, fp32_dw
 PLANS = {
     "all at once": ((1000, 32000, 4096, 2, True, True, 512), (False, 1000, False)),
     "no dW": ((8192, 128256, 4096, 2, False, True, 512), (False, 2048, False)),
@@ -52,14 +52,14 @@ PLANS = {
 def test_plans(arguments, expected) -> None:
     *sizes, budget = arguments
     plan = plan_rows(*sizes, budget * MIB)
-    assert (plan.together, plan.chunk, plan.wide) == expected
+    assert (plan.in_panels, plan.chunk_rows, plan.fp32_dw) == expected
 
 
 @pytest.mark.parametrize("n_rows", [32, 96])
 @pytest.mark.parametrize("accumulate", ["exact", "lean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_memory_is_as_planned(n_rows, dtype, accumulate, small_panels, monkeypatch) -> None:
-    """dW and what lies beside it: all logits together would be four times the budget."""
+    """dW and what lies beside it: all logits at once would be four times the budget."""
     x, weight = torch.randn(n_rows, 32).to(dtype).requires_grad_(), torch.randn(300, 32).to(dtype).requires_grad_()
     budget = n_rows * 320 * x.itemsize // 4
     sizes = []
@@ -79,12 +79,12 @@ def test_panels_are_whole_until_they_are_multiplied(n_rows, small_panels) -> Non
     vocabulary, hidden = 300, 32
     x = torch.ones(n_rows, hidden, dtype=torch.bfloat16)
     panels, beside = place_panels(n_rows, vocabulary, hidden)
-    assert any(panel.in_dw for panel in panels) and beside < n_rows * padded(vocabulary)
+    assert any(panel.in_dw for panel in panels) and beside < n_rows * padded_width(vocabulary)
     dw, buffer = WeightGradient(x, torch.Size((vocabulary, hidden)), False), x.new_empty(beside)
     places = []
     for i, panel in enumerate(panels):
-        place = (dw.memory() if panel.in_dw else buffer)[panel.offset :]
-        places.append(matrix(place, n_rows, panel.columns.stop - panel.columns.start).fill_(i + 1))
+        place = (dw.scratch() if panel.in_dw else buffer)[panel.offset :]
+        places.append(logits_view(place, n_rows, panel.columns.stop - panel.columns.start).fill_(i + 1))
     for i in reversed(range(len(panels))):
         assert (places[i] == i + 1).all()
         dw.add(places[i], x, panels[i].columns.start, first=True)
@@ -126,7 +126,7 @@ def weight_error(accumulate: str, dtype: torch.dtype, n_rows: int, budget: int) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_many_parts_add_up_as_exactly_as_one(dtype, small_panels) -> None:
     budget = 64 * 256 * 2
-    assert plan_rows(2048, 200, 16, 2, True, True, budget).wide
+    assert plan_rows(2048, 200, 16, 2, True, True, budget).fp32_dw
     mine, theirs = weight_error("exact", dtype, 2048, budget)
     assert mine <= 1.5 * theirs
     lean, _ = weight_error("lean", dtype, 2048, budget)

@@ -159,7 +159,7 @@ def test_dtensors_that_do_not_fit(rank: int) -> None:
 def run(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    memory._PANEL = 64
+    memory._PANEL_COLUMNS = 64
     for name, test in list(globals().items()):
         if name.startswith("test_"):
             test(rank)

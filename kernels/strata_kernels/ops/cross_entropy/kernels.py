@@ -1,13 +1,15 @@
-"""The kernel of `cross_entropy` and `linear_cross_entropy`: losses of rows of logits, and their gradients.
+"""The row kernel of the losses: statistics, losses and gradients of rows of logits in one launch.
 
-Axes: N rows, V vocabulary entries, parts of a row. The gradient of a part needs the maximum and the sum of exponentials
-of its whole row, so logits are read twice; the second reading comes out of L2, which leaves 4 bytes per logit in bf16,
-one read and one write, for memory. To that end program i takes the statistics of part i, but the gradient of part
-i - lag: by then the programs of that row are done, and its logits are still in L2. The statistics travel through one
-word of memory per part. The formulas stand in `cross_entropy`.
+Each row is split into parts of BLOCK logits, one program each. The gradient of a part needs the maximum and the sum of
+exponentials of its whole row, so every logit is read twice. To read it from memory only once, program i computes the
+statistics of part i and the gradient of part i - distance: by then every program of that row has published its
+statistics, and its logits are still in L2. In bf16, 4 bytes of memory traffic remain per logit, one read and one write.
+Programs exchange statistics through one 64-bit word of global memory per part.
 
-A program waits only for programs before it, and a GPU starts programs in the order of their numbers, as prefix sums by
-look-back need it, too: none waits in vain, however few run at once.
+A program waits only for programs with lower numbers. A GPU starts programs in the order of their numbers, which scans
+with decoupled look-back rely on as well, so the kernel cannot deadlock, however few programs run at once.
+
+Names: i_n row, i_c part of the row, o_ offsets, p_ pointers, b_ blocks; V columns here, TOTAL classes in all.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -18,14 +20,14 @@ import triton.language as tl
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# What is subtracted as a maximum at the least: finite also where all logits are masked by -inf.
+# Lower bound of the maximum that is subtracted: finite even if every logit is -inf.
 LOWEST = -1e30
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 @triton.jit
 def _tanh(b_u):
-    """tanh to 2e-7 relative: an odd polynomial near zero, where the exponential form would cancel."""
+    """tanh with a relative error of 2e-7: an odd polynomial near zero, where the exponential form would cancel."""
     b_w = b_u * b_u
     b_small = -0.00599296 * b_w + 0.02092415
     b_small = b_small * b_w - 0.05383514
@@ -38,7 +40,7 @@ def _tanh(b_u):
 
 
 @triton.jit
-def _cap(b_z, SOFTCAP: tl.constexpr):
+def _softcap(b_z, SOFTCAP: tl.constexpr):
     b_z = b_z.to(tl.float32)
     if SOFTCAP > 0.0:
         b_z = SOFTCAP * _tanh(b_z / SOFTCAP)
@@ -46,8 +48,8 @@ def _cap(b_z, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _slope(b_x, SOFTCAP: tl.constexpr):
-    """The derivative of `_cap`, without the cancellation of 1 - tanh²."""
+def _softcap_slope(b_x, SOFTCAP: tl.constexpr):
+    """The derivative of `_softcap`, in a form that does not cancel as 1 - tanh² does."""
     b_slope = 1.0
     if SOFTCAP > 0.0:
         b_e = tl.exp(-2.0 / SOFTCAP * tl.abs(b_x.to(tl.float32)))
@@ -63,7 +65,7 @@ def _inside(o_v, V: tl.constexpr):
 
 @triton.jit
 def _class_weights(p_weight, o_v, V: tl.constexpr):
-    """The weights of the classes, zero outside of the vocabulary; the scalar one without weights."""
+    """The class weights at columns o_v, 0 outside of the V columns; the scalar 1 without class weights."""
     b_w = 1.0
     if p_weight is not None:
         b_w = tl.load(p_weight + o_v, mask=_inside(o_v, V), other=0.0)
@@ -75,35 +77,35 @@ def _gradient(
     b_x, z_max, log_sum, b_w, b_one_hot, scale, factor,
     TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """scale · dloss/dlogit of logits x; factor is scale times what multiplies the probabilities. Blocks or scalars."""
-    # One after the other: the sum of both has the digits of the larger one alone.
-    b_dz = tl.exp2((_cap(b_x, SOFTCAP) - z_max - log_sum) * _LOG2E) * factor - b_one_hot
+    """scale · dloss/dx for logits x, blocks or scalars; factor = scale · (lse_weight + 2 · z_loss · lse)."""
+    # Subtract one after the other: z_max + log_sum would be rounded to the digits of the larger one.
+    b_dz = tl.exp2((_softcap(b_x, SOFTCAP) - z_max - log_sum) * _LOG2E) * factor - b_one_hot
     if SMOOTHING > 0.0:
         b_dz -= b_w * (SMOOTHING / TOTAL * scale)
-    return b_dz * _slope(b_x, SOFTCAP)
+    return b_dz * _softcap_slope(b_x, SOFTCAP)
 
 
 @triton.jit
-def _word(high, low):
-    """An fp32 and 32 bits in one word of memory, which other programs see as a whole."""
+def _pack(high, low):
+    """An fp32 and 32 more bits in one 64-bit word, which other programs read in one piece."""
     return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
 
 
 @triton.jit
-def _bits(x):
-    """The lower half of such a word from an fp32."""
+def _low_bits(x):
+    """An fp32 as the lower half of a `_pack`ed word."""
     return x.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
-def _spread(condition, BLOCK: tl.constexpr):
-    """A scalar condition for every element of a block; the interpreter cannot combine the two kinds of masks."""
+def _broadcast(condition, BLOCK: tl.constexpr):
+    """A scalar condition as a block; Triton's interpreter cannot combine scalar and block masks."""
     return tl.full([BLOCK], condition.to(tl.int32), tl.int32) != 0
 
 
 @triton.jit
-def _wait(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """The words of a row's parts, once all are there; 0 is none yet."""
+def _wait_for_words(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Wait until all parts of a row have stored their words, which are not 0, and return them."""
     o_c = tl.arange(0, PADDED)
     b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
     while tl.min((b_word != 0).to(tl.int32), 0) == 0:
@@ -112,8 +114,8 @@ def _wait(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _row(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """(where row i_n starts, at a multiple of GROUP, how far its first column is behind that, where it ends)."""
+def _row_bounds(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """(start of row i_n, rounded down to a multiple of GROUP; offset of its first column from there; its end)."""
     start = (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
     shift = 0
     end = WIDTH
@@ -125,148 +127,156 @@ def _row(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, GROUP: t
 
 
 @triton.jit
-def _publish(
+def _publish_statistics(
     b_x, o_v, p_word, p_weight, n_parts,
-    V: tl.constexpr, MORE: tl.constexpr, BEYOND: tl.constexpr,
+    V: tl.constexpr, OVERREAD: tl.constexpr, FILL: tl.constexpr,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
 ):  # fmt: skip
-    """Store the words of one part: its maximum and sum, and where wanted its weighted sum and its largest column.
+    """Store the statistics of one part of a row in its words, none of which is 0 then.
 
-    The weighted sum is that of logits less their maximum, with the sum of the weights. The column of the largest logit
-    is counted from V on, that of a NaN, which is larger than any number to `argmax`, from 0.
+    First word: the maximum and Σ exp(z - maximum). Second, with label smoothing: Σ w (z - maximum) and Σ w. Third, with
+    predictions: V + the column of the maximum, or the column alone if its logit is NaN, the maximum to `argmax`.
     """
-    if MORE:
+    if OVERREAD:
         b_x = tl.where(_inside(o_v, V), b_x, 0.0)
-    b_z = _cap(b_x, SOFTCAP)
-    b_inside = b_z if BEYOND != 0.0 else tl.where(_inside(o_v, V), b_z, -float("inf"))
-    z_most = tl.max(b_inside, 0)
-    z_max = tl.maximum(z_most, _LOWEST)
+    b_z = _softcap(b_x, SOFTCAP)
+    b_inside = b_z if FILL != 0.0 else tl.where(_inside(o_v, V), b_z, -float("inf"))
+    z_top = tl.max(b_inside, 0)
+    z_max = tl.maximum(z_top, _LOWEST)
     z_exp = tl.sum(tl.exp2((b_inside - z_max) * _LOG2E), 0)
     if SMOOTHING > 0.0:
         b_w = tl.where(_inside(o_v, V), _class_weights(p_weight, o_v, V), 0.0)
         z_sum = tl.sum(tl.where(_inside(o_v, V), b_w * (b_z - z_max), 0.0), 0)
-        tl.store(p_word + n_parts, _word(z_sum, _bits(tl.sum(b_w, 0)) + 1))
+        tl.store(p_word + n_parts, _pack(z_sum, _low_bits(tl.sum(b_w, 0)) + 1))
     if PREDICT:
-        b_best = tl.where(_inside(o_v, V) & (b_inside == z_most), V + o_v, 2 * V)
+        b_best = tl.where(_inside(o_v, V) & (b_inside == z_top), V + o_v, 2 * V)
         best = tl.min(tl.where(b_inside != b_inside, o_v, b_best), 0)
         tl.store(p_word + 2 * n_parts, best.to(tl.int64) + 1)
-    tl.store(p_word, _word(z_most, _bits(z_exp)))
+    tl.store(p_word, _pack(z_top, _low_bits(z_exp)))
 
 
-@triton.jit(do_not_specialize=["n_parts", "lag", "n_inner"])
+@triton.jit(do_not_specialize=["n_parts", "distance", "n_inner"])
 def cross_entropy_kernel(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words,
-    n_parts, lag, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
+    n_parts, distance, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one part and the statistics of a later one; one program of a row writes the row's results.
+    """Statistics of part i and gradient of part i - distance; one program of each row stores the row's results.
 
-    Without STATISTICS, largest, log_sum and share are read. V < TOTAL is a shard of the vocabulary: what is stored in
-    place of the loss is then its part that is linear in the logits. A GROUP of logits is 16 bytes, where rows are not
-    made of them: all groups that a row has a part in are read whole, and never lie on two pages.
+    Without STATISTICS, the kernel reads largest, log_sum and lse_weight instead of computing them. If V < TOTAL, the
+    logits are a shard of the vocabulary, and p_loss receives the part of the loss that is linear in its logits. GROUP
+    is the number of logits in 16 bytes if rows do not start at multiples of 16 bytes, else 1: then the kernel reads
+    every group that overlaps the row in whole, which never crosses a page.
     """
-    # Whether more is read than a row's columns.
-    MORE: tl.constexpr = WIDTH > V or GROUP > 1
-    # Beyond the last column, -inf has no part in maximum and sum; only these can do with it.
-    BEYOND: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or MORE else -float("inf")
+    # Whether loads cover more than the row's own columns.
+    OVERREAD: tl.constexpr = WIDTH > V or GROUP > 1
+    # Value of masked loads. -inf changes neither maximum nor sum, but is safe only where nothing else reads it.
+    FILL: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or OVERREAD else -float("inf")
     i_a = tl.program_id(0)
-    i_b = i_a - lag
+    i_b = i_a - distance
     if STATISTICS:
-        # Asked for early, needed late.
+        # Load early: the values are needed only after the gradient of the other part.
         o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
         counted_a = tl.load(p_target + i_a // PARTS, mask=i_a < n_parts, other=ignore_index) != ignore_index
-        start_a, shift_a, end_a = _row(i_a // PARTS, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
-        b_a = tl.load(p_z + start_a + o_a, mask=(o_a < end_a) & _spread(counted_a, BLOCK), other=BEYOND)
+        start_a, shift_a, end_a = _row_bounds(i_a // PARTS, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
+        b_a = tl.load(p_z + start_a + o_a, mask=(o_a < end_a) & _broadcast(counted_a, BLOCK), other=FILL)
     if i_b >= 0:
-        _finish(
-            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction,
-            p_words, i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
+        _finish_part(
+            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
+            p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
+            i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
             stride_scale, ignore_index, start,
             V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK, GROUP,
         )  # fmt: skip
     if STATISTICS and counted_a:
         PREDICT: tl.constexpr = p_prediction is not None
-        _publish(b_a, o_a - shift_a, p_words + i_a, p_weight, n_parts, V, MORE, BEYOND, SMOOTHING, SOFTCAP, PREDICT)
+        _publish_statistics(
+            b_a, o_a - shift_a, p_words + i_a, p_weight, n_parts, V, OVERREAD, FILL, SMOOTHING, SOFTCAP, PREDICT
+        )
 
 
 @triton.jit
-def _finish(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words,
+def _finish_part(
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
     i_n, i_c, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of part i_c of row i_n, and the row's results if this is the part to write them."""
+    """Store the gradient of part i_c of row i_n, and the row's results if this part is the one that stores them."""
     target = tl.load(p_target + i_n)
     o_b = i_c * BLOCK + tl.arange(0, BLOCK)
     if GRADIENT:
-        start_dz, shift, end = _row(i_n, n_inner, stride_dz_outer, stride_dz, WIDTH, GROUP)
+        start_dz, shift, end = _row_bounds(i_n, n_inner, stride_dz_outer, stride_dz, WIDTH, GROUP)
         p_dz += start_dz
     if target == ignore_index:
         if GRADIENT:
-            _store(p_dz, i_c * BLOCK, tl.zeros([BLOCK], tl.float32), shift, end, V, GROUP, BLOCK)
+            _store_gradient(p_dz, i_c * BLOCK, tl.zeros([BLOCK], tl.float32), shift, end, V, GROUP, BLOCK)
         if STATISTICS:
-            _store_row(p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0)
+            _store_fields(
+                p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0
+            )
     elif GRADIENT or i_c == 0:
-        start_z, shift, end = _row(i_n, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
+        start_z, shift, end = _row_bounds(i_n, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
         p_z += start_z
         if GRADIENT:
             b_x = tl.load(p_z + o_b, mask=o_b < end, other=0.0, eviction_policy="evict_first")
             scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
-        # A target outside the vocabulary is the caller's bug; there is no way to raise, so the row turns to NaN.
+        # A kernel cannot raise: a target outside the vocabulary turns the row's loss and gradient to NaN.
         poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
         column = target - start
         inside = (column >= 0) & (column < V)
-        here = inside & ((column + shift) // BLOCK == i_c)
+        has_target = inside & ((column + shift) // BLOCK == i_c)
         first = i_c == 0
-        ends = here | (first & (inside == 0)) if GRADIENT else first
-        x_target = tl.load(p_z + shift + column, mask=ends & inside, other=0.0)
+        writes_results = has_target | (first & (inside == 0)) if GRADIENT else first
+        x_target = tl.load(p_z + shift + column, mask=writes_results & inside, other=0.0)
         target_weight = 1.0
-        share = 1.0
+        lse_weight = 1.0
         if p_weight is not None:
             target_weight = tl.load(p_weight + column, mask=inside, other=0.0)
 
         if STATISTICS:
             p_words += i_n * PARTS
-            z_max, log_sum, b_most = _row_statistics(p_words, PARTS, PADDED)
+            z_max, log_sum, b_top = _combine_parts(p_words, PARTS, PADDED)
             if p_weight is not None:
-                share = (1.0 - SMOOTHING) * target_weight
+                lse_weight = (1.0 - SMOOTHING) * target_weight
                 if SMOOTHING > 0.0:
-                    share += SMOOTHING / TOTAL * tl.load(p_weight_sum)
+                    lse_weight += SMOOTHING / TOTAL * tl.load(p_weight_sum)
             elif V < TOTAL:
-                share = tl.where(inside, 1.0 - SMOOTHING, 0.0) + SMOOTHING * V / TOTAL
-            if ends:
-                linear = (1.0 - SMOOTHING) * target_weight * (_cap(x_target, SOFTCAP) - z_max)
+                lse_weight = tl.where(inside, 1.0 - SMOOTHING, 0.0) + SMOOTHING * V / TOTAL
+            if writes_results:
+                linear = (1.0 - SMOOTHING) * target_weight * (_softcap(x_target, SOFTCAP) - z_max)
                 linear = tl.where(inside, linear, 0.0)
-                _row_results(
-                    p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words, i_n, n_parts, start,
-                    z_max, log_sum, b_most, linear + poison, share, V, TOTAL, SMOOTHING, Z_LOSS, PARTS, PADDED,
+                _store_results(
+                    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words, i_n, n_parts, start,
+                    z_max, log_sum, b_top, linear + poison, lse_weight, V, TOTAL, SMOOTHING, Z_LOSS, PARTS, PADDED,
                 )  # fmt: skip
         else:
             z_max = tl.load(p_largest + i_n)
             log_sum = tl.load(p_log_sum + i_n)
-            if p_share is not None:
-                share = tl.load(p_share + i_n)
+            if p_lse_weight is not None:
+                lse_weight = tl.load(p_lse_weight + i_n)
 
         if GRADIENT:
             scale += poison
-            factor = (share + 2.0 * Z_LOSS * (z_max + log_sum)) * scale
+            factor = (lse_weight + 2.0 * Z_LOSS * (z_max + log_sum)) * scale
             o_v = o_b - shift
             if WIDTH > V or GROUP > 1:
                 b_x = tl.where(_inside(o_v, V), b_x, 0.0)
             b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
             b_dz = _gradient(b_x, z_max, log_sum, b_w, 0.0, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
-            if here:
-                # The target's logit has been read by the thread that will need it before another one overwrites it.
+            if has_target:
+                # In place, another thread overwrites the target's logit: wait until it has been read.
                 tl.debug_barrier()
-            _store(p_dz, i_c * BLOCK, b_dz, shift, end, V, GROUP, BLOCK)
-            if here:
-                # One element of the row differs from the others; it is written over what was just stored.
+            _store_gradient(p_dz, i_c * BLOCK, b_dz, shift, end, V, GROUP, BLOCK)
+            if has_target:
+                # The target's gradient has one more term: store it over the value above.
                 tl.debug_barrier()
                 one_hot = (1.0 - SMOOTHING) * target_weight * scale
                 dz = _gradient(
@@ -276,8 +286,8 @@ def _finish(
 
 
 @triton.jit
-def _store(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Store one part of a row; of groups that are shared with another row, its own columns alone."""
+def _store_gradient(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the gradient of one part; in a group that overlaps a neighboring row, only this row's columns."""
     b_dz = b_dz.to(p_dz.dtype.element_ty)
     o_b = first + tl.arange(0, BLOCK)
     if GROUP == 1:
@@ -289,59 +299,60 @@ def _store(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, 
 
 
 @triton.jit
-def _row_statistics(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """What to subtract from a row, log Σ exp of what is left, and the maxima of its parts."""
+def _combine_parts(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """(maximum of a row, log Σ exp(z - maximum), maxima of its parts); waits for the statistics of all parts."""
     o_c = tl.arange(0, PADDED)
-    b_word = _wait(p_words, PARTS, PADDED)
-    b_most = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
-    b_max = tl.maximum(b_most, _LOWEST)
+    b_word = _wait_for_words(p_words, PARTS, PADDED)
+    b_top = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    b_max = tl.maximum(b_top, _LOWEST)
     b_exp = tl.where(o_c < PARTS, b_word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     z_max = tl.max(b_max, 0)
-    return z_max, tl.log2(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)) * _LN2, b_most
+    return z_max, tl.log2(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)) * _LN2, b_top
 
 
 @triton.jit
-def _row_results(
-    p_loss, p_largest, p_log_sum, p_share, p_prediction, p_words, i_n, n_parts, start,
-    z_max, log_sum, b_most, linear, share,
+def _store_results(
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words, i_n, n_parts, start,
+    z_max, log_sum, b_top, linear, lse_weight,
     V: tl.constexpr, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Store what is wanted of row i_n; linear is the target's part of what is linear in the logits, less z_max."""
+    """Store the results of row i_n; linear is the target's term of `Statistics.linear`."""
     o_c = tl.arange(0, PADDED)
     if SMOOTHING > 0.0:
-        b_word = _wait(p_words + n_parts, PARTS, PADDED)
+        b_word = _wait_for_words(p_words + n_parts, PARTS, PADDED)
         b_sum = (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         b_weight = (b_word.to(tl.int32) - 1).to(tl.float32, bitcast=True)
-        b_sum += b_weight * (tl.maximum(b_most, _LOWEST) - z_max)
+        b_sum += b_weight * (tl.maximum(b_top, _LOWEST) - z_max)
         linear += SMOOTHING / TOTAL * tl.sum(tl.where(o_c < PARTS, b_sum, 0.0), 0)
     lse = z_max + log_sum
     best = 0
     if p_prediction is not None:
-        b_word = _wait(p_words + 2 * n_parts, PARTS, PADDED)
+        b_word = _wait_for_words(p_words + 2 * n_parts, PARTS, PADDED)
         b_best = b_word.to(tl.int32) - 1
-        is_best = (b_best < V) | (b_most == tl.max(b_most, 0))
+        is_best = (b_best < V) | (b_top == tl.max(b_top, 0))
         best = tl.min(tl.where(is_best & (o_c < PARTS), b_best, 2 * V), 0)
-        # Other shards see by it that this one has a NaN.
+        # A NaN maximum tells other shards of the vocabulary that this one has a NaN.
         z_max = tl.where(best < V, float("nan"), z_max)
         best = best % V
-    loss = share * log_sum - linear + Z_LOSS * lse * lse if V == TOTAL else linear
-    _store_row(
-        p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, loss, z_max, log_sum, share, start + best, True
+    loss = lse_weight * log_sum - linear + Z_LOSS * lse * lse if V == TOTAL else linear
+    _store_fields(
+        p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction,
+        i_n, loss, z_max, log_sum, lse_weight, start + best, True,
     )  # fmt: skip
 
 
 @triton.jit
-def _store_row(
-    p_loss, p_largest, p_log_sum, p_share, p_prediction, i_n, loss, largest, log_sum, share, prediction, mask
+def _store_fields(
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, i_n, loss, largest, log_sum, lse_weight, prediction, mask
 ):  # fmt: skip
-    """The results of row i_n, those that are wanted."""
+    """Store the results of row i_n that have a pointer."""
     tl.store(p_loss + i_n, loss, mask=mask)
     if p_largest is not None:
         tl.store(p_largest + i_n, largest, mask=mask)
     if p_log_sum is not None:
         tl.store(p_log_sum + i_n, log_sum, mask=mask)
-    if p_share is not None:
-        tl.store(p_share + i_n, share, mask=mask)
+    if p_lse_weight is not None:
+        tl.store(p_lse_weight + i_n, lse_weight, mask=mask)
     if p_prediction is not None:
         tl.store(p_prediction + i_n, prediction, mask=mask)

@@ -1,19 +1,7 @@
-"""Cross entropy of logits that are there already.
+"""The operators behind `cross_entropy`, and the public functions.
 
-    z    = softcap · tanh(logits / softcap)            lse = log Σ_v exp z_v        p = exp(z - lse)
-    loss = a · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
-    dz   = ((a + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
-
-with ε the label smoothing, w the classes' weights (one without), a = (1 - ε) w_target + (ε / V) Σ_v w_v, and s what the
-reduction multiplies a row's loss by. Source: Szegedy et al. (smoothing, arXiv:1512.00567), de Brébisson and Vincent
-(z-loss, arXiv:1604.08859), Gemma 2 (softcap, arXiv:2408.00118); the gradient in the forward pass is Liger-Kernel's idea
-(arXiv:2410.10989, section 3.2).
-
-Axes: N rows, V vocabulary entries. A loss that is a scalar is linear in its incoming gradient, so the forward pass
-writes the gradient, too, while it has the logits at hand, and the backward pass multiplies it: 4 bytes per logit in
-bf16, in all. Without a reduction, a backward pass reads the logits again, and lse, whose two parts, the largest logit
-and the logarithm of a sum, are kept apart: far from zero their sum would lose the digits of p. Nothing is accumulated
-with atomics: results repeat bit for bit.
+`cross_entropy` gives a scalar loss together with its gradient. `cross_entropy_rows` gives the losses of the rows, and
+the statistics from which its backward operator computes the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +14,7 @@ from torch import Tensor
 from .._launch import DTYPES, accumulator, describe, has_dtype
 from .._operator import register
 from .reduction import Reduction, check_options, divisors, refuse_double_backward, scaled, total
-from .reference import plain_losses
+from .reference import reference_losses
 from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of
 from .statistics import Options
 
@@ -39,18 +27,18 @@ def _total(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if want_gradient else None
-    loss, predictions = _run(logits, weight, target, items, mean, options, dlogits, predict)
+    loss, predictions = _scalar_loss(logits, weight, target, items, mean, options, dlogits, predict)
     return loss, logits.new_empty(0) if dlogits is None else dlogits, predictions
 
 
-def _run(
+def _scalar_loss(
     logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool, options: Options,
     dlogits: Tensor | None, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss and the predictions; fills dlogits, which may be the logits themselves, with the loss's gradient."""
+    """(loss, predictions); fills dlogits, which may be the logits themselves, with the gradient of the loss."""
     loss = logits.new_empty(target.numel(), dtype=accumulator(logits.dtype))
     predictions = target.new_empty(target.shape if predict else 0)
-    labels, weight = target.reshape(-1).contiguous(), _dense(weight, loss.dtype)
+    labels, weight = target.reshape(-1).contiguous(), _contiguous(weight, loss.dtype)
     if items is not None:
         divisor = items.to(loss.dtype)
         divisor, scale = divisor, divisor.reciprocal()
@@ -67,7 +55,7 @@ def _run(
     return total(loss, divisor), predictions
 
 
-def _dense(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _contiguous(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if weight is None else weight.to(dtype).contiguous()
 
 
@@ -82,7 +70,7 @@ def _total_fake(
 
 def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, dlogits, predictions = output
-    # Without this, autograd would fill a tensor of zeros as the incoming gradient of the dlogits that forward returned.
+    # Otherwise autograd would fill a zero tensor as the incoming gradient of the dlogits that forward returned.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(dlogits, predictions)
     ctx.save_for_backward(dlogits)
@@ -95,14 +83,14 @@ def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | N
     return None if grad is None else scaled(ctx.saved_tensors[0], grad), *rest
 
 
-class _Reuse(torch.autograd.Function):
-    """The total over logits that its gradient overwrites; for eager mode, where autograd sees that they changed."""
+class _InPlace(torch.autograd.Function):
+    """The scalar loss, whose gradient overwrites the logits; for eager mode, where autograd notices the overwrite."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         dlogits = logits.detach()
         weight, target, items, mean, options, predict = rest
-        loss, predictions = _run(dlogits, weight, target, items, mean, options, dlogits, predict)
+        loss, predictions = _scalar_loss(dlogits, weight, target, items, mean, options, dlogits, predict)
         torch.autograd.graph.increment_version(logits)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(predictions)
@@ -119,13 +107,13 @@ def _rows(
     logits: Tensor, weight: Tensor | None, target: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    results = loss, largest, log_sum, share, predictions = _rows_fake(
+    results = loss, largest, log_sum, lse_weight, predictions = _rows_fake(
         logits, weight, target, ignore_index, label_smoothing, z_loss, softcap, predict
     )
     cross_entropy_rows(
         rows_of(logits), target.reshape(-1).contiguous(), None, loss.view(-1),
-        Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_dense(weight, loss.dtype),
-        largest=largest, log_sum=log_sum, share=None if weight is None else share,
+        Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_contiguous(weight, loss.dtype),
+        largest=largest, log_sum=log_sum, lse_weight=None if weight is None else lse_weight,
         prediction=predictions.view(-1) if predict else None, padding=False,
     )  # fmt: skip
     return results
@@ -160,14 +148,14 @@ def _rows_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 def _rows_bwd(
     grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, largest: Tensor, log_sum: Tensor,
-    share: Tensor,
+    lse_weight: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     dlogits, rows = _rows_bwd_fake(grad, logits), rows_of(logits)
     cross_entropy_gradient(
         rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(largest.dtype), largest, log_sum,
-        None if weight is None else share, Options(ignore_index, label_smoothing, z_loss, softcap),
-        weight=_dense(weight, largest.dtype), dz=dlogits.view(rows.shape), padding=False,
+        None if weight is None else lse_weight, Options(ignore_index, label_smoothing, z_loss, softcap),
+        weight=_contiguous(weight, largest.dtype), dz=dlogits.view(rows.shape), padding=False,
     )  # fmt: skip
     return dlogits
 
@@ -183,7 +171,7 @@ _total_op = register(
 )  # fmt: skip
 _rows_bwd_op = register(
     "cross_entropy_rows_bwd(Tensor grad, Tensor logits, Tensor? weight, Tensor target, Tensor largest, "
-    f"Tensor log_sum, Tensor share, {_OPTIONS}) -> Tensor",
+    f"Tensor log_sum, Tensor lse_weight, {_OPTIONS}) -> Tensor",
     _rows_bwd, _rows_bwd_fake,
 )  # fmt: skip
 _rows_op = register(
@@ -198,7 +186,7 @@ class LossAndPredictions(NamedTuple):
 
     loss: as `cross_entropy` returns it.
     predictions: int64, of target's shape: the first class of each row's largest logit; -1 in ignored rows.
-    accuracy: fp32 scalar, the share of the rows that are not ignored whose prediction is their target; NaN for none.
+    accuracy: fp32 scalar, the share of rows that predict their target, of those that are not ignored; NaN for none.
     """
 
     loss: Tensor
@@ -229,18 +217,18 @@ def cross_entropy(
         loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
         loss = loss.sum() / (num_items or weight[target[target != ignore_index]].sum())             # reduction="mean"
 
-    for logits [N, V]; here the classes always are the last axis. The z-loss thus is averaged over the same rows, by the
-    same divisor, as the cross entropy.
+    for logits [N, V]; here the classes always are the last axis. The z-loss is averaged over the same rows, by the same
+    divisor, as the cross entropy.
 
-    With a scalar result the gradient is computed in the forward pass, into a new tensor of the size of the logits. With
-    reduction="none" a row's incoming gradient is known only in the backward pass, which then reads the logits a second
-    time; so it does in fp16, whose gradients would vanish without the loss scale that arrives with it. Double backward
-    is not supported. Under `torch.func` all is plain PyTorch.
+    For a scalar result, the forward pass computes the gradient into a new tensor of the size of the logits. With
+    reduction="none", a row's incoming gradient is known only in the backward pass, which then reads the logits a second
+    time. So it does in fp16, whose gradients would underflow without the loss scale, which arrives with the incoming
+    gradient. Double backward is not supported. Under `torch.func` everything is plain PyTorch.
 
     Args:
-        logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are read where they are if
-            the classes are adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`). A row in
-            which all are masked, with `torch.finfo(dtype).min` too, may have no finite loss: ignore it.
+        logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are not copied if classes are
+            adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`). A row whose logits are all
+            masked, be it with `torch.finfo(dtype).min`, may have no finite loss: ignore it.
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
         weight: [V], a weight per class, without a gradient of its own.
@@ -249,11 +237,11 @@ def cross_entropy(
         z_loss: weight of the squared log-partition function.
         softcap: logits are squashed into (-softcap, softcap).
         reduction: "mean", "sum" or "none".
-        num_items: what "mean" divides by in place of the (weighted) number of rows that are not ignored; a tensor is
-            not read by the host.
-        reuse_logits: let a scalar loss write its gradient over the logits, which saves a tensor of their size. Whoever
-            looks at them afterwards finds the gradient. Autograd raises in the backward pass if another operator has
-            kept them. `torch.compile` plans memory by itself and leaves them alone, as does `torch.func`.
+        num_items: divisor of "mean" instead of the (weighted) number of rows that are not ignored. A tensor is not read
+            by the host.
+        reuse_logits: overwrite the logits by the gradient of a scalar loss, which saves a tensor of their size. If
+            another operator has saved the logits, autograd raises in the backward pass. `torch.compile`, which plans
+            memory by itself, and `torch.func` do not overwrite them.
 
     Returns:
         fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
@@ -285,7 +273,7 @@ def cross_entropy_with_predictions(
     num_items: int | Tensor | None = None,
     reuse_logits: bool = False,
 ) -> LossAndPredictions:
-    """`cross_entropy`, with `logits.argmax(-1)` and the accuracy from the same reading of the logits.
+    """`cross_entropy`, with `logits.argmax(-1)` and the accuracy from the same pass over the logits.
 
     Arguments, the loss and errors as in `cross_entropy`; neither predictions nor accuracy carry a gradient.
 
@@ -307,22 +295,22 @@ def _cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
     num_items: int | Tensor | None, reuse_logits: bool, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss and, if asked, the predictions."""
+    """(loss, predictions if asked for)."""
     if torch._C._are_functorch_transforms_active():
-        return _plain(logits, target, weight, options, reduction, num_items)
+        return _reference(logits, target, weight, options, reduction, num_items)
     flags = (options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
     trained = torch.is_grad_enabled() and logits.requires_grad
-    # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
-    # known in the backward pass.
+    # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
+    # backward pass knows.
     if reduction == "none" or (trained and logits.dtype == torch.float16):
         loss, *_, predictions = _rows_op(logits, weight, target, *flags, predict)
         if reduction == "mean":
             loss = loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype)
         return loss.sum() if reduction == "sum" else loss, predictions
-    items = None if num_items is None else _scalar(num_items, logits.device)
+    items = None if num_items is None else _on_device(num_items, logits.device)
     if reuse_logits and trained and not torch.compiler.is_compiling():
         _check_reuse(logits)
-        reused: tuple[Tensor, Tensor] = _Reuse.apply(
+        reused: tuple[Tensor, Tensor] = _InPlace.apply(
             logits, weight, target, items, reduction == "mean", options, predict
         )
         return reused
@@ -330,13 +318,13 @@ def _cross_entropy(
     return loss, predictions
 
 
-def _plain(
+def _reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
     num_items: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same in plain PyTorch."""
+    """The same in plain PyTorch, for transforms of `torch.func`."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss = plain_losses(rows, labels, options, _dense(weight, accumulator(logits.dtype)))
+    loss = reference_losses(rows, labels, options, _contiguous(weight, accumulator(logits.dtype)))
     predictions = rows.argmax(-1).where(labels != options.ignore_index, -1).view(target.shape)
     if reduction == "none":
         return loss.view(target.shape), predictions
@@ -345,8 +333,8 @@ def _plain(
     return loss.sum(), predictions
 
 
-def _scalar(items: int | Tensor, device: torch.device) -> Tensor:
-    """The number of items on the device, made without waiting for it."""
+def _on_device(items: int | Tensor, device: torch.device) -> Tensor:
+    """The number of items as a scalar on the device, without a synchronization."""
     if isinstance(items, Tensor):
         return items.detach().to(device, non_blocking=True).reshape(())
     return torch.full((), items, dtype=torch.float32, device=device)
@@ -354,7 +342,7 @@ def _scalar(items: int | Tensor, device: torch.device) -> Tensor:
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, num_items: int | Tensor | None) -> Tensor:
     if num_items is not None:
-        return _scalar(num_items, target.device)
+        return _on_device(num_items, target.device)
     counted = target != ignore_index
     if weight is None:
         return counted.sum()
@@ -365,8 +353,8 @@ def _check_reuse(logits: Tensor) -> None:
     if logits.is_leaf:
         raise ValueError("reuse_logits would overwrite a leaf that requires gradients; pass logits that were computed")
     rows = rows_of(logits)
-    together = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    if together or rows.data_ptr() != logits.data_ptr():
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    if repeated or rows.data_ptr() != logits.data_ptr():
         raise ValueError(
             "reuse_logits needs adjacent classes, at most two strides from row to row and no row twice; "
             f"logits {describe(logits)} have the strides {logits.stride()}"

@@ -1,4 +1,4 @@
-"""What losses share: how rows are reduced to a scalar, and how its incoming gradient meets gradients made before it."""
+"""Shared by the losses: reduction of row losses to a scalar, and multiplication by its incoming gradient."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._operator import has_mode
 
 Reduction = Literal["mean", "sum", "none"]
 
-# Elements that a program takes at a time, and its warps, where one program goes over all rows.
+# Block and warps where one program goes over all rows.
 _ROWS, _WARPS = 4096, 16
 
 
@@ -62,7 +62,7 @@ def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
 
 
 def divisors(target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-    """[2], of the dtype of `like`: what a mean over the rows divides by, and its reciprocal.
+    """The divisor of a mean over the rows and its reciprocal, [2], of the dtype of `like`.
 
     target: [N], int64. weight: [V] of that dtype, contiguous. A target outside the vocabulary weighs nothing.
     """
@@ -79,7 +79,7 @@ def divisors(target: Tensor, weight: Tensor | None, ignore_index: int, like: Ten
 
 
 def total(loss: Tensor, divisor: Tensor) -> Tensor:
-    """loss.sum() / divisor for losses [N] and a scalar on the device of their dtype."""
+    """loss.sum() / divisor for losses [N] and a scalar of their dtype on the device."""
     if not takes_kernel(loss):
         return loss.sum() / divisor
     result = loss.new_empty(())
@@ -88,10 +88,10 @@ def total(loss: Tensor, divisor: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor for a scalar on the device: in place, and without traffic for a factor of one, where that is safe.
+    """x * factor for a scalar on the device. In place where that is safe, and then without traffic for a factor of 1.
 
-    It is not when the graph is kept for another backward pass, nor while a compiler traces (x then is of a subclass),
-    nor for a batch of factors (`is_grads_batched=True`).
+    It is not safe if the graph is kept for another backward pass, while a compiler traces (x is of a subclass then), or
+    for a batch of factors (`is_grads_batched=True`).
     """
     kept = torch._C._autograd._get_current_graph_task_keep_graph()
     if type(x) is not Tensor or kept or has_mode() or not takes_kernel(x):
@@ -105,7 +105,7 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def refuse_double_backward(name: str) -> None:
-    """Raise in a backward pass that is to be differentiated itself."""
+    """Raise NotImplementedError in a backward pass under create_graph=True."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"{name} can be differentiated only once; leave out create_graph=True")
 

@@ -1,7 +1,7 @@
-"""Losses of rows of logits and their gradients: what `cross_entropy` and `linear_cross_entropy` are made of.
+"""Losses of rows of logits and their gradients, which `cross_entropy` and `linear_cross_entropy` are made of.
 
-The kernel, or plain PyTorch where it does not run; whole rows, or the columns that one process holds of them. The
-formulas stand in `cross_entropy`, how the work is cut in `kernels`.
+Four functions take logits to losses and gradients, over whole rows or over some columns of the vocabulary. Each runs
+the kernel of `kernels`, or `reference` in plain PyTorch where the kernel does not run.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from torch import Tensor
 from .._launch import accumulator, launch, multiprocessors, takes_kernel
 from .kernels import cross_entropy_kernel
 from .reference import reference_gradient, reference_statistics
-from .statistics import Options, Shard, Statistics, shard_loss
+from .statistics import Columns, Options, Statistics, losses_of
 
-# Rows of a padded buffer start at multiples of this many elements: the matrix products and the kernel move 16 bytes.
+# Rows of a padded buffer start at multiples of so many elements: matrix products and the kernel move 16 bytes at once.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How rows of `itemsize` bytes per logit are cut.
+    """Launch parameters for logits of up to `itemsize` bytes.
 
-    block: logits of a part; warps: of a program; registers: of a thread at the most; ahead: programs per multiprocessor
-    by which the statistics are ahead of the gradients, more than run at once, so that none waits, and as few as that
-    allows, so that the logits between are in L2.
+    Attributes:
+        block: logits of a part of a row, which one program takes.
+        warps: of a program.
+        registers: of a thread, at most.
+        distance: programs per multiprocessor between the statistics of a part and its gradient. More than run at once,
+            so that no program waits for long; few enough that the logits in between stay in L2.
     """
 
     itemsize: int
     block: int
     warps: int
     registers: int
-    ahead: int
+    distance: int
 
 
 _TILES = (
-    Tile(itemsize=2, block=4096, warps=4, registers=64, ahead=11),
-    Tile(itemsize=4, block=2048, warps=4, registers=64, ahead=11),
+    Tile(itemsize=2, block=4096, warps=4, registers=64, distance=11),
+    Tile(itemsize=4, block=2048, warps=4, registers=64, distance=11),
 )
 
 
 def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
-    """The table's row, and the logits of a part and the warps of a program for rows of `vocabulary` logits."""
+    """(row of the table, logits of a part, warps of a program) for rows of `vocabulary` logits."""
     tile = next(tile for tile in _TILES if itemsize <= tile.itemsize)
     block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
     return tile, block, max(tile.warps * block // tile.block, 1)
@@ -54,127 +57,129 @@ def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
 def cross_entropy_rows(
     z: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, options: Options, gradient: bool,
     *, weight: Tensor | None = None, dz: Tensor | None = None, largest: Tensor | None = None,
-    log_sum: Tensor | None = None, share: Tensor | None = None, prediction: Tensor | None = None, padding: bool = True,
+    log_sum: Tensor | None = None, lse_weight: Tensor | None = None, prediction: Tensor | None = None,
+    padding: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `loss` with the losses of the rows and, if asked, `dz` with scale · dloss/dz.
+    """Fill `loss` with the losses of whole rows and, with `gradient`, `dz` with scale · dloss/dz.
 
     Args:
         z: [N, V], or [A, B, V] with N = A · B; adjacent columns; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
         target: [N], int64, contiguous.
-        scale: [N], of loss's dtype; expanded scalars too. Needed for the gradient alone.
+        scale: [N], of loss's dtype, may be an expanded scalar. Only needed for the gradient.
         loss: [N], fp32 (fp64 for fp64).
-        options: what shapes the loss.
-        gradient: whether dz is filled.
-        weight: [V], of loss's dtype, contiguous: the classes' weights.
-        dz: like z, which is overwritten without it.
-        largest, log_sum, share: [N], like loss: filled with what `cross_entropy_gradient` reads; share only with a
-            weight.
+        options: the form of the loss.
+        gradient: whether to compute dz.
+        weight: [V], of loss's dtype, contiguous: class weights.
+        dz: like z; None overwrites z.
+        largest, log_sum, lse_weight: [N], like loss, filled with statistics for `cross_entropy_gradient`; lse_weight
+            only with class weights.
         prediction: [N], int64, filled with the first column of each row's largest logit; -1 for an ignored row.
-        padding: whether z is the leading columns of a buffer with `padded(V)` of them, of which the others may be read,
-            and are left in no particular state where z is overwritten.
+        padding: whether z is the leading V columns of a buffer with `padded_width(V)` columns. The kernel may read the
+            others, and leaves them undefined where it overwrites z.
     """
-    whole = Shard(0, z.shape[-1])
+    whole = Columns(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(loss, largest, log_sum, share, prediction)
+        results = _Results(loss, largest, log_sum, lse_weight, prediction)
         filled = None if not gradient else z if dz is None else dz
         _launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
     found = reference_statistics(flat, target, options, whole, weight, prediction is not None)
-    loss.copy_(shard_loss(found, target, options))
-    wanted = (largest, log_sum, None, share, prediction)
+    loss.copy_(losses_of(found, target, options))
+    wanted = (largest, log_sum, None, lse_weight, prediction)
     for given, value in zip(wanted, found, strict=True):
         if given is not None and value is not None:
             given.copy_(value)
     if gradient:
         cross_entropy_gradient(
-            z, target, scale, found.largest, found.log_sum, found.share, options, weight=weight, dz=dz
+            z, target, scale, found.largest, found.log_sum, found.lse_weight, options, weight=weight, dz=dz
         )
 
 
 def cross_entropy_gradient(
-    z: Tensor, target: Tensor, scale: Tensor | None, largest: Tensor, log_sum: Tensor, share: Tensor | None,
+    z: Tensor, target: Tensor, scale: Tensor | None, largest: Tensor, log_sum: Tensor, lse_weight: Tensor | None,
     options: Options,
-    *, weight: Tensor | None = None, dz: Tensor | None = None, shard: Shard | None = None, padding: bool = True,
+    *, weight: Tensor | None = None, dz: Tensor | None = None, columns: Columns | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `dz` with scale · dloss/dz from what is known of the rows; arguments as in `cross_entropy_rows`.
+    """Fill `dz` with scale · dloss/dz from the statistics of the rows; arguments as in `cross_entropy_rows`.
 
-    With a shard, z and weight are its part of the vocabulary; largest, log_sum and share are those of the whole.
+    With `columns`, z and weight have these columns only; the statistics still are those of the whole vocabulary.
     """
     assert scale is not None
-    shard = shard or Shard(0, z.shape[-1])
+    columns = columns or Columns(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(None, largest, log_sum, share)
-        _launch_rows(z, target, options, shard, weight, results, scale, z if dz is None else dz, padding)
+        results = _Results(None, largest, log_sum, lse_weight)
+        _launch_rows(z, target, options, columns, weight, results, scale, z if dz is None else dz, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
-    value = reference_gradient(flat, target, scale, largest, log_sum, share, options, shard, weight)
+    value = reference_gradient(flat, target, scale, largest, log_sum, lse_weight, options, columns, weight)
     (z if dz is None else dz).copy_(value.view(z.shape))
 
 
-def shard_statistics(
-    z: Tensor, target: Tensor, options: Options, shard: Shard, *, weight: Tensor | None = None, predict: bool = False
-) -> Statistics:
-    """What a shard's logits z [N, V of the shard] add to the losses; z is only read.
+def partial_statistics(
+    z: Tensor, target: Tensor, options: Options, columns: Columns,
+    *, weight: Tensor | None = None, predict: bool = False,
+) -> Statistics:  # fmt: skip
+    """Statistics of the rows over some columns of the vocabulary; z is only read.
 
-    Arguments as in `cross_entropy_rows`: target counts in the whole vocabulary, weight is of the shard's classes.
+    Arguments as in `cross_entropy_rows`, z and weight of these columns; target counts in the whole vocabulary.
     """
     if not takes_kernel(z):
-        return reference_statistics(z, target, options, shard, weight, predict)
-    largest, log_sum, linear, share = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
-    found = Statistics(largest, log_sum, linear, share, torch.empty_like(target) if predict else None)
-    results = _Results(linear, largest, log_sum, share, found.prediction)
-    _launch_rows(z, target, options, shard, weight, results, None, None, padding=True)
+        return reference_statistics(z, target, options, columns, weight, predict)
+    largest, log_sum, linear, lse_weight = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
+    found = Statistics(largest, log_sum, linear, lse_weight, torch.empty_like(target) if predict else None)
+    results = _Results(linear, largest, log_sum, lse_weight, found.prediction)
+    _launch_rows(z, target, options, columns, weight, results, None, None, padding=True)
     return found
 
 
-def shard_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, shard: Shard,
+def partial_gradient(
+    z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, columns: Columns,
     *, weight: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite a shard's logits z by scale · dloss/dz, from statistics of the whole vocabulary."""
+    """Overwrite the logits z of some columns by scale · dloss/dz; `whole` is of the whole vocabulary."""
     cross_entropy_gradient(
-        z, target, scale, whole.largest, whole.log_sum, whole.share, options, weight=weight, shard=shard
+        z, target, scale, whole.largest, whole.log_sum, whole.lse_weight, options, weight=weight, columns=columns
     )
 
 
 class _Results(NamedTuple):
-    """Where the kernel stores what it finds for each row, [N]; without a place for the loss it reads the next three."""
+    """Where the kernel stores its results, each [N]. Without `loss` it reads the next three fields instead."""
 
     loss: Tensor | None = None
     largest: Tensor | None = None
     log_sum: Tensor | None = None
-    share: Tensor | None = None
+    lse_weight: Tensor | None = None
     prediction: Tensor | None = None
 
 
 def _launch_rows(
-    z: Tensor, target: Tensor, options: Options, shard: Shard, weight: Tensor | None, results: _Results,
+    z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, results: _Results,
     scale: Tensor | None, dz: Tensor | None, padding: bool,
 ) -> None:  # fmt: skip
-    """Fill the results, if they have a place for the loss, and dz, if there is one."""
+    """Launch the kernel: fill `results` if it has a loss, and dz if it is given."""
     vocabulary = z.shape[-1]
     tile, block, warps = _tile(vocabulary, z.itemsize)
-    group = 1 if padding else _group(z, dz)
+    group = 1 if padding else _group_size(z, dz)
     parts = triton.cdiv(vocabulary + group - 1, block)
     n_parts = target.shape[0] * parts
-    words, weight_sum, lag = None, None, 0
+    words, weight_sum, distance = None, None, 0
     statistics = results.loss is not None
     if statistics:
-        # A word per part for its maximum and sum, one for its weighted sum, one for its largest logit's column.
-        kinds = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
-        if (kinds + 1) * n_parts >= 2**31:
+        # The words of `_publish_statistics`.
+        words_per_part = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
+        if (words_per_part + 1) * n_parts >= 2**31:
             raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
-        words = z.new_zeros(kinds * n_parts, dtype=torch.int64)
+        words = z.new_zeros(words_per_part * n_parts, dtype=torch.int64)
         weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
-        lag = min(n_parts, parts + tile.ahead * multiprocessors(z.device))
+        distance = min(n_parts, parts + tile.distance * multiprocessors(z.device))
     launch(
-        cross_entropy_kernel, (n_parts + lag,),
+        cross_entropy_kernel, (n_parts + distance,),
         z, dz, target, weight, weight_sum, scale,
         *results, words,
-        n_parts, lag, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
-        0 if scale is None else scale.stride(0), options.ignore_index, shard.start,
-        V=vocabulary, WIDTH=padded(vocabulary) if padding else vocabulary, TOTAL=shard.total,
+        n_parts, distance, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
+        0 if scale is None else scale.stride(0), options.ignore_index, columns.start,
+        V=vocabulary, WIDTH=padded_width(vocabulary) if padding else vocabulary, TOTAL=columns.total,
         SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
         STATISTICS=statistics, GRADIENT=dz is not None,
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, GROUP=group,
@@ -182,8 +187,8 @@ def _launch_rows(
     )  # fmt: skip
 
 
-def _group(z: Tensor, dz: Tensor | None) -> int:
-    """How many logits 16 bytes are, if rows are not made of whole ones but those of z and dz alike; else 1."""
+def _group_size(z: Tensor, dz: Tensor | None) -> int:
+    """Logits in 16 bytes if rows are not aligned to 16 bytes, but those of z and dz are misaligned alike; else 1."""
     group = 16 // z.itemsize
     strides = (*_row_strides(z), z.shape[-1])
     if all(stride % group == 0 for stride in strides) or z.data_ptr() % 16:
@@ -195,11 +200,12 @@ def _group(z: Tensor, dz: Tensor | None) -> int:
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
+    """Strides of the two axes that rows have, the outer 0 for x [N, V]."""
     return 0 if x.dim() == 2 else x.stride(0), x.stride(-2)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., V] as [A, B, V] with adjacent columns: a view if they are adjacent and two strides lead to its rows."""
+    """x [..., V] as [A, B, V] with adjacent columns; a view of x where its strides allow that."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     axes = [(1, 0), (1, 0)]
@@ -214,6 +220,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.as_strided((outer, inner, x.shape[-1]), (stride_outer, stride_inner, 1))
 
 
-def padded(vocabulary: int) -> int:
-    """Elements from one row of a buffer of logits to the next."""
+def padded_width(vocabulary: int) -> int:
+    """Columns of a padded buffer for `vocabulary` columns of logits."""
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT

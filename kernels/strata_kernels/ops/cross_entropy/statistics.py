@@ -1,4 +1,14 @@
-"""What is known of the rows of logits: how their losses are shaped, and the numbers that losses and gradients need."""
+"""Statistics of rows of logits, from which their losses and gradients follow.
+
+With m the largest of the logits at hand, which may be a part of the vocabulary:
+
+    largest    = m                                   log_sum    = log Σ_v exp(z_v - m)
+    linear     = (1 - ε) w_target (z_target - m) + (ε / V) Σ_v w_v (z_v - m)
+    lse_weight = (1 - ε) w_target + (ε / V) Σ_v w_v
+
+Those of the whole vocabulary follow from those of its parts. largest and log_sum stay apart: far from zero, their sum
+lse would lose the digits of the softmax.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes the loss of a row; a softcap of 0.0 is none."""
+    """The form of a row's loss; a softcap of 0.0 is none."""
 
     ignore_index: int
     label_smoothing: float
@@ -20,23 +30,20 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The columns of the vocabulary that a process holds: those from `start` on, of `total`."""
+class Columns:
+    """Which columns of the vocabulary logits have: those from `start` on, of `total`."""
 
     start: int
     total: int
 
 
 class Statistics(NamedTuple):
-    """What a shard of the vocabulary adds to the losses of the rows, each [N], fp32 (fp64 for fp64); ignored rows: 0.
+    """Statistics of rows over some columns of the vocabulary, each [N], fp32 (fp64 for fp64); 0 for ignored rows.
 
-    Apart, largest and log_sum keep the digits that their sum, the logsumexp, loses where logits are far from zero.
-
-    largest: the largest logit m of the shard's columns, or a finite number where all are -inf; NaN where predictions
-        are asked for and a logit is NaN.
-    log_sum: log Σ_v exp(z_v - m) over the shard's columns.
-    linear: (1 - ε) w_target (z_target - m) + (ε / V) Σ_v w_v (z_v - m) over the shard's columns.
-    share: (1 - ε) w_target + (ε / V) Σ_v w_v, likewise; None for one: the whole vocabulary without class weights.
+    largest: as above; a finite number where all logits are -inf; NaN where predictions are asked for and a logit is
+        NaN.
+    log_sum, linear: as above.
+    lse_weight: as above; None for 1, over the whole vocabulary without class weights.
     prediction: int64, the first column of the largest logit, counted in the whole vocabulary; -1 in ignored rows; None
         unless asked for.
     """
@@ -44,15 +51,15 @@ class Statistics(NamedTuple):
     largest: Tensor
     log_sum: Tensor
     linear: Tensor
-    share: Tensor | None
+    lse_weight: Tensor | None
     prediction: Tensor | None
 
     @classmethod
     def combined(cls, parts: Self) -> Self:
-        """Those of the whole vocabulary, from fields [shards, N] with the shards in their order."""
+        """Statistics over all parts, whose fields are stacked as [parts, N] in the order of their columns."""
         largest = parts.largest.amax(0)
-        apart = parts.largest - largest
-        assert parts.share is not None
+        difference = parts.largest - largest
+        assert parts.lse_weight is not None
         prediction = None
         if parts.prediction is not None:
             # The first of equal ones, whatever order the device reduces in.
@@ -60,15 +67,15 @@ class Statistics(NamedTuple):
             prediction = parts.prediction.where(best, torch.iinfo(torch.int64).max).amin(0)
         return cls(
             largest,
-            (apart + parts.log_sum).logsumexp(0),
-            (parts.linear + parts.share * apart).sum(0),
-            parts.share.sum(0),
+            (difference + parts.log_sum).logsumexp(0),
+            (parts.linear + parts.lse_weight * difference).sum(0),
+            parts.lse_weight.sum(0),
             prediction,
         )
 
 
-def shard_loss(whole: Statistics, target: Tensor, options: Options) -> Tensor:
-    """The losses of the rows [N] from statistics of the whole vocabulary: those of the shards, combined."""
-    log_sum = whole.log_sum if whole.share is None else whole.share * whole.log_sum
+def losses_of(whole: Statistics, target: Tensor, options: Options) -> Tensor:
+    """The losses [N] of rows from their statistics over the whole vocabulary."""
+    log_sum = whole.log_sum if whole.lse_weight is None else whole.lse_weight * whole.log_sum
     loss = log_sum - whole.linear + options.z_loss * (whole.largest + whole.log_sum).square()
     return loss.where(target != options.ignore_index, 0.0)

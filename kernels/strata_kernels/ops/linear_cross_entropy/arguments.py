@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
 from ..cross_entropy.reduction import Reduction, check_options
-from .vocabulary_parallel import Cut
+from .vocabulary_parallel import VocabularyShard
 
 Accumulate = Literal["exact", "lean"]
 
 
 class Options(NamedTuple):
-    """What the caller chose, as it is handed from step to step."""
+    """The options of a call."""
 
     ignore_index: int
     label_smoothing: float
@@ -42,7 +42,7 @@ def check_linear_options(options: Options) -> None:
 
 def check_tensors(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    row_weight: Tensor | None, cut: Cut,
+    row_weight: Tensor | None, shard: VocabularyShard,
 ) -> None:  # fmt: skip
     """Raise ValueError for a shape or device that does not fit."""
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
@@ -51,8 +51,8 @@ def check_tensors(
         raise ValueError(f"target {describe(target)} must be int64 {list(x.shape[:-1])}, the leading shape of x")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {describe(bias)} must be [{weight.shape[0]}], one value per row of weight")
-    if class_weight is not None and (class_weight.shape != (cut.total,) or not class_weight.is_floating_point()):
-        raise ValueError(f"class_weight {describe(class_weight)} must be floating point [{cut.total}], one per class")
+    if class_weight is not None and (class_weight.shape != (shard.total,) or not class_weight.is_floating_point()):
+        raise ValueError(f"class_weight {describe(class_weight)} must be floating point [{shard.total}], one per class")
     if row_weight is not None and row_weight.shape != target.shape:
         raise ValueError(f"row_weight {describe(row_weight)} must be {list(target.shape)}, the shape of target")
     if any(t is not None and t.requires_grad for t in (class_weight, row_weight)):

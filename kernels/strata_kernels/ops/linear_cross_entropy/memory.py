@@ -1,15 +1,16 @@
-"""Where `linear_cross_entropy` keeps logits, and how dW adds up.
+"""Memory plan of `linear_cross_entropy`: where logits lie, and in which dtype dW accumulates.
 
-A sum that is rounded to 16 bits after every part of the rows soon is less exact than PyTorch's, which rounds once: with
-three to five parts up to three times as far from fp64, at the worst element of data like a language model's. So all
-rows are taken together where memory allows it, and otherwise dW is summed in fp32.
+Accumulating dW in 16 bits over chunks of rows is less exact than PyTorch, which rounds once: with three to five chunks,
+the worst element on data like a language model's has been up to three times as far from fp64. So all rows are taken at
+once where memory allows it, and otherwise dW accumulates in fp32.
 
-Together: the memory of dW holds nothing until the first product is written to it, so logits lie there until then. They
-are cut into panels of the vocabulary, which are multiplied from the last to the first: what dW receives is written over
-panels that are done with. As many rows fit as dW has columns, H; a buffer takes the panels that find no place.
+All rows, in panels: nothing is stored in the memory of dW before the first product for it, so it holds logits until
+then. They are split into panels of the vocabulary, which are multiplied from the last to the first: dW overwrites only
+panels that have been multiplied already. This memory holds the logits of as many rows as dW has columns, H; the panels
+that do not fit lie in a buffer beside it.
 
-In chunks: rows take turns in the buffer. The first half of an fp32 dW lies in the memory of the 16-bit result, so that
-the sum becomes the result in place.
+Chunks of rows: they take turns in the buffer. The first half of an fp32 dW lies in the memory of the 16-bit result, so
+that the sum is converted in place.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..cross_entropy.rows import padded
+from ..cross_entropy.rows import padded_width
 
-# Columns of a panel. On an H200 at 8192x4096x128256 half as many save 5 % of the memory and cost 1 % of speed.
-_PANEL = 16384
+# On an H200 at 8192x4096x128256, half as many columns save 5 % of the memory and cost 1 % of the speed.
+_PANEL_COLUMNS = 16384
 # Of an H200.
 _MULTIPROCESSORS = 132
-# Rows of an fp32 dW that are converted by way of a copy.
+# Rows of an fp32 dW that are converted through a copy.
 _COPIED_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How rows are taken.
+    """How the rows are processed.
 
     Attributes:
-        together: whether all rows are, with their logits in panels.
-        chunk: rows at a time otherwise.
-        wide: whether a 16-bit dW is summed in fp32.
-        beside: elements of the buffer.
+        in_panels: whether all rows are taken at once, their logits in panels; otherwise in chunks of rows.
+        chunk_rows: rows of a chunk.
+        fp32_dw: whether a 16-bit dW accumulates in fp32.
+        buffer_size: elements of the buffer for logits beside dW.
     """
 
-    together: bool
-    chunk: int
-    wide: bool
-    beside: int
+    in_panels: bool
+    chunk_rows: int
+    fp32_dw: bool
+    buffer_size: int
 
 
 @dataclass(frozen=True)
@@ -58,75 +59,78 @@ class Panel:
 
 @cache
 def plan_rows(
-    n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, exact: bool, budget: int
+    n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, exact: bool, chunk_bytes: int
 ) -> Plan:
-    """How rows are taken where `budget` bytes of logits may be held beside dW.
+    """The plan where logits may take `chunk_bytes` beside dW.
 
-    An exact sum of a 16-bit dW may take twice as much for logits as an fp32 copy of dW would: sums in fp32 are slow.
+    For an exact 16-bit dW, panels may take 4·V·H bytes more: twice what accumulating in fp32 takes, which is slow.
     """
-    row = padded(vocabulary)
-    most = max(budget // (row * itemsize), 1)
-    narrow = exact and weight_grad and itemsize == 2
-    if weight_grad and n_rows > most and vocabulary > _PANEL:
-        beside = place_panels(n_rows, vocabulary, hidden)[1]
-        if beside * itemsize <= budget + 2 * narrow * vocabulary * hidden * itemsize:
-            return Plan(True, n_rows, False, beside)
-    chunk = max(min(n_rows, _chunk_rows(n_rows, hidden, most)), 1)
-    return Plan(False, chunk, narrow and n_rows > chunk, min(chunk, n_rows) * row)
+    row = padded_width(vocabulary)
+    max_rows = max(chunk_bytes // (row * itemsize), 1)
+    round_once = exact and weight_grad and itemsize == 2
+    if weight_grad and n_rows > max_rows and vocabulary > _PANEL_COLUMNS:
+        buffer_size = place_panels(n_rows, vocabulary, hidden)[1]
+        if buffer_size * itemsize <= chunk_bytes + 2 * round_once * vocabulary * hidden * itemsize:
+            return Plan(True, n_rows, False, buffer_size)
+    chunk_rows = max(min(n_rows, _chunk_rows(n_rows, hidden, max_rows)), 1)
+    return Plan(False, chunk_rows, round_once and n_rows > chunk_rows, min(chunk_rows, n_rows) * row)
 
 
-def _chunk_rows(n_rows: int, hidden: int, most: int) -> int:
-    """Rows of a chunk, `most` at the most, for which the products for dx are done soonest."""
-    if n_rows <= most:
+def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
+    """Rows of a chunk, at most `max_rows`, with which the products for dx take the least time."""
+    if n_rows <= max_rows:
         return n_rows
-    if most < 128:
-        # What loads align to.
-        return max(most // 8 * 8, 8)
+    if max_rows < 128:
+        # Rows that vector loads are aligned to.
+        return max(max_rows // 8 * 8, 8)
 
     def cost(rows: int) -> tuple[int, int, int]:
-        # The tiles of a product, 128x256 large, take their turns on all multiprocessors.
+        # Waves of 128x256 tiles over the multiprocessors.
         chunks, tiles = -(-n_rows // rows), rows // 128 * -(-hidden // 256)
         return chunks * -(-tiles // _MULTIPROCESSORS), chunks, rows
 
-    return min(range(128, most + 1, 128), key=cost)
+    return min(range(128, max_rows + 1, 128), key=cost)
 
 
 def place_panels(n_rows: int, vocabulary: int, hidden: int) -> tuple[list[Panel], int]:
     """The panels of the logits, from the first to the last, and the elements of the buffer that they need.
 
-    A panel may lie in dW before its own columns: those from them on are written before it is done with.
+    A panel may lie in the memory of dW only before its own columns: dW from these columns on is written first.
     """
-    used, beside, panels = 0, 0, []
-    for start in range(0, vocabulary, _PANEL):
-        columns = slice(start, min(start + _PANEL, vocabulary))
-        size = n_rows * padded(columns.stop - start)
-        in_dw = used + size <= start * hidden
-        panels.append(Panel(columns, in_dw, used if in_dw else beside))
-        used, beside = (used + size, beside) if in_dw else (used, beside + size)
-    return panels, beside
+    in_dw_size, buffer_size, panels = 0, 0, []
+    for start in range(0, vocabulary, _PANEL_COLUMNS):
+        columns = slice(start, min(start + _PANEL_COLUMNS, vocabulary))
+        size = n_rows * padded_width(columns.stop - start)
+        in_dw = in_dw_size + size <= start * hidden
+        panels.append(Panel(columns, in_dw, in_dw_size if in_dw else buffer_size))
+        if in_dw:
+            in_dw_size += size
+        else:
+            buffer_size += size
+    return panels, buffer_size
 
 
 class WeightGradient:
-    """dW [V, H]: a sum of products dzᵀ x, and memory until the first of them."""
+    """dW [V, H]: a sum of products dzᵀ x, and scratch memory before the first of them."""
 
-    def __init__(self, x: Tensor, shape: torch.Size, wide: bool) -> None:
+    def __init__(self, x: Tensor, shape: torch.Size, in_fp32: bool) -> None:
         self._result = x.new_empty(shape)
         self._parts = [self._result]
-        if wide:
+        if in_fp32:
             vocabulary, hidden = shape
-            # Rows of fp32 that fit into the result; a multiple of 64 aligns the columns of dz after them.
+            # Rows of fp32 that fit into the result; a multiple of 64 keeps the columns of dz behind them aligned.
             half = vocabulary // 128 * 64
             self._parts = [
                 self._result.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden),
                 x.new_empty(vocabulary - half, hidden, dtype=torch.float32),
             ]
 
-    def memory(self) -> Tensor:
-        """All elements, in one row; not while they are fp32."""
+    def scratch(self) -> Tensor:
+        """The memory of the result as one row, until the first `add`; not with fp32."""
         return self._result.view(-1)
 
     def add(self, dz: Tensor, x: Tensor, start: int, first: bool) -> None:
-        """Add the product of dz [N, columns from `start` on] and x; the first one for these columns is stored."""
+        """Add dzᵀ x for dz [N, columns from `start` on]; `first` stores the product instead of adding it."""
         begin = 0
         for part in self._parts:
             low, high = max(start, begin), min(start + dz.shape[1], begin + part.shape[0])
@@ -139,7 +143,8 @@ class WeightGradient:
         if len(self._parts) == 1:
             return self._result
         first, second = self._parts
-        # In place: a row of the result lies where rows before it lay. From the second step on they are apart.
+        # Row r of the result overwrites row r / 2 of the fp32 sum, which an earlier step has converted. Only the first
+        # step overwrites its own rows, and takes a copy.
         start = min(_COPIED_ROWS, first.shape[0])
         self._result[:start] = first[:start].clone()
         while start < first.shape[0]:
@@ -151,7 +156,7 @@ class WeightGradient:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a @ b for the first product, total += a @ b after it; `total` may be wider than a and b."""
+    """total = a @ b if `first`, else total += a @ b; `total` may have a wider dtype than a and b."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
@@ -161,6 +166,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
-def matrix(memory: Tensor, n_rows: int, width: int) -> Tensor:
-    """[n_rows, width] at the start of memory, its rows as far apart as the kernels want them."""
-    return memory[: n_rows * padded(width)].view(n_rows, padded(width))[:, :width]
+def logits_view(memory: Tensor, n_rows: int, width: int) -> Tensor:
+    """Logits [n_rows, width] at the start of `memory`, with rows padded for the kernel."""
+    return memory[: n_rows * padded_width(width)].view(n_rows, padded_width(width))[:, :width]

@@ -1,20 +1,7 @@
-"""Cross entropy of a linear layer, in little more memory than its gradients take.
+"""The operators behind `linear_cross_entropy`, and the public functions.
 
-    z    = softcap · tanh((x Wᵀ + b) / softcap)        lse = log Σ_v exp z_v        p = exp(z - lse)
-    loss = c · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
-    dz   = ((c + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
-    dx   = dz W          dW = dzᵀ x          db = Σ_rows dz
-
-with ε the label smoothing, w the classes' weights (one without), c = (1 - ε) w_target + (ε / V) Σ_v w_v, and s what a
-row's loss is multiplied by: its own weight over the divisor of the mean. Source: the order of work follows the
-gradient-in-forward scheme of Liger-Kernel (arXiv:2410.10989, section 3.2), the formulas Szegedy et al. (smoothing,
-arXiv:1512.00567), de Brébisson and Vincent (z-loss, arXiv:1604.08859) and Gemma 2 (softcap, arXiv:2408.00118).
-
-Axes: N rows, H features, V vocabulary entries. A matrix product gives logits, a kernel reads them, gives the losses and
-overwrites them by dz, and two products give dx and dW: 6·N·H·V FLOPs (4·N·H·V without dW) and no recomputation, since a
-scalar loss is linear in its incoming gradient, which the backward pass multiplies in. Logits lie in the memory that dW
-will take, or take turns in a buffer: `memory` says when. Nothing is accumulated with atomics: results repeat bit
-for bit.
+`linear_cross_entropy` gives a scalar loss together with its gradients. `linear_cross_entropy_rows` gives the losses of
+the rows, whose gradients its backward operator computes from the logits once more.
 """
 
 from __future__ import annotations
@@ -31,22 +18,21 @@ from .._launch import accumulator
 from .._operator import register
 from ..cross_entropy import LossAndPredictions
 from ..cross_entropy.reduction import Reduction, refuse_double_backward, scaled
-from ..cross_entropy.reference import plain_losses
+from ..cross_entropy.reference import reference_losses
 from ..cross_entropy.statistics import Options as LossOptions
 from .arguments import Accumulate, Options, autocast, check_dtypes, check_linear_options, check_tensors
-from .chunks import Settings, run
-from .vocabulary_parallel import Cut, Localized, alone, equal_cut, is_dtensor, localize
+from .chunks import Settings, losses_and_gradients
+from .vocabulary_parallel import LocalTensors, VocabularyShard, is_dtensor, shard_of_group, to_local_tensors, unsharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Logits held beside dW, bytes.
+# Bytes of logits at a time, beside dW.
 _CHUNK_BYTES = 640 * 2**20
-# On a CPU a chunk that stays in the last-level cache is faster than one that does not.
+# On a CPU, a chunk that stays in the last-level cache is faster.
 _CPU_CHUNK_BYTES = 16 * 2**20
 
-NAME = "linear_cross_entropy"
-
+# The arguments of all three operators: five tensors, then the fields of Settings.
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _SETTINGS = ", ".join(f"{'SymInt' if f.type == 'int' else f.type} {f.name}" for f in fields(Settings))
 _N_TENSORS = _TENSORS.count("Tensor")
@@ -69,7 +55,7 @@ def _total(
     # A divisor of fp64 would carry its dtype into the loss.
     divisor = divisor.to(accumulator(x.dtype))
     scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
-    loss, *rest = run(x, weight, bias, target, class_weight, scale, Settings(*settings))
+    loss, *rest = losses_and_gradients(x, weight, bias, target, class_weight, scale, Settings(*settings))
     total = (loss if row_weight is None else loss * row_weight).sum() / divisor
     dx, dw, db, prediction = rest
     return total, dx, dw, db, prediction
@@ -84,7 +70,7 @@ def _total_fake(
 
 def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, *gradients, _ = output
-    # Without this, autograd would fill a zero dW as the incoming gradient of the dW that forward returned.
+    # Otherwise autograd would fill a zero tensor as the incoming gradient of the dW that forward returned.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*gradients)
@@ -93,7 +79,7 @@ def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward(NAME)
+    refuse_double_backward("linear_cross_entropy")
     nothing: tuple[None, ...] = (None,) * ctx.n_inputs
     if grad is None:
         return nothing
@@ -104,9 +90,9 @@ def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | N
 def _rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    alone = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
+    no_gradients = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
     unread = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
-    found = run(x, weight, bias, target, class_weight, unread, alone)
+    found = losses_and_gradients(x, weight, bias, target, class_weight, unread, no_gradients)
     return found.loss, found.prediction
 
 
@@ -122,7 +108,7 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _rows_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward(NAME)
+    refuse_double_backward("linear_cross_entropy")
     gradients: tuple[Tensor, ...] = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.settings)
     wanted = (g if want else None for g, want in zip(gradients, ctx.settings[-3:], strict=True))
     return *wanted, *(None,) * (_N_TENSORS - 3 + len(ctx.settings))
@@ -132,7 +118,9 @@ def _rows_bwd(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    found = run(x, weight, bias, target, class_weight, grad, replace(Settings(*settings), predict=False))
+    found = losses_and_gradients(
+        x, weight, bias, target, class_weight, grad, replace(Settings(*settings), predict=False)
+    )
     return found.dx, found.dw, found.db
 
 
@@ -187,22 +175,22 @@ def linear_cross_entropy(
         loss *= row_weight
         loss = loss.sum() / (num_items or class_weight[target[target != ignore_index]].sum())       # reduction="mean"
 
-    The z-loss thus is averaged over the same rows, by the same divisor, as the cross entropy.
+    The z-loss is averaged over the same rows, by the same divisor, as the cross entropy.
 
-    The gradients for x, weight and bias are computed in the forward pass, those that are needed: a frozen weight saves
-    a third of the work. With reduction="none" a row's incoming gradient is known only in the backward pass, which
-    then computes the logits a second time; so it does in fp16, whose gradients would vanish without the loss scale that
-    arrives with it. Double backward is not supported.
+    The forward pass computes the gradients of x, weight and bias that are needed: a frozen weight saves a third of the
+    work. With reduction="none", a row's incoming gradient is known only in the backward pass, which then computes the
+    logits a second time. So it does in fp16, whose gradients would underflow without the loss scale, which arrives with
+    the incoming gradient. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype. With a `group`, this process's part.
+        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype. With a `group`, this process's shard.
             A DTensor with placement Shard(0) is vocabulary-parallel over its mesh dimension, a replicated one is not
-            cut; x and bias then are DTensors of the same mesh, and so is the result.
+            sharded; x and bias then are DTensors of the same mesh, and so is the result.
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
-        bias: [V], of x's dtype; cut as weight is.
-        class_weight: [V], a weight per class; all of them, also where weight is cut.
+        bias: [V], of x's dtype; sharded as weight is.
+        class_weight: [V], a weight per class; of the whole vocabulary, also where weight is sharded.
         row_weight: of target's shape, multiplies each row's loss, without a gradient of its own. It does not enter the
             divisor of the mean: for a weighted mean, pass its sum as `num_items`.
         ignore_index: rows with this target have loss and gradient zero.
@@ -210,19 +198,19 @@ def linear_cross_entropy(
         z_loss: weight of the squared log-partition function.
         softcap: logits are squashed into (-softcap, softcap).
         reduction: "mean", "sum" or "none".
-        num_items: what "mean" divides by in place of the (weighted) number of rows that are not ignored; a tensor is
-            not read by the host.
-        max_targets: how many rows are not ignored, at most. Only that many rows are multiplied: ignored ones are
-            dropped first, without waiting for the device to count them, since the caller knows (a collator sees the
-            labels on the CPU). If more rows are not ignored, the result and its gradients are NaN.
-        group: the processes that hold the vocabulary, in the order of their ranks, in parts of one size. All are
-            called with the same x, target and options, and get the same loss and gradient of x.
-        accumulate: how a 16-bit gradient of weight adds up. "exact" rounds it once: all rows are taken together, their
-            logits mostly in the memory of that gradient, or, where that would take more memory, it is summed in fp32.
-            Either takes up to 4·V·H bytes more than "lean", which rounds after every chunk of the rows: with three to
-            five chunks its worst element has been up to three times as far from fp64 as PyTorch's.
-        chunk_bytes: logits held at a time, beside the gradient of weight. 640 MiB by default, 16 MiB on a CPU. Fewer
-            and larger chunks are faster and, with "lean", more exact.
+        num_items: divisor of "mean" instead of the (weighted) number of rows that are not ignored. A tensor is not read
+            by the host.
+        max_targets: upper bound of the rows that are not ignored. Only so many rows are multiplied: ignored rows are
+            dropped first, without a synchronization, since the caller knows their number (a collator sees the labels
+            on the CPU). If more rows are not ignored, the result and its gradients are NaN.
+        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks. All of them
+            call this with the same x, target and options, and get the same loss and gradient of x.
+        accumulate: how a 16-bit gradient of weight accumulates. "exact" rounds it once: all rows are taken at once,
+            their logits mostly in the memory of that gradient, or, where that would take more memory, in chunks that
+            accumulate in fp32. Both take up to 4·V·H bytes more than "lean", which rounds after every chunk of rows:
+            with three to five chunks, its worst element has been up to three times as far from fp64 as PyTorch's.
+        chunk_bytes: bytes of logits at a time, beside the gradient of weight; by default 640 MiB, on a CPU 16 MiB.
+            Fewer and larger chunks are faster and, with "lean", more exact.
 
     Returns:
         fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
@@ -261,7 +249,7 @@ def linear_cross_entropy_with_predictions(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> LossAndPredictions:
-    """`linear_cross_entropy`, with the arg-max of the logits and the accuracy from the same reading of them.
+    """`linear_cross_entropy`, with the arg-max of the logits and the accuracy from the same pass over them.
 
     Arguments, the loss and errors as in `linear_cross_entropy`; neither predictions nor accuracy carry a gradient.
 
@@ -290,9 +278,9 @@ def _linear_cross_entropy(
     row_weight: Tensor | None, group: ProcessGroup | None, options: Options,
 ) -> LossAndPredictions:  # fmt: skip
     check_linear_options(options)
-    here = _local(x, weight, target, bias, row_weight, group)
-    x, weight, bias, target, row_weight = here.x, here.weight, here.bias, here.target, here.row_weight
-    check_tensors(x, weight, target, bias, class_weight, row_weight, here.cut)
+    local = _local_tensors(x, weight, target, bias, row_weight, group)
+    x, weight, bias, target, row_weight = local.x, local.weight, local.bias, local.target, local.row_weight
+    check_tensors(x, weight, target, bias, class_weight, row_weight, local.shard)
     x, weight, bias = autocast(x, weight, bias)
     check_dtypes(x, weight, bias)
 
@@ -300,48 +288,49 @@ def _linear_cross_entropy(
     labels = target.reshape(-1).contiguous()
     rows = _Rows(x.reshape(-1, x.shape[-1]), labels, None if row_weight is None else row_weight.reshape(-1).to(wide))
     class_weight = None if class_weight is None else class_weight.to(wide).contiguous()
-    divisor = _divisor(labels, class_weight, options, here.sum_rows)
+    divisor = _divisor(labels, class_weight, options, local.sum_over_row_shards)
     if class_weight is not None:
-        class_weight = class_weight[here.cut.start : here.cut.start + weight.shape[0]]
+        class_weight = class_weight[local.shard.start : local.shard.start + weight.shape[0]]
 
     rows, kept = _drop_ignored(rows, options)
-    loss, predictions = _reduced(rows, weight, bias, class_weight, divisor, here.cut, options)
+    loss, predictions = _loss_of_rows(rows, weight, bias, class_weight, divisor, local.shard, options)
     counted = labels != options.ignore_index
     if kept is not None:
         if loss.dim():
             loss = loss.new_zeros(labels.shape).index_copy(0, kept, loss)
-        # More targets than were announced would go missing in silence. A factor reaches the gradients, too.
+        # Targets beyond max_targets would be dropped silently. A factor of NaN reaches the gradients too.
         loss = loss * torch.where(counted.sum() > kept.shape[0], torch.nan, 1.0)
         if options.predict:
             predictions = predictions.new_full(labels.shape, -1).index_copy(0, kept, predictions)
-    loss = here.wrap(loss.view(target.shape) if loss.dim() else loss)
+    loss = local.to_dtensor(loss.view(target.shape) if loss.dim() else loss)
     if not options.predict:
         return LossAndPredictions(loss, predictions, predictions)
-    accuracy = here.sum_rows(((predictions == labels) & counted).sum()) / here.sum_rows(counted.sum())
-    return LossAndPredictions(loss, here.wrap(predictions.view(target.shape)), accuracy)
+    hits = local.sum_over_row_shards(((predictions == labels) & counted).sum())
+    accuracy = hits / local.sum_over_row_shards(counted.sum())
+    return LossAndPredictions(loss, local.to_dtensor(predictions.view(target.shape)), accuracy)
 
 
-def _local(
+def _local_tensors(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
     group: ProcessGroup | None,
-) -> Localized:  # fmt: skip
-    """What this process computes with."""
+) -> LocalTensors:  # fmt: skip
+    """The tensors of this process, and its shard of the vocabulary."""
     if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
         if group is not None:
             raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
-        return localize(x, weight, target, bias, row_weight)
-    cut = alone(weight.shape[0]) if group is None or group.size() == 1 else equal_cut(group, weight.shape[0])
-    return Localized(x, weight, target, bias, row_weight, cut, _same, _same)
+        return to_local_tensors(x, weight, target, bias, row_weight)
+    shard = unsharded(weight.shape[0]) if group is None or group.size() == 1 else shard_of_group(group, weight.shape[0])
+    return LocalTensors(x, weight, target, bias, row_weight, shard, _identity, _identity)
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 def _divisor(
-    target: Tensor, class_weight: Tensor | None, options: Options, sum_rows: Callable[[Tensor], Tensor]
+    target: Tensor, class_weight: Tensor | None, options: Options, sum_over_row_shards: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What the sum of the rows' losses is divided by: a scalar on the device, made without waiting for it."""
+    """The divisor of the sum over the rows: a scalar on the device, computed without a synchronization."""
     if options.reduction != "mean":
         return torch.ones((), device=target.device)
     if isinstance(options.num_items, Tensor):
@@ -350,13 +339,13 @@ def _divisor(
         return torch.full((), options.num_items, dtype=torch.float32, device=target.device)
     counted = target != options.ignore_index
     if class_weight is None:
-        return sum_rows(counted.sum())
-    # A target outside the vocabulary, which turns its row's loss to NaN, counts as any other row.
-    return sum_rows(class_weight[target.clamp(0, class_weight.shape[0] - 1)].where(counted, 0.0).sum())
+        return sum_over_row_shards(counted.sum())
+    # A target outside the vocabulary turns its row's loss to NaN, and counts like any other.
+    return sum_over_row_shards(class_weight[target.clamp(0, class_weight.shape[0] - 1)].where(counted, 0.0).sum())
 
 
 def _drop_ignored(rows: _Rows, options: Options) -> tuple[_Rows, Tensor | None]:
-    """At most `max_targets` rows, those that are not ignored first and in order, and where they come from."""
+    """(at most `max_targets` rows, those that are not ignored first and in order; their indices, None for all)."""
     if options.max_targets is None or options.max_targets >= rows.target.shape[0]:
         return rows, None
     ignored = (rows.target == options.ignore_index).to(torch.uint8)
@@ -365,26 +354,26 @@ def _drop_ignored(rows: _Rows, options: Options) -> tuple[_Rows, Tensor | None]:
     return _Rows(rows.x.index_select(0, kept), rows.target[kept], weight), kept
 
 
-def _reduced(
-    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
-    options: Options,
+def _loss_of_rows(
+    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor,
+    shard: VocabularyShard, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The scalar loss, or the losses of the rows, and the predictions."""
+    """(the scalar loss, or the losses of the rows without a reduction; the predictions)."""
     if torch._C._are_functorch_transforms_active():
-        return _plain(rows, weight, bias, class_weight, divisor, cut, options)
-    budget = options.chunk_bytes
-    if budget is None:
-        budget = _CPU_CHUNK_BYTES if rows.x.device.type == "cpu" else _CHUNK_BYTES
+        return _reference(rows, weight, bias, class_weight, divisor, shard, options)
+    chunk_bytes = options.chunk_bytes
+    if chunk_bytes is None:
+        chunk_bytes = _CPU_CHUNK_BYTES if rows.x.device.type == "cpu" else _CHUNK_BYTES
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows.x, weight, bias)]
     tensors = (rows.x, weight, bias, rows.target, class_weight)
     # In the order of Settings.
     settings = (
         options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0,
-        budget, options.accumulate == "exact", options.predict,
-        cut.group, cut.ranks, cut.start, cut.total, cut.sum_dx, *wanted,
+        chunk_bytes, options.accumulate == "exact", options.predict,
+        shard.group, shard.ranks, shard.start, shard.total, shard.sum_dx, *wanted,
     )  # fmt: skip
-    # A probability divided by the number of rows is below what fp16 holds, until the loss scale multiplies it: that is
-    # known in the backward pass.
+    # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
+    # backward pass knows.
     if options.reduction == "none" or rows.x.dtype == torch.float16:
         losses, predictions = _rows_op(*tensors, *settings)
         losses = losses if rows.weight is None else losses * rows.weight
@@ -395,16 +384,16 @@ def _reduced(
     return loss, predictions
 
 
-def _plain(
-    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor, cut: Cut,
-    options: Options,
+def _reference(
+    rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor,
+    shard: VocabularyShard, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same in plain PyTorch, which is all that a transform of `torch.func` sees into."""
-    if cut.group:
+    """The same in plain PyTorch, for transforms of `torch.func`."""
+    if shard.group:
         raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
     z = functional.linear(rows.x, weight, bias)
     shape = LossOptions(options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0)
-    losses = plain_losses(z, rows.target, shape, class_weight)
+    losses = reference_losses(z, rows.target, shape, class_weight)
     losses = losses if rows.weight is None else losses * rows.weight
     predictions = z.argmax(-1).where(rows.target != options.ignore_index, -1)
     return (losses if options.reduction == "none" else losses.sum() / divisor), predictions

@@ -1,10 +1,10 @@
-"""A vocabulary cut into parts, of one process or of several, for `linear_cross_entropy`.
+"""Vocabulary-parallel `linear_cross_entropy`: each process of a group holds a shard of the vocabulary.
 
-Every part has its own columns of the logits. The loss of a row needs all of them, but only through a few numbers per
-row and part (`Statistics`): these are gathered, in a fixed order, and every process computes the same whole from them.
-The gradient of x is a sum over the parts; those of weight and bias stay with their part.
+Each process computes the logits of its own columns. The loss of a row needs all of them, but only through the few
+numbers of `Statistics`: the processes all-gather these in a fixed order, and each combines them to the same result. The
+gradient of x is a sum over the shards; the gradients of weight and bias stay with their shard.
 
-DTensors are cuts of this kind: a weight with placement Shard(0) is cut along its mesh dimension.
+A DTensor weight with placement Shard(0) is sharded in this way along its mesh dimension.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cross_entropy.statistics import Shard as Columns
-from ..cross_entropy.statistics import Statistics
+from ..cross_entropy.statistics import Columns, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The part of the vocabulary that this process holds.
+class VocabularyShard:
+    """The classes that this process holds.
 
     Attributes:
-        group: the name of the process group that holds the rest; empty for a process alone.
-        ranks: processes in it.
-        start: the first class of this part.
-        total: classes in all.
-        sum_dx: whether the gradient of x is summed over the group.
+        group: name of the process group that holds the vocabulary; empty if this process holds all of it.
+        ranks: processes in the group.
+        start: first class of this shard.
+        total: classes of the whole vocabulary.
+        sum_dx: whether to all-reduce the gradient of x over the group.
     """
 
     group: str
@@ -44,15 +43,15 @@ class Cut:
 
     @property
     def widest(self) -> int:
-        """Classes of the largest part: what all processes plan by, so that they exchange in step."""
+        """Classes of the largest shard: all processes plan their chunks by it, so that their collectives match."""
         return -(-self.total // self.ranks)
 
-    def part(self, offset: int) -> Columns:
-        """The columns from `offset` of this process's part on."""
+    def columns(self, offset: int) -> Columns:
+        """The columns of the vocabulary from column `offset` of this shard on."""
         return Columns(self.start + offset, self.total)
 
-    def whole(self, parts: Sequence[Statistics]) -> Statistics:
-        """The statistics of the whole vocabulary, from those of this process's parts and of the group's others."""
+    def gather_statistics(self, parts: Sequence[Statistics]) -> Statistics:
+        """Statistics over the whole vocabulary, from those over the parts of this shard and of the other processes'."""
         packed = torch.stack([_pack(part) for part in parts])
         if self.group and not packed.is_meta:
             packed = _pack(_combine(packed))[None]
@@ -60,119 +59,119 @@ class Cut:
             packed = torch.ops._c10d_functional.wait_tensor(gathered)
         return _combine(packed)
 
-    def start_sum(self, dx: Tensor) -> list[Tensor]:
-        """Begin to sum dx, in place, over the group; `finish_sum` waits for it."""
+    def start_all_reduce(self, dx: Tensor) -> list[Tensor]:
+        """Start to sum dx over the group, in place; returns what `wait_all` waits for."""
         if not (self.group and self.sum_dx) or dx.is_meta:
             return []
         return [torch.ops._c10d_functional.all_reduce_(dx, "sum", self.group)]
 
 
-def alone(vocabulary: int) -> Cut:
-    """The whole vocabulary in this process."""
-    return Cut("", 1, 0, vocabulary, False)
+def unsharded(vocabulary: int) -> VocabularyShard:
+    """The shard of a process that holds the whole vocabulary."""
+    return VocabularyShard("", 1, 0, vocabulary, False)
 
 
-def equal_cut(group: ProcessGroup, vocabulary: int) -> Cut:
-    """This process's part where every process of `group` holds `vocabulary` classes, in the order of their ranks."""
+def shard_of_group(group: ProcessGroup, vocabulary: int) -> VocabularyShard:
+    """The shard of this process if every process of `group` holds `vocabulary` classes, in the order of their ranks."""
     ranks = group.size()
-    return Cut(group.group_name, ranks, group.rank() * vocabulary, ranks * vocabulary, True)
+    return VocabularyShard(group.group_name, ranks, group.rank() * vocabulary, ranks * vocabulary, True)
 
 
-def finish_sum(pending: Sequence[Tensor]) -> None:
-    """Wait, on the device, for what `Cut.start_sum` began."""
+def wait_all(pending: Sequence[Tensor]) -> None:
+    """Let the current stream wait for the collectives that `VocabularyShard.start_all_reduce` started."""
     for tensor in pending:
         torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _pack(found: Statistics) -> Tensor:
-    """[4 or 5, N], in the order of the fields. fp32 holds the numbers of columns exactly up to 2^24."""
+    """The fields as one tensor [4 or 5, N], for one collective. fp32 holds column numbers up to 2^24 exactly."""
     dtype = found.largest.dtype
     return torch.stack([field.to(dtype) for field in found if field is not None])
 
 
 def _combine(packed: Tensor) -> Statistics:
-    """Statistics of the whole from those of its parts, [parts, fields, N]."""
+    """Statistics over the union of the parts [parts, fields, N]."""
     largest, log_sum, linear, share, *rest = packed.unbind(1)
     return Statistics.combined(Statistics(largest, log_sum, linear, share, rest[0].long() if rest else None))
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether x is a DTensor, without importing what defines it."""
+    """Whether x is a DTensor, without importing torch.distributed."""
     return hasattr(x, "placements") and hasattr(x, "device_mesh")
 
 
 @dataclass(frozen=True)
-class Localized:
-    """The tensors of this process, its cut, and what makes the result a DTensor again."""
+class LocalTensors:
+    """The tensors of this process, its shard of the vocabulary, and how results become DTensors again."""
 
     x: Tensor
     weight: Tensor
     target: Tensor
     bias: Tensor | None
     row_weight: Tensor | None
-    cut: Cut
-    sum_rows: Callable[[Tensor], Tensor]
-    wrap: Callable[[Tensor], Tensor]
+    shard: VocabularyShard
+    sum_over_row_shards: Callable[[Tensor], Tensor]
+    to_dtensor: Callable[[Tensor], Tensor]
 
 
-def localize(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> Localized:
-    """What a process computes from its parts of DTensors: `linear_cross_entropy` as DTensor's own operators would.
+def to_local_tensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> LocalTensors:
+    """The local tensors to compute with, so that `linear_cross_entropy` behaves like an operator of DTensor.
 
-    Along the mesh dimension that cuts weight by Shard(0), x is made whole, as in tensor parallelism; along the others
-    it may be cut by rows, as in data parallelism. Communication is DTensor's, hence that of x's gradient, too: a
+    Along the mesh dimension that shards weight by Shard(0), x is replicated, as in tensor parallelism. Along the others
+    its rows may be sharded, as in data parallelism. DTensor does the communication, of x's gradient too: a
     sequence-parallel x gets a reduce-scatter, not an all-reduce.
 
-    target and row_weight may be plain tensors where x is not cut by rows.
+    target and row_weight may be plain tensors if the rows of x are not sharded.
 
     Raises:
-        ValueError: x, weight and bias are not all DTensors of one mesh, or a placement has no meaning here.
+        ValueError: x, weight and bias are not all DTensors of one mesh, or a placement is not supported.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not isinstance(x, DTensor) or not isinstance(weight, DTensor) or x.device_mesh != weight.device_mesh:
-        raise ValueError(_MIXED.format(x=_place(x), weight=_place(weight)))
+        raise ValueError(_MIXED.format(x=_describe_placement(x), weight=_describe_placement(weight)))
     mesh = weight.device_mesh
     axis = _vocabulary_axis(weight)
     kept = [
         p if i != axis and p.is_shard() and not p.is_shard(x.dim() - 1) else Replicate()
         for i, p in enumerate(x.placements)
     ]
-    by_rows = [p.is_shard() for p in kept]
-    summed = [Partial() if cut else Replicate() for cut in by_rows]
-    d_head = [Partial() if cut else p for cut, p in zip(by_rows, weight.placements, strict=True)]
+    row_sharded = [p.is_shard() for p in kept]
+    summed = [Partial() if is_sharded else Replicate() for is_sharded in row_sharded]
+    d_head = [Partial() if is_sharded else p for is_sharded, p in zip(row_sharded, weight.placements, strict=True)]
     if bias is not None:
         if not isinstance(bias, DTensor) or bias.device_mesh != mesh:
-            raise ValueError(f"bias must be a DTensor of the mesh of weight, not {_place(bias)}")
+            raise ValueError(f"bias must be a DTensor of the mesh of weight, not {_describe_placement(bias)}")
         bias = bias.redistribute(placements=weight.placements).to_local(grad_placements=d_head)
     shape = x.shape[:-1]
     d_x = [Partial() if i == axis else p for i, p in enumerate(kept)]
     local = x.redistribute(placements=kept).to_local(grad_placements=d_x)
 
-    def of_rows(value: Any) -> Any:
+    def local_rows(value: Any) -> Any:
         if isinstance(value, DTensor):
             return value.redistribute(placements=kept).to_local()
-        if value is not None and any(by_rows):
-            raise ValueError(f"x is cut by rows, {x.placements}: target and row_weight must be DTensors, too")
+        if value is not None and any(row_sharded):
+            raise ValueError(f"the rows of x are sharded, {x.placements}: target and row_weight must be DTensors, too")
         return value
 
-    def sum_rows(value: Tensor) -> Tensor:
-        return value if not any(by_rows) else DTensor.from_local(value, mesh, summed, run_check=False).full_tensor()
+    def sum_over_row_shards(value: Tensor) -> Tensor:
+        return value if not any(row_sharded) else DTensor.from_local(value, mesh, summed, run_check=False).full_tensor()
 
-    def wrap(loss: Tensor) -> Tensor:
+    def to_dtensor(loss: Tensor) -> Tensor:
         if loss.dim() == 0:
             whole = DTensor.from_local(loss, mesh, summed, run_check=False)
             return whole.redistribute(placements=[Replicate()] * mesh.ndim)
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(loss, mesh, kept, run_check=False, shape=torch.Size(shape), stride=strides)
 
-    return Localized(
-        local, weight.to_local(grad_placements=d_head), of_rows(target), bias, of_rows(row_weight),
-        _cut_of(weight, axis), sum_rows, wrap,
+    return LocalTensors(
+        local, weight.to_local(grad_placements=d_head), local_rows(target), bias, local_rows(row_weight),
+        _shard_of_dtensor(weight, axis), sum_over_row_shards, to_dtensor,
     )  # fmt: skip
 
 
 def _vocabulary_axis(weight: DTensor) -> int | None:
-    """The mesh dimension that cuts the vocabulary; None where every process holds all of it."""
+    """The mesh dimension that shards the vocabulary; None if every process holds all of it."""
     from torch.distributed.tensor import Shard
 
     axes = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
@@ -184,21 +183,21 @@ def _vocabulary_axis(weight: DTensor) -> int | None:
     return axes[0] if axes else None
 
 
-def _cut_of(weight: DTensor, axis: int | None) -> Cut:
+def _shard_of_dtensor(weight: DTensor, axis: int | None) -> VocabularyShard:
     total = weight.shape[0]
     mesh = weight.device_mesh
     ranks = 1 if axis is None else mesh.size(axis)
     if axis is None or ranks == 1:
-        return alone(total)
-    # As Shard cuts: parts of one size, of which the last may be smaller.
+        return unsharded(total)
+    # As Shard(0) does: shards of one size, of which the last may be smaller.
     size = -(-total // ranks)
     if size * (ranks - 1) >= total:
         raise ValueError(f"weight has {total} classes for {ranks} processes, of which the last would have none")
     start = mesh.get_local_rank(axis) * size
-    return Cut(mesh.get_group(axis).group_name, ranks, start, total, False)
+    return VocabularyShard(mesh.get_group(axis).group_name, ranks, start, total, False)
 
 
-def _place(x: Any) -> str:
+def _describe_placement(x: Any) -> str:
     return f"a DTensor of {x.placements} on {x.device_mesh}" if is_dtensor(x) else "a plain tensor"
 
 
