@@ -12,23 +12,13 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, accumulator, describe, has_dtype
-from .._operator import register
+from .._operator import Operator, is_transformed, operator
 from .reduction import Reduction, check_options, divisors, refuse_double_backward, scaled, total
 from .reference import reference_losses
 from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of
 from .statistics import Options
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
-
-
-def _total(
-    logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if want_gradient else None
-    loss, predictions = _scalar_loss(logits, weight, target, items, mean, options, dlogits, predict)
-    return loss, logits.new_empty(0) if dlogits is None else dlogits, predictions
 
 
 def _scalar_loss(
@@ -59,28 +49,46 @@ def _contiguous(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if weight is None else weight.to(dtype).contiguous()
 
 
-def _total_fake(
-    logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dlogits = logits.new_empty(logits.shape if want_gradient else 0)
-    loss = logits.new_empty((), dtype=accumulator(logits.dtype))
-    return loss, dlogits, target.new_empty(target.shape if predict else 0)
+@operator(
+    f"cross_entropy(Tensor logits, Tensor? weight, Tensor target, Tensor? items, bool mean, {_OPTIONS}, "
+    "bool want_gradient, bool predict) -> (Tensor, Tensor, Tensor)"
+)
+class _ScalarLoss(Operator):
+    """The loss, its gradient for an incoming gradient of 1, and the predictions; empty where not wanted."""
 
+    @staticmethod
+    def forward(
+        logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
+        ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        options = Options(ignore_index, label_smoothing, z_loss, softcap)
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format) if want_gradient else None
+        loss, predictions = _scalar_loss(logits, weight, target, items, mean, options, dlogits, predict)
+        return loss, logits.new_empty(0) if dlogits is None else dlogits, predictions
 
-def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, dlogits, predictions = output
-    # Otherwise autograd would fill a zero tensor as the incoming gradient of the dlogits that forward returned.
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(dlogits, predictions)
-    ctx.save_for_backward(dlogits)
-    ctx.n_inputs = len(inputs)
+    @staticmethod
+    def fake(
+        logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool,
+        ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, want_gradient: bool, predict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dlogits = logits.new_empty(logits.shape if want_gradient else 0)
+        loss = logits.new_empty((), dtype=accumulator(logits.dtype))
+        return loss, dlogits, target.new_empty(target.shape if predict else 0)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, dlogits, predictions = output
+        # Otherwise autograd would fill a zero tensor as the incoming gradient of the dlogits that forward returned.
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(dlogits, predictions)
+        ctx.save_for_backward(dlogits)
+        ctx.n_inputs = len(inputs)
 
-def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward("cross_entropy")
-    rest: tuple[None, ...] = (None,) * (ctx.n_inputs - 1)
-    return None if grad is None else scaled(ctx.saved_tensors[0], grad), *rest
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("cross_entropy")
+        rest: tuple[None, ...] = (None,) * (ctx.n_inputs - 1)
+        return None if grad is None else scaled(ctx.saved_tensors[0], grad), *rest
 
 
 class _InPlace(torch.autograd.Function):
@@ -103,82 +111,81 @@ class _InPlace(torch.autograd.Function):
         return None if grad is None else scaled(ctx.saved_tensors[0], grad), *(None,) * 6
 
 
-def _rows(
-    logits: Tensor, weight: Tensor | None, target: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    results = loss, largest, log_sum, lse_weight, predictions = _rows_fake(
-        logits, weight, target, ignore_index, label_smoothing, z_loss, softcap, predict
-    )
-    cross_entropy_rows(
-        rows_of(logits), target.reshape(-1).contiguous(), None, loss.view(-1),
-        Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_contiguous(weight, loss.dtype),
-        largest=largest, log_sum=log_sum, lse_weight=None if weight is None else lse_weight,
-        prediction=predictions.view(-1) if predict else None, padding=False,
-    )  # fmt: skip
-    return results
-
-
-def _rows_fake(
-    logits: Tensor, weight: Tensor | None, target: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype, n_rows = accumulator(logits.dtype), target.numel()
-    return (
-        logits.new_empty(target.shape, dtype=dtype),
-        logits.new_empty(n_rows, dtype=dtype),
-        logits.new_empty(n_rows, dtype=dtype),
-        logits.new_empty(0 if weight is None else n_rows, dtype=dtype),
-        target.new_empty(target.shape if predict else 0),
-    )
-
-
-def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *statistics, predictions = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*statistics, predictions)
-    ctx.save_for_backward(*inputs[:3], *statistics)
-    ctx.options = inputs[3:-1]
-
-
-def _rows_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward("cross_entropy")
-    return None if grad is None else _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 7
-
-
-def _rows_bwd(
-    grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, largest: Tensor, log_sum: Tensor,
-    lse_weight: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-) -> Tensor:  # fmt: skip
-    dlogits, rows = _rows_bwd_fake(grad, logits), rows_of(logits)
-    cross_entropy_gradient(
-        rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(largest.dtype), largest, log_sum,
-        None if weight is None else lse_weight, Options(ignore_index, label_smoothing, z_loss, softcap),
-        weight=_contiguous(weight, largest.dtype), dz=dlogits.view(rows.shape), padding=False,
-    )  # fmt: skip
-    return dlogits
-
-
-def _rows_bwd_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-_total_op = register(
-    f"cross_entropy(Tensor logits, Tensor? weight, Tensor target, Tensor? items, bool mean, {_OPTIONS}, "
-    "bool want_gradient, bool predict) -> (Tensor, Tensor, Tensor)",
-    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
-)  # fmt: skip
-_rows_bwd_op = register(
+@operator(
     "cross_entropy_rows_bwd(Tensor grad, Tensor logits, Tensor? weight, Tensor target, Tensor largest, "
-    f"Tensor log_sum, Tensor lse_weight, {_OPTIONS}) -> Tensor",
-    _rows_bwd, _rows_bwd_fake,
-)  # fmt: skip
-_rows_op = register(
+    f"Tensor log_sum, Tensor lse_weight, {_OPTIONS}) -> Tensor"
+)
+class _RowLossesBackward(Operator):
+    """The gradient of the logits, from the statistics of their rows."""
+
+    @staticmethod
+    def forward(
+        grad: Tensor, logits: Tensor, weight: Tensor | None, target: Tensor, largest: Tensor, log_sum: Tensor,
+        lse_weight: Tensor,
+        ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        dlogits, rows = _RowLossesBackward.fake(grad, logits), rows_of(logits)
+        cross_entropy_gradient(
+            rows, target.reshape(-1).contiguous(), grad.reshape(-1).to(largest.dtype), largest, log_sum,
+            None if weight is None else lse_weight, Options(ignore_index, label_smoothing, z_loss, softcap),
+            weight=_contiguous(weight, largest.dtype), dz=dlogits.view(rows.shape), padding=False,
+        )  # fmt: skip
+        return dlogits
+
+    @staticmethod
+    def fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+        return logits.new_empty(logits.shape)
+
+
+@operator(
     f"cross_entropy_rows(Tensor logits, Tensor? weight, Tensor target, {_OPTIONS}, bool predict)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
-)  # fmt: skip
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+class _RowLosses(Operator):
+    """The losses of the rows, their statistics and the predictions; empty where not wanted."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, weight: Tensor | None, target: Tensor,
+        ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        results = loss, largest, log_sum, lse_weight, predictions = _RowLosses.fake(
+            logits, weight, target, ignore_index, label_smoothing, z_loss, softcap, predict
+        )
+        cross_entropy_rows(
+            rows_of(logits), target.reshape(-1).contiguous(), None, loss.view(-1),
+            Options(ignore_index, label_smoothing, z_loss, softcap), False, weight=_contiguous(weight, loss.dtype),
+            largest=largest, log_sum=log_sum, lse_weight=None if weight is None else lse_weight,
+            prediction=predictions.view(-1) if predict else None, padding=False,
+        )  # fmt: skip
+        return results
+
+    @staticmethod
+    def fake(
+        logits: Tensor, weight: Tensor | None, target: Tensor,
+        ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, predict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dtype, n_rows = accumulator(logits.dtype), target.numel()
+        return (
+            logits.new_empty(target.shape, dtype=dtype),
+            logits.new_empty(n_rows, dtype=dtype),
+            logits.new_empty(n_rows, dtype=dtype),
+            logits.new_empty(0 if weight is None else n_rows, dtype=dtype),
+            target.new_empty(target.shape if predict else 0),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, *statistics, predictions = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*statistics, predictions)
+        ctx.save_for_backward(*inputs[:3], *statistics)
+        ctx.options = inputs[3:-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("cross_entropy")
+        return None if grad is None else _RowLossesBackward.apply(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 7
 
 
 class LossAndPredictions(NamedTuple):
@@ -296,14 +303,14 @@ def _cross_entropy(
     num_items: int | Tensor | None, reuse_logits: bool, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, predictions if asked for)."""
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed():
         return _reference(logits, target, weight, options, reduction, num_items)
     flags = (options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
     trained = torch.is_grad_enabled() and logits.requires_grad
     # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
     # backward pass knows.
     if reduction == "none" or (trained and logits.dtype == torch.float16):
-        loss, *_, predictions = _rows_op(logits, weight, target, *flags, predict)
+        loss, *_, predictions = _RowLosses.apply(logits, weight, target, *flags, predict)
         if reduction == "mean":
             loss = loss.sum() / _divisor(target, weight, options.ignore_index, num_items).to(loss.dtype)
         return loss.sum() if reduction == "sum" else loss, predictions
@@ -314,7 +321,9 @@ def _cross_entropy(
             logits, weight, target, items, reduction == "mean", options, predict
         )
         return reused
-    loss, _, predictions = _total_op(logits, weight, target, items, reduction == "mean", *flags, trained, predict)
+    loss, _, predictions = _ScalarLoss.apply(
+        logits, weight, target, items, reduction == "mean", *flags, trained, predict
+    )
     return loss, predictions
 
 

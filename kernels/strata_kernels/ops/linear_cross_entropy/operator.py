@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._launch import accumulator
-from .._operator import register
+from .._operator import Operator, is_transformed, operator
 from ..cross_entropy import LossAndPredictions
 from ..cross_entropy.reduction import Reduction, refuse_double_backward, scaled
 from ..cross_entropy.reference import reference_losses
@@ -48,100 +48,101 @@ def _empty_results(x: Tensor, weight: Tensor, settings: Settings) -> tuple[Tenso
     )
 
 
-def _total(
-    divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    # A divisor of fp64 would carry its dtype into the loss.
-    divisor = divisor.to(accumulator(x.dtype))
-    scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
-    loss, *rest = losses_and_gradients(x, weight, bias, target, class_weight, scale, Settings(*settings))
-    total = (loss if row_weight is None else loss * row_weight).sum() / divisor
-    dx, dw, db, prediction = rest
-    return total, dx, dw, db, prediction
-
-
-def _total_fake(
-    divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    settings = Settings(*rest[_N_TENSORS - 2 :])
-    return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_results(x, weight, settings)
-
-
-def _total_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *gradients, _ = output
-    # Otherwise autograd would fill a zero tensor as the incoming gradient of the dW that forward returned.
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*gradients)
-    ctx.wanted = inputs[-3:]
-    ctx.n_inputs = len(inputs)
-
-
-def _total_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward("linear_cross_entropy")
-    nothing: tuple[None, ...] = (None,) * ctx.n_inputs
-    if grad is None:
-        return nothing
-    dx, dw, db = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    return None, None, dx, dw, db, *nothing[5:]
-
-
-def _rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    no_gradients = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
-    unread = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
-    found = losses_and_gradients(x, weight, bias, target, class_weight, unread, no_gradients)
-    return found.loss, found.prediction
-
-
-def _rows_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, prediction = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
-    return x.new_empty(x.shape[0], dtype=accumulator(x.dtype)), prediction
-
-
-def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:_N_TENSORS])
-    ctx.settings = inputs[_N_TENSORS:]
-
-
-def _rows_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    refuse_double_backward("linear_cross_entropy")
-    gradients: tuple[Tensor, ...] = _rows_bwd_op(grad, *ctx.saved_tensors, *ctx.settings)
-    wanted = (g if want else None for g, want in zip(gradients, ctx.settings[-3:], strict=True))
-    return *wanted, *(None,) * (_N_TENSORS - 3 + len(ctx.settings))
-
-
-def _rows_bwd(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    found = losses_and_gradients(
-        x, weight, bias, target, class_weight, grad, replace(Settings(*settings), predict=False)
-    )
-    return found.dx, found.dw, found.db
-
-
-def _rows_bwd_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dw, db, _ = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
-    return dx, dw, db
-
-
-_total_op = register(
+@operator(
     f"linear_cross_entropy(Tensor divisor, Tensor? row_weight, {_TENSORS}, {_SETTINGS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _total, _total_fake, setup_context=_total_setup, backward=_total_backward,
-)  # fmt: skip
-_rows_bwd_op = register(
-    f"linear_cross_entropy_rows_bwd(Tensor grad, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-    _rows_bwd, _rows_bwd_fake,
-)  # fmt: skip
-_rows_op = register(
-    f"linear_cross_entropy_rows({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
-    _rows, _rows_fake, setup_context=_rows_setup, backward=_rows_backward,
-)  # fmt: skip
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+class _ScalarLoss(Operator):
+    """The loss, dx, dW and db for an incoming gradient of 1, and the predictions; empty where not wanted."""
+
+    @staticmethod
+    def forward(
+        divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        class_weight: Tensor | None, *settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        # A divisor of fp64 would carry its dtype into the loss.
+        divisor = divisor.to(accumulator(x.dtype))
+        scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
+        losses, *rest = losses_and_gradients(x, weight, bias, target, class_weight, scale, Settings(*settings))
+        dx, dw, db, predictions = rest
+        loss = (losses if row_weight is None else losses * row_weight).sum() / divisor
+        return loss, dx, dw, db, predictions
+
+    @staticmethod
+    def fake(divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        settings = Settings(*rest[_N_TENSORS - 2 :])
+        return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_results(x, weight, settings)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, *gradients, _ = output
+        # Otherwise autograd would fill a zero tensor as the incoming gradient of the dW that forward returned.
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*gradients)
+        ctx.wanted = inputs[-3:]
+        ctx.n_inputs = len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_cross_entropy")
+        nothing: tuple[None, ...] = (None,) * ctx.n_inputs
+        if grad is None:
+            return nothing
+        dx, dw, db = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        return None, None, dx, dw, db, *nothing[5:]
+
+
+@operator(f"linear_cross_entropy_rows_bwd(Tensor grad, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)")
+class _RowLossesBackward(Operator):
+    """dx, dW and db, with the logits computed once more; empty where not wanted."""
+
+    @staticmethod
+    def forward(
+        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+        *settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        no_predictions = replace(Settings(*settings), predict=False)
+        found = losses_and_gradients(x, weight, bias, target, class_weight, grad, no_predictions)
+        return found.dx, found.dw, found.db
+
+    @staticmethod
+    def fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dx, dw, db, _ = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
+        return dx, dw, db
+
+
+@operator(f"linear_cross_entropy_rows({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)")
+class _RowLosses(Operator):
+    """The losses of the rows and the predictions."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        no_gradients = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
+        # Nothing reads the scale of the losses without a gradient.
+        scale = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
+        found = losses_and_gradients(x, weight, bias, target, class_weight, scale, no_gradients)
+        return found.loss, found.prediction
+
+    @staticmethod
+    def fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *_, prediction = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
+        return x.new_empty(x.shape[0], dtype=accumulator(x.dtype)), prediction
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:_N_TENSORS])
+        ctx.settings = inputs[_N_TENSORS:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_cross_entropy")
+        gradients: tuple[Tensor, ...] = _RowLossesBackward.apply(grad, *ctx.saved_tensors, *ctx.settings)
+        wanted = (g if want else None for g, want in zip(gradients, ctx.settings[-3:], strict=True))
+        return *wanted, *(None,) * (_N_TENSORS - 3 + len(ctx.settings))
 
 
 def linear_cross_entropy(
@@ -284,10 +285,10 @@ def _linear_cross_entropy(
     x, weight, bias = autocast(x, weight, bias)
     check_dtypes(x, weight, bias)
 
-    wide = accumulator(x.dtype)
+    dtype = accumulator(x.dtype)
     labels = target.reshape(-1).contiguous()
-    rows = _Rows(x.reshape(-1, x.shape[-1]), labels, None if row_weight is None else row_weight.reshape(-1).to(wide))
-    class_weight = None if class_weight is None else class_weight.to(wide).contiguous()
+    rows = _Rows(x.reshape(-1, x.shape[-1]), labels, None if row_weight is None else row_weight.reshape(-1).to(dtype))
+    class_weight = None if class_weight is None else class_weight.to(dtype).contiguous()
     divisor = _divisor(labels, class_weight, options, local.sum_over_row_shards)
     if class_weight is not None:
         class_weight = class_weight[local.shard.start : local.shard.start + weight.shape[0]]
@@ -359,7 +360,7 @@ def _loss_of_rows(
     shard: VocabularyShard, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(the scalar loss, or the losses of the rows without a reduction; the predictions)."""
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed():
         return _reference(rows, weight, bias, class_weight, divisor, shard, options)
     chunk_bytes = options.chunk_bytes
     if chunk_bytes is None:
@@ -375,12 +376,12 @@ def _loss_of_rows(
     # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
     # backward pass knows.
     if options.reduction == "none" or rows.x.dtype == torch.float16:
-        losses, predictions = _rows_op(*tensors, *settings)
+        losses, predictions = _RowLosses.apply(*tensors, *settings)
         losses = losses if rows.weight is None else losses * rows.weight
         if options.reduction == "none":
             return losses, predictions
         return losses.sum() / divisor.to(losses.dtype), predictions
-    loss, *_, predictions = _total_op(divisor, rows.weight, *tensors, *settings)
+    loss, *_, predictions = _ScalarLoss.apply(divisor, rows.weight, *tensors, *settings)
     return loss, predictions
 
 
