@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import cross_entropy, cross_entropy_with_predictions
 from strata_kernels.ops._launch import recording, takes_kernel
+from strata_kernels.ops.cross_entropy.row_statistics import Columns, Options, Statistics, losses_of
 from strata_kernels.ops.cross_entropy.rows import padded_width, partial_gradient, partial_statistics, rows_of
-from strata_kernels.ops.cross_entropy.statistics import Columns, Options, Statistics, losses_of
 from strata_kernels.warmup.plan import record
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ

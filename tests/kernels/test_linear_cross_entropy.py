@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import linear_cross_entropy, linear_cross_entropy_with_predictions
+from strata_kernels.ops import linear_cross_entropy as operators
 from strata_kernels.ops._launch import takes_kernel
+from strata_kernels.ops.cross_entropy.row_statistics import Options
 from strata_kernels.ops.cross_entropy.rows import cross_entropy_rows
-from strata_kernels.ops.cross_entropy.statistics import Options
 from strata_kernels.ops.linear_cross_entropy import chunks, memory
-from strata_kernels.ops.linear_cross_entropy import operator as operators
 from strata_kernels.ops.linear_cross_entropy.memory import plan_rows
 from strata_kernels.patch.forwards import _causal_lm_loss as causal_lm_loss
 

@@ -1,7 +1,7 @@
 """Losses of rows of logits and their gradients, which `cross_entropy` and `linear_cross_entropy` are made of.
 
 Four functions take logits to losses and gradients, over whole rows or over some columns of the vocabulary. Each runs
-the kernel of `kernels`, or `reference` in plain PyTorch where the kernel does not run.
+`row_kernel`, or `row_reference` in plain PyTorch where the kernel does not run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from .._launch import accumulator, launch, multiprocessors, takes_kernel
-from .kernels import cross_entropy_kernel
-from .reference import reference_gradient, reference_statistics
-from .statistics import Columns, Options, Statistics, losses_of
+from .row_kernel import cross_entropy_kernel
+from .row_reference import reference_gradient, reference_statistics
+from .row_statistics import Columns, Options, Statistics, losses_of
 
 # Rows of a padded buffer start at multiples of so many elements: matrix products and the kernel move 16 bytes at once.
 _ALIGNMENT = 64

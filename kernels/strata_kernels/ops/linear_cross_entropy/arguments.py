@@ -14,7 +14,7 @@ from .vocabulary_parallel import VocabularyShard
 Accumulate = Literal["exact", "lean"]
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of a call."""
 
     ignore_index: int
@@ -29,7 +29,7 @@ class Options(NamedTuple):
     predict: bool
 
 
-def check_linear_options(options: Options) -> None:
+def check_linear_options(options: CallOptions) -> None:
     """Raise ValueError for an option that does not fit."""
     check_options(options.label_smoothing, options.softcap, options.reduction, options.num_items)
     if options.accumulate not in get_args(Accumulate):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator
+from ..cross_entropy.row_statistics import Options, Statistics, losses_of
 from ..cross_entropy.rows import cross_entropy_rows, partial_gradient, partial_statistics
-from ..cross_entropy.statistics import Options, Statistics, losses_of
 from .memory import WeightGradient, add_product, logits_view, place_panels, plan_rows
 from .vocabulary_parallel import VocabularyShard, wait_all
 

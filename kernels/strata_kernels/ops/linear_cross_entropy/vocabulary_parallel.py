@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cross_entropy.statistics import Columns, Statistics
+from ..cross_entropy.row_statistics import Columns, Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,12 +66,12 @@ class VocabularyShard:
         return [torch.ops._c10d_functional.all_reduce_(dx, "sum", self.group)]
 
 
-def unsharded(vocabulary: int) -> VocabularyShard:
+def _unsharded(vocabulary: int) -> VocabularyShard:
     """The shard of a process that holds the whole vocabulary."""
     return VocabularyShard("", 1, 0, vocabulary, False)
 
 
-def shard_of_group(group: ProcessGroup, vocabulary: int) -> VocabularyShard:
+def _shard_of_group(group: ProcessGroup, vocabulary: int) -> VocabularyShard:
     """The shard of this process if every process of `group` holds `vocabulary` classes, in the order of their ranks."""
     ranks = group.size()
     return VocabularyShard(group.group_name, ranks, group.rank() * vocabulary, ranks * vocabulary, True)
@@ -91,8 +91,8 @@ def _pack(found: Statistics) -> Tensor:
 
 def _combine(packed: Tensor) -> Statistics:
     """Statistics over the union of the parts [parts, fields, N]."""
-    largest, log_sum, linear, share, *rest = packed.unbind(1)
-    return Statistics.combined(Statistics(largest, log_sum, linear, share, rest[0].long() if rest else None))
+    largest, log_sum, linear, lse_weight, *rest = packed.unbind(1)
+    return Statistics.combined(Statistics(largest, log_sum, linear, lse_weight, rest[0].long() if rest else None))
 
 
 def is_dtensor(x: object) -> bool:
@@ -114,7 +114,30 @@ class LocalTensors:
     to_dtensor: Callable[[Tensor], Tensor]
 
 
-def to_local_tensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> LocalTensors:
+def local_tensors(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+    group: ProcessGroup | None,
+) -> LocalTensors:  # fmt: skip
+    """The tensors that this process computes with: its shards of DTensors, or plain tensors as they are.
+
+    Raises:
+        ValueError: a group is given with DTensors, or as `_local_of_dtensors` says.
+    """
+    if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
+        if group is not None:
+            raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
+        return _local_of_dtensors(x, weight, target, bias, row_weight)
+    shard = _unsharded(weight.shape[0])
+    if group is not None and group.size() > 1:
+        shard = _shard_of_group(group, weight.shape[0])
+    return LocalTensors(x, weight, target, bias, row_weight, shard, _identity, _identity)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> LocalTensors:
     """The local tensors to compute with, so that `linear_cross_entropy` behaves like an operator of DTensor.
 
     Along the mesh dimension that shards weight by Shard(0), x is replicated, as in tensor parallelism. Along the others
@@ -188,7 +211,7 @@ def _shard_of_dtensor(weight: DTensor, axis: int | None) -> VocabularyShard:
     mesh = weight.device_mesh
     ranks = 1 if axis is None else mesh.size(axis)
     if axis is None or ranks == 1:
-        return unsharded(total)
+        return _unsharded(total)
     # As Shard(0) does: shards of one size, of which the last may be smaller.
     size = -(-total // ranks)
     if size * (ranks - 1) >= total:

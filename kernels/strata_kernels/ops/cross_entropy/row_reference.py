@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._launch import accumulator
-from .kernels import LOWEST
-from .statistics import Columns, Options, Statistics
+from .row_kernel import LOWEST
+from .row_statistics import Columns, Options, Statistics
 
 
 def reference_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | None) -> Tensor:
