@@ -1,1 +1,1 @@
-"""The operators, a file each: formulas, kernels, host functions, reference, registration, public function."""
+"""The operators, a file or package each: formulas, kernels, host functions, reference, `@operator`, public function."""
