@@ -30,20 +30,20 @@ class Tile:
         block: logits of a part of a row, which one program takes.
         warps: of a program.
         registers: of a thread, at most.
-        distance: programs per multiprocessor between the statistics of a part and its gradient. More than run at once,
-            so that no program waits for long; few enough that the logits in between stay in L2.
+        distance_per_sm: programs per multiprocessor between the statistics of a part and its gradient. More than run
+            at once, so that no program waits for long; few enough that the logits in between stay in L2.
     """
 
     itemsize: int
     block: int
     warps: int
     registers: int
-    distance: int
+    distance_per_sm: int
 
 
 _TILES = (
-    Tile(itemsize=2, block=4096, warps=4, registers=64, distance=11),
-    Tile(itemsize=4, block=2048, warps=4, registers=64, distance=11),
+    Tile(itemsize=2, block=4096, warps=4, registers=64, distance_per_sm=11),
+    Tile(itemsize=4, block=2048, warps=4, registers=64, distance_per_sm=11),
 )
 
 
@@ -172,7 +172,7 @@ def _launch_rows(
             raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
         words = z.new_zeros(words_per_part * n_parts, dtype=torch.int64)
         weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
-        distance = min(n_parts, parts + tile.distance * multiprocessors(z.device))
+        distance = min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
     launch(
         cross_entropy_kernel, (n_parts + distance,),
         z, dz, target, weight, weight_sum, scale,
