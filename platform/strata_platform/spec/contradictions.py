@@ -360,6 +360,11 @@ def _data(data: Data) -> Iterator[Contradiction]:
         )
         for field, value in (("subset", data.subset), ("revision", data.revision))
     )
+    yield Contradiction(
+        data.document_separator is not None and data.documents != "file",
+        ("data.document_separator", "data.documents"),
+        f"set, but data.documents '{data.documents}' divides text files, too; leave one of them out",
+    )
 
 
 def _tasks(evaluation: Evaluation) -> Iterator[Contradiction]:

@@ -10,7 +10,8 @@ from strata_platform.spec.fields import Flag, Integer, Number, Section, Sources,
 
 BUILTIN_SOURCES = ("python-docs",)
 COMPRESSIONS = (".gz", ".bz2", ".xz")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", *TEXT_SUFFIXES)
 DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _SUFFIXES for packed in ("", *COMPRESSIONS))
 """Ends of the names of data files."""
 
@@ -21,7 +22,16 @@ class Data(Section):
     source: Sources = Field(
         "python-docs",
         description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
-        ".json, .parquet, .csv or .txt; several as a list. Credentials come from the environment.",
+        ".json, .parquet or .csv, or of text: .txt, .md, .rst; several as a list. Credentials come from the "
+        "environment.",
+    )
+    documents: Literal["file", "paragraph", "line"] = Field(
+        "file",
+        description="What a document is in a text file. Paragraphs are divided by blank lines. Documents are trained "
+        "apart: none attends to another.",
+    )
+    document_separator: Text | None = Field(
+        None, description="Text that divides the documents of a text file, such as `<|endoftext|>`."
     )
     subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
     split: Text = Field(

@@ -59,6 +59,11 @@ class DocumentBuffer:
         """Sample number of each document: [D], int64."""
         return np.array(self._samples, dtype=np.int64)
 
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each document: [D], int64."""
+        return np.array(self._lengths, dtype=np.int64)
+
     def document(self, index: int) -> Encoded:
         """The document that was added as number `index`."""
         ids, targets = self._memory_map()
@@ -90,7 +95,7 @@ class DocumentBuffer:
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
         (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row.
         """
-        lengths = np.array(self._lengths, dtype=np.int64)
+        lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         chosen = lengths[documents]
         groups = chosen.reshape(-1, group_size).sum(axis=1)

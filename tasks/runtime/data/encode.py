@@ -5,10 +5,13 @@ token boundary, and the prompt has the same tokens as at inference: no token mer
 of its completion. Byte-level tokenizers support this directly. A tokenizer that puts a space before every text, as
 SentencePiece does, gets a line break before each later segment, whose tokens are then removed; if the line break merges
 with the segment's first characters, another character. A segment that merges with all of them is rejected.
+
+A long segment is tokenized in pieces that have the tokens of the whole, so that memory does not grow with its length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +20,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tasks.runtime.data.formats import Document
 from tasks.runtime.data.rows import RowError
+from tasks.runtime.data.text_files import pieces
 
 # Tried in this order. Most vocabularies have the last one as bytes only, which merge with nothing.
 _ANCHORS = ("\n", "x", "0", "¬")
 _PROBE = "a"
+# Characters in one call of the tokenizer, which takes some hundred bytes per token.
+_CALL = 1 << 22
+
+Ids = npt.NDArray[np.int32]
+_How = tuple[bool, bool]
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Encoded:
     that the model generates.
     """
 
-    ids: npt.NDArray[np.int32]
+    ids: Ids
     targets: npt.NDArray[np.bool_]
     completion_span: tuple[int, int]
 
@@ -48,6 +57,8 @@ class Encoder:
         # Ids of the last tokens of the assistant's turns in chats so far.
         self.turn_end_ids: set[int] = set()
         self.prefix_ids = self._prefix_ids()
+        self._prefix = np.array(self.prefix_ids, dtype=np.int32)
+        self._end = np.array([tokenizer.eos_token_id], dtype=np.int32)
         self._concatenates = self._decodes_concatenated(self._tokenize([_PROBE])[0])
         self._anchors = self._known_anchors()
         if not self._concatenates and not self._decodes_concatenated(self._continue([_PROBE])[0]):
@@ -58,73 +69,128 @@ class Encoder:
 
     def encode(self, documents: list[Document]) -> list[Encoded]:
         """Encode documents in order. Raises RowError when a document cannot be split into segments."""
-        first = self._tokenize([document.segments[0].text for document in documents])
-        continuations = iter(
-            self._continue([segment.text for document in documents for segment in document.segments[1:]])
-        )
+        # Texts by how they are tokenized: whether a document begins with them, and what special tokens in them mean.
+        texts: dict[_How, list[str]] = {}
+        order: list[list[list[_How]]] = []
+        for document in documents:
+            begins = document.begins
+            order.append([])
+            for segment in document.segments:
+                order[-1].append([])
+                for text in pieces(segment.text):
+                    how = (begins, segment.control)
+                    texts.setdefault(how, []).append(text)
+                    order[-1][-1].append(how)
+                    begins = False
+        ids = {
+            how: iter(self._tokenize(found, control=how[1]) if how[0] else self._continue(found, control=how[1]))
+            for how, found in texts.items()
+        }
         return [
-            self._concatenate(document, [first_ids, *(next(continuations) for _ in document.segments[1:])])
-            for document, first_ids in zip(documents, first, strict=True)
+            self._concatenate(document, [_joined([next(ids[how]) for how in texts_of]) for texts_of in segments])
+            for document, segments in zip(documents, order, strict=True)
         ]
 
-    def _concatenate(self, document: Document, pieces: list[list[int]]) -> Encoded:
+    def _concatenate(self, document: Document, segments: list[Ids]) -> Encoded:
+        parts: list[Ids] = []
+        targets: list[npt.NDArray[np.bool_]] = []
+        adds_special_tokens = not document.has_special_tokens
         # A text that was rendered beforehand may contain the leading special tokens; they must not be added twice.
-        has_prefix = pieces[0][: len(self.prefix_ids)] == self.prefix_ids
-        ids: list[int] = [] if document.has_special_tokens or has_prefix else list(self.prefix_ids)
-        targets = [False] * len(ids)
+        if adds_special_tokens and document.begins and segments[0][: self._prefix.size].tolist() != self.prefix_ids:
+            parts.append(self._prefix)
+            targets.append(np.zeros(self._prefix.size, dtype=np.bool_))
+        length = sum(part.size for part in parts)
         completion_span = (0, 0)
-        for segment, piece in zip(document.segments, pieces, strict=True):
+        for segment, ids in zip(document.segments, segments, strict=True):
             if segment.generated:
-                completion_span = (len(ids), len(ids) + len(piece))
-                if document.has_special_tokens and piece:
-                    self.turn_end_ids.add(piece[-1])
-            ids += piece
-            targets += [segment.generated] * len(piece)
-        if not document.has_special_tokens and ids[-1:] != [self._tokenizer.eos_token_id]:
-            ids.append(self._tokenizer.eos_token_id)
-            targets.append(True)
-        learned = np.ones(len(ids), dtype=np.bool_) if self._learn_all else np.array(targets, dtype=np.bool_)
-        learned[:1] = False
-        return Encoded(np.array(ids, dtype=np.int32), learned, completion_span)
+                completion_span = (length, length + ids.size)
+                if document.has_special_tokens and ids.size:
+                    self.turn_end_ids.add(int(ids[-1]))
+            parts.append(ids)
+            targets.append(np.full(ids.size, segment.generated))
+            length += ids.size
+        if adds_special_tokens and document.ends and segments[-1][-1:].tolist() != self._end.tolist():
+            parts.append(self._end)
+            targets.append(np.ones(1, dtype=np.bool_))
+        ids = np.concatenate(parts)
+        learned = np.ones(ids.size, dtype=np.bool_) if self._learn_all else np.concatenate(targets)
+        if document.begins:
+            learned[:1] = False
+        return Encoded(ids, learned, completion_span)
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return list(encoded["input_ids"])
+    def _tokenize(self, texts: list[str], *, control: bool = True) -> list[Ids]:
+        """Token ids of each text. control: special tokens that the texts contain are recognized as such."""
+        found: list[Ids] = []
+        for batch in _batches(texts):
+            encoded = self._tokenizer(
+                batch,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                split_special_tokens=not control,
+                verbose=False,
+            )
+            found += [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        return found
 
-    def _continue(self, texts: list[str]) -> list[list[int]]:
+    def _continue(self, texts: list[str], *, control: bool = True) -> list[Ids]:
         """Tokens of texts that continue another one. Raises RowError for a text that merges with every anchor."""
         if self._concatenates:
-            return self._tokenize(texts)
-        pieces: dict[int, list[int]] = {}
+            return self._tokenize(texts, control=control)
+        found: dict[int, Ids] = {}
         left = list(range(len(texts)))
         for anchor, begin in self._anchors.items():
-            for index, ids in zip(left, self._tokenize([anchor + texts[index] for index in left]), strict=True):
-                if ids[: len(begin)] == begin:
-                    pieces[index] = ids[len(begin) :]
-            left = [index for index in left if index not in pieces]
+            continued = self._tokenize([anchor + texts[index] for index in left], control=control)
+            for index, ids in zip(left, continued, strict=True):
+                if np.array_equal(ids[: begin.size], begin):
+                    found[index] = ids[begin.size :]
+            left = [index for index in left if index not in found]
         if left:
             raise RowError(
                 f"the tokenizer's tokens of {texts[left[0]][:20]!r} depend on the text before them, so the prompt "
                 "cannot be separated from the completion"
             )
-        return [pieces[index] for index in range(len(texts))]
+        return [found[index] for index in range(len(texts))]
 
-    def _known_anchors(self) -> dict[str, list[int]]:
+    def _known_anchors(self) -> dict[str, Ids]:
         """Anchors and their token ids, without unknown ones: these may merge with other unknown characters."""
         tokens = dict(zip(_ANCHORS, self._tokenize(list(_ANCHORS)), strict=True))
         return {anchor: ids for anchor, ids in tokens.items() if self._tokenizer.unk_token_id not in ids}
 
-    def _decodes_concatenated(self, following: list[int]) -> bool:
-        joined = self._tokenize([_PROBE])[0] + following
+    def _decodes_concatenated(self, following: Ids) -> bool:
+        joined = np.concatenate([self._tokenize([_PROBE])[0], following])
         return str(self._tokenizer.decode(joined, clean_up_tokenization_spaces=False)) == _PROBE * 2
 
     def _prefix_ids(self) -> list[int]:
         """Ids that the tokenizer puts before a text by default: usually the beginning-of-sequence token, or none."""
-        plain = self._tokenize([_PROBE])[0]
+        plain = self._tokenize([_PROBE])[0].tolist()
         whole = self._tokenizer([_PROBE], verbose=False)["input_ids"][0]
         return list(whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)])
+
+
+def _joined(pieces: list[Ids]) -> Ids:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if characters + len(text) > _CALL and batch:
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch
+
+
+def join(first: Encoded, second: Encoded) -> Encoded:
+    """One document of two parts of it."""
+    return Encoded(
+        np.concatenate([first.ids, second.ids]),
+        np.concatenate([first.targets, second.targets]),
+        (first.completion_span[0], len(first) + second.completion_span[1]),
+    )
 
 
 def split_long(encoded: Encoded, length: int) -> list[Encoded]:

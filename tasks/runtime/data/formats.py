@@ -28,18 +28,29 @@ from tasks.runtime.data.tools import tools_of
 
 
 class Segment(NamedTuple):
-    """A piece of text that is tokenized separately. generated: the model has to generate it, so it carries loss."""
+    """A piece of text that is tokenized separately.
+
+    generated: the model has to generate it, so it carries loss.
+    control: special tokens that it contains are control tokens; otherwise they are text like any other.
+    """
 
     text: str
     generated: bool
+    control: bool = True
 
 
 @dataclass(frozen=True)
 class Document:
-    """Segments in order. has_special_tokens: a template rendered the text, so no special tokens are added around it."""
+    """Segments in order.
+
+    has_special_tokens: a template rendered the text, so no special tokens are added around it.
+    begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
+    """
 
     segments: tuple[Segment, ...]
     has_special_tokens: bool
+    begins: bool = True
+    ends: bool = True
 
 
 ToDocuments = Callable[[Row], list[Document]]
@@ -164,7 +175,9 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
 
 def _text(row: Row, column: str) -> list[Document]:
     text = row.text(column)
-    return [Document((Segment(text, True),), has_special_tokens=False)] if text.strip() else []
+    if row.begins and row.ends and not text.strip():
+        return []
+    return [Document((Segment(text, True),), has_special_tokens=False, begins=row.begins, ends=row.ends)]
 
 
 def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> list[Document]:

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData, Sample
 from tasks.runtime.data.document_buffer import DocumentBuffer
-from tasks.runtime.data.encode import Encoded, Encoder, split_long, truncate
+from tasks.runtime.data.encode import Encoded, Encoder
+from tasks.runtime.data.encode_rows import Report, encode_rows, numbered, raise_unless_skipping
 from tasks.runtime.data.fingerprint import recipe_digest
-from tasks.runtime.data.formats import Document, Format, choose_format, make_format, raw_text
-from tasks.runtime.data.prepared_manifest import SKIP_REASONS, Manifest, Split
+from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
+from tasks.runtime.data.prepared_manifest import Manifest, Split
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.text_files import pieces
 from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, trains_tokenizer
+from tasks.runtime.data.validation import hold_out, uniform
 
-Report = Callable[[str], None]
-Rows = Callable[[], Iterator[Row]]
-# A row's number and name, and its documents.
-_RowDocuments = tuple[int, str, list[Document]]
+Rows = Callable[[], Iterator[tuple[int, Row]]]
 
-_BATCH = 512
 # Rows that are read to choose the format.
 _FORMAT_ROWS = 100
 _MAX_GENERATION_SAMPLES = 64
-_SECONDS_BETWEEN_REPORTS = 10.0
+# Texts are short if a row has more than this many times the median's tokens.
+_SHORT = 16
 
 
 def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
@@ -81,10 +77,10 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     for note in source.notes:
         report(f"{source.name}: {note}")
 
-    def rows() -> Iterator[Row]:
-        return islice(source.rows(), recipe.data.max_samples)
+    def rows() -> Iterator[tuple[int, Row]]:
+        return numbered(source.rows(), recipe.data.max_samples)
 
-    first = list(islice(rows(), _FORMAT_ROWS))
+    first = [row for _, row in islice(rows(), _FORMAT_ROWS)]
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
@@ -98,12 +94,12 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     save_tokenizer(tokenizer, folder / TOKENIZER)
     encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
     with DocumentBuffer(folder) as buffer:
-        counts = _encode_all(recipe, rows(), row_format, encoder, buffer, report)
+        counts = encode_rows(recipe, rows(), row_format, encoder, buffer, report)
         if not counts.used:
             raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {counts}")
-        train, validation = _write_splits(
-            recipe, folder, buffer, tokenizer, encoder, group_size=2 if row_format.paired else 1
-        )
+        if name == "text":
+            _report_lengths(recipe, buffer, report)
+        train, validation = _write_splits(recipe, folder, buffer, tokenizer, encoder, row_format, report)
     stop_tokens = _stop_tokens(tokenizer, encoder)
     manifest = Manifest(
         recipe=recipe.model_dump(mode="json"),
@@ -147,150 +143,37 @@ def _tokenizer(
     return train_tokenizer(_training_texts(recipe, rows(), name, columns))
 
 
-def _training_texts(recipe: DataRecipe, rows: Iterator[Row], name: str, columns: tuple[str, ...]) -> Iterator[str]:
-    """Texts of the training split. Skips invalid rows without counting them, which happens later."""
-    for number, row in enumerate(rows):
-        if _uniform(recipe.seed, number) < recipe.data.validation_fraction:
+def _training_texts(
+    recipe: DataRecipe, rows: Iterator[tuple[int, Row]], name: str, columns: tuple[str, ...]
+) -> Iterator[str]:
+    """Texts of the training split. Skips invalid rows without counting them, which happens later.
+
+    Plain texts are all taken: what is held out of them is known only when they are tokenized.
+    """
+    for number, row in rows:
+        if name != "text" and uniform(recipe.seed, number) < recipe.data.validation_fraction:
             continue
         try:
-            yield raw_text(name, columns, row)
+            yield from pieces(raw_text(name, columns, row))
         except RowError as error:
-            _raise_unless_skipping(recipe, error)
+            raise_unless_skipping(recipe, error)
 
 
-def _raise_unless_skipping(recipe: DataRecipe, error: RowError) -> None:
-    """Raise ValueError for an invalid row, unless `data.invalid` is `skip`."""
-    if recipe.data.invalid == "error":
-        raise ValueError(f"{error}; correct it, or set data.invalid to 'skip'") from error
-
-
-@dataclass
-class _Counts:
-    """Counts of the samples read, used and skipped."""
-
-    read: int = 0
-    used: int = 0
-    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
-    truncated: int = 0
-    split_long: int = 0
-    split_turns: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{self.read:,} samples read = {self.used:,} used"]
-        parts += [f"{count:,} skipped ({SKIP_REASONS[reason]})" for reason, count in self.skipped.items() if count]
-        notes = {
-            "truncated to a row": self.truncated,
-            "longer than a row, split": self.split_long,
-            "split by turns, because the chat template rewrites earlier ones": self.split_turns,
-        }
-        shown = "; ".join(f"{count:,} {words}" for words, count in notes.items() if count)
-        return " + ".join(parts) + (f"; of those used, {shown}" if shown else "")
-
-
-def _encode_all(
-    recipe: DataRecipe,
-    rows: Iterator[Row],
-    row_format: Format,
-    encoder: Encoder,
-    buffer: DocumentBuffer,
-    report: Report,
-) -> _Counts:
-    counts = _Counts()
-    reported = time.monotonic()
-    for batch in _batches(enumerate(rows)):
-        pending: list[_RowDocuments] = []
-        for number, row in batch:
-            counts.read += 1
-            try:
-                pending.append((number, row.where, row_format.documents(row)))
-            except RowError as error:
-                _raise_unless_skipping(recipe, error)
-                counts.skipped["invalid"] += 1
-        fit = (
-            _fit_pair
-            if row_format.paired
-            else partial(_fit_sample, splits=recipe.objective == "pretrain" or row_format.name == "text")
+def _report_lengths(recipe: DataRecipe, buffer: DocumentBuffer, report: Report) -> None:
+    """Report the texts' lengths. Warns when most are so short that rows hold hardly any context."""
+    samples, pieces_of = np.unique(buffer.samples, return_inverse=True)
+    # Each piece of a text repeats the last token of the one before.
+    lengths = np.bincount(pieces_of, weights=buffer.lengths - 1) + 1
+    median, length = int(np.median(lengths)), recipe.data.sequence_length
+    report(f"{samples.size:,} documents, median {median:,} tokens")
+    if recipe.objective == "pretrain" and median * _SHORT < length:
+        divided = recipe.data.documents != "file" or recipe.data.document_separator is not None
+        way_out = "set data.documents to 'file'" if divided else "join texts that belong together"
+        warnings.warn(
+            f"half of the documents have at most {median:,} tokens, far fewer than data.sequence_length {length:,}, "
+            f"and none attends to another: the model sees little context. To train on longer ones, {way_out}.",
+            stacklevel=4,
         )
-        for number, where, encoded in _encode(recipe, pending, encoder, counts):
-            pieces = fit(recipe, encoded, where, counts)
-            for piece in pieces:
-                buffer.add(piece, number)
-            counts.used += bool(pieces)
-        if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
-            reported = time.monotonic()
-            report(f"{counts.read:,} samples read, {buffer.tokens:,} tokens")
-    return counts
-
-
-def _encode(
-    recipe: DataRecipe, rows: list[_RowDocuments], encoder: Encoder, counts: _Counts
-) -> list[tuple[int, str, list[Encoded]]]:
-    """Tokenize the documents of the rows. A row that cannot be tokenized is found by bisection."""
-    try:
-        encoded = iter(encoder.encode([document for _, _, documents in rows for document in documents]))
-    except RowError as error:
-        if len(rows) > 1:
-            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-            return [row for half in halves for row in _encode(recipe, half, encoder, counts)]
-        _raise_unless_skipping(recipe, RowError(f"{rows[0][1]}: {error}"))
-        counts.skipped["invalid"] += 1
-        return []
-    return [(number, where, [next(encoded) for _ in documents]) for number, where, documents in rows]
-
-
-def _fit_sample(
-    recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts, *, splits: bool
-) -> list[Encoded]:
-    """The documents of one sample, each at most a row long; empty when the sample is skipped, which is counted.
-
-    splits: whether documents longer than a row are split; otherwise `data.overlong` decides.
-    """
-    length = recipe.data.sequence_length
-    learned = [document for document in documents if document.targets.any()]
-    split_turns = len(documents) > 1
-    if longest := max((len(document) for document in learned if len(document) > length), default=0):
-        if splits:
-            learned = [piece for document in learned for piece in split_long(document, length)]
-            counts.split_long += 1
-        elif recipe.data.overlong != "truncate":
-            _skip_overlong(recipe, where, longest, counts)
-            return []
-        else:
-            learned = [document for document in (truncate(one, length) for one in learned) if document.targets.any()]
-            counts.truncated += bool(learned)
-    if not learned:
-        counts.skipped["no_target"] += 1
-    counts.split_turns += split_turns and bool(learned)
-    return learned
-
-
-def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: _Counts) -> list[Encoded]:
-    """Both documents of a preference pair, which share a row; empty when skipped. The longer one is truncated first."""
-    length = recipe.data.sequence_length
-    longest = sum(map(len, documents))
-    if longest > length:
-        if recipe.data.overlong != "truncate":
-            _skip_overlong(recipe, where, longest, counts)
-            return []
-        limit = max(length // 2, length - min(map(len, documents)))
-        documents = [truncate(document, limit) for document in documents]
-    # Different answers may have the same tokens, at least up to the truncation. Such a pair has no gradient.
-    equal = len({document.ids.tobytes() for document in documents}) < len(documents)
-    if not documents or equal or not all(document.targets.any() for document in documents):
-        counts.skipped["no_target"] += 1
-        return []
-    counts.truncated += longest > length
-    return documents
-
-
-def _skip_overlong(recipe: DataRecipe, where: str, tokens: int, counts: _Counts) -> None:
-    """Count a sample that is longer than a row as skipped. Raises ValueError when `data.overlong` is `error`."""
-    if recipe.data.overlong == "error":
-        raise ValueError(
-            f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
-            "data.overlong to 'skip' or 'truncate'"
-        )
-    counts.skipped["overlong"] += 1
 
 
 def _write_splits(
@@ -299,45 +182,29 @@ def _write_splits(
     buffer: DocumentBuffer,
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder,
-    *,
-    group_size: int,
+    row_format: Format,
+    report: Report,
 ) -> tuple[Split, Split]:
-    samples = buffer.samples
-    used, sample_of = np.unique(samples, return_inverse=True)
-    in_validation = _validation_mask(recipe, used)[sample_of]
+    samples, fraction = buffer.samples, recipe.data.validation_fraction
+    in_validation, ends = hold_out(
+        samples, buffer.lengths, fraction=fraction, seed=recipe.seed, divisible=row_format.name == "text"
+    )
+    if ends:
+        report(f"validation: the last {100 * fraction:g} % of each text, because whole texts would be too much or none")
     length = recipe.data.sequence_length if recipe.data.packing else None
+    group_size = 2 if row_format.paired else 1
     splits = [
         buffer.write_shards(
             folder, name, np.flatnonzero(chosen), length=length, seed=recipe.seed, group_size=group_size
         )
         for name, chosen in (("train", ~in_validation), ("validation", in_validation))
     ]
-    # The first document of each validation sample.
-    shown = np.flatnonzero(in_validation & (np.diff(samples, prepend=-1) != 0))[:_MAX_GENERATION_SAMPLES]
+    # The first document of each validation sample, or any end of a text.
+    shown = np.flatnonzero(in_validation & (ends | (np.diff(samples, prepend=-1) != 0)))[:_MAX_GENERATION_SAMPLES]
     found = [_generation_sample(buffer.document(int(document)), tokenizer, encoder.prefix_ids) for document in shown]
     stored = json.dumps([sample._asdict() for sample in found if sample], ensure_ascii=False, indent=1)
     (folder / SAMPLES).write_text(stored + "\n", encoding="utf-8")
     return splits[0], splits[1]
-
-
-def _validation_mask(recipe: DataRecipe, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Mask of the validation samples: those whose random number is below the fraction; at least one, never all.
-
-    The number depends only on the seed and the sample's index, so rows that are appended to a source move no other
-    sample between the splits.
-    """
-    fraction = recipe.data.validation_fraction
-    draws = np.array([_uniform(recipe.seed, int(sample)) for sample in samples])
-    in_validation = draws < fraction
-    if fraction > 0 and draws.size >= 2:
-        in_validation[np.argmin(draws)] = True
-        in_validation[np.argmax(draws)] = False
-    return in_validation if draws.size >= 2 else np.zeros(draws.size, dtype=np.bool_)
-
-
-def _uniform(seed: int, number: int) -> float:
-    """A uniform random number in [0, 1), the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=7).digest()) / 2**56
 
 
 def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
@@ -372,9 +239,3 @@ def _describe(name: str, split: Split, manifest: Manifest) -> str:
     if manifest.packing:
         rows += f" of {manifest.sequence_length} tokens, {100 * split.fill(manifest.sequence_length):.1f} % full"
     return f"{name}: {split.samples:,} samples, {split.tokens:,} tokens, {split.target_tokens:,} with loss, in {rows}"
-
-
-def _batches(items: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, _BATCH)):
-        yield batch

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from strata_platform.spec.data import COMPRESSIONS
+from strata_platform.spec.data import COMPRESSIONS, TEXT_SUFFIXES
 from tasks.runtime.data.rows import Row
+from tasks.runtime.data.text_files import TextDocuments
 
 Reader = Callable[[IO[bytes], str], Iterator[Row]]
 
@@ -25,12 +26,21 @@ _MAX_CSV_FIELD = 1 << 30
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
-def read(filesystem: Any, path: str) -> Iterator[Row]:
-    """Read the rows of one file, by its extension. Raises ValueError, which names the file, when that fails."""
+def read(filesystem: Any, path: str, texts: TextDocuments) -> Iterator[Row]:
+    """Read the rows of one file, by its extension. Raises ValueError, which names the file, when that fails.
+
+    texts: what a document is in a text file.
+    """
     from fsspec.utils import infer_compression
 
+    reader = texts.rows if is_text(path) else _READERS[extension(path)]
     with naming_file(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
-        yield from READERS[extension(path)](file, path)
+        yield from reader(file, path)
+
+
+def is_text(path: str) -> bool:
+    """Whether a file holds text, rather than rows with columns."""
+    return extension(path) in TEXT_SUFFIXES
 
 
 def extension(path: str) -> str:
@@ -65,11 +75,6 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
             raise OSError(
                 f"line {number} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
             ) from error
-
-
-def _read_text(file: IO[bytes], name: str) -> Iterator[Row]:
-    for number, line in _lines(file):
-        yield Row(f"{name} line {number}", {"text": line.rstrip("\r\n")})
 
 
 def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -183,10 +188,11 @@ def _arrow_row(batch: Any, index: int) -> tuple[Any, str | None]:
     return values, None
 
 
-READERS: dict[str, Reader] = {
+_READERS: dict[str, Reader] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
-    ".txt": _read_text,
 }
+EXTENSIONS = (*_READERS, *TEXT_SUFFIXES)
+"""Extensions of the files that can be read."""

@@ -18,11 +18,14 @@ class Row:
 
     where: its location, for messages: `/data/train.jsonl line 17`.
     problem: why it could not be read; `values` is None then.
+    begins, ends: whether the row begins and ends a document; a long text file is read in several rows.
     """
 
     where: str
     values: Any
     problem: str | None = None
+    begins: bool = True
+    ends: bool = True
 
     def fields(self) -> dict[str, Any]:
         """The row's columns. Raises RowError when it could not be read or is not an object."""

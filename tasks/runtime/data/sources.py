@@ -25,13 +25,16 @@ from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import BUILTIN_SOURCES, COMPRESSIONS, Data
 from tasks.runtime.data import python_docs
-from tasks.runtime.data.readers import READERS, extension, naming_file, read
+from tasks.runtime.data.readers import EXTENSIONS, extension, is_text, naming_file, read
 from tasks.runtime.data.rows import Row, suggestion
 from tasks.runtime.data.splits import abbreviate, files_of_split, is_data_file, split_name
+from tasks.runtime.data.text_files import WHOLE_FILES, TextDocuments
 from tasks.runtime.process.hub import asking_hub
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
+# In a folder of rows with columns, files that describe them.
+_DOCUMENTATION = (".md", ".rst")
 # fsspec's names for metadata that changes with a file's content; each file system has others.
 _VERSION_FIELDS = (
     "size", "ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created", "md5Hash",
@@ -67,11 +70,15 @@ def open_source(recipe: DataRecipe) -> Source:
     names = (data.source,) if isinstance(data.source, str) else data.source
     if len(names) == 1 and names[0] in BUILTIN_SOURCES:
         _warn_of_hub_fields(data)
+        _warn_of_text_fields(data)
         return PythonDocs(seed=recipe.seed)
     if all(_names_files(name) for name in names):
-        files = Files.find(names, data.split)
+        files = Files.find(names, data.split, TextDocuments(data.documents, data.document_separator))
         _warn_of_hub_fields(data, split=not files.splits)
+        if not any(is_text(path) for _, path in files.found):
+            _warn_of_text_fields(data)
         return files
+    _warn_of_text_fields(data)
     if len(names) == 1 and _HUB_ID.match(names[0]):
         return HubDataset(names[0], data.subset, data.split, data.revision, streaming=data.max_samples is not None)
     raise _not_found(next(name for name in names if not _names_files(name)), len(names))
@@ -99,26 +106,28 @@ class PythonDocs:
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one format, read in the order of the list; the matches of a glob are sorted."""
+    """Files of one format, or of text; read in the order of the list, and the matches of a glob sorted."""
 
     name: str
     found: tuple[tuple[Any, str], ...]  # file system, path within it
     notes: tuple[str, ...] = ()
     splits: bool = False
     """Whether the files' names contain splits."""
+    texts: TextDocuments = WHOLE_FILES
+    """What a document is in a text file."""
 
     @classmethod
-    def find(cls, names: tuple[str, ...], split: str) -> Files:
+    def find(cls, names: tuple[str, ...], split: str, texts: TextDocuments) -> Files:
         """Resolve paths, folders, globs and URLs. Of a folder whose file names contain splits, take those of `split`.
 
         Raises ValueError when a name matches nothing or no regular file, or when files have different formats.
         """
         matches = [_find_files(name, split) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
-        kinds = {extension(path): path for _, path in found}
-        if unknown := [path for suffix, path in kinds.items() if suffix not in READERS]:
+        kinds = {"text" if is_text(path) else extension(path): path for _, path in found}
+        if unknown := [path for _, path in found if extension(path) not in EXTENSIONS]:
             raise ValueError(
-                f"data.source: cannot tell the format of {unknown[0]}; known are {', '.join(READERS)}, "
+                f"data.source: cannot tell the format of {unknown[0]}; known are {', '.join(EXTENSIONS)}, "
                 f"plain or compressed ({', '.join(COMPRESSIONS)})"
             )
         if len(kinds) > 1:
@@ -132,12 +141,12 @@ class Files:
                 with naming_file(path):
                     require_regular_file(Path(path))
         notes = tuple(match.note for match in matches if match.note)
-        return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches))
+        return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches), texts)
 
     def rows(self) -> Iterator[Row]:
         """Rows of all files. Raises ValueError, which names the file, when one cannot be read."""
         for filesystem, path in self.found:
-            yield from read(filesystem, path)
+            yield from read(filesystem, path, self.texts)
 
     def digest(self) -> str:
         """Digest of the contents of local files, and of size, ETag and time of remote files."""
@@ -246,8 +255,20 @@ def _warn_of_hub_fields(data: Data, *, split: bool = True) -> None:
             )
 
 
+def _warn_of_text_fields(data: Data) -> None:
+    """Warn of fields that have no effect without text files."""
+    for name, value, default in (
+        ("documents", data.documents, "file"),
+        ("document_separator", data.document_separator, None),
+    ):
+        if value != default:
+            warnings.warn(
+                f"data.{name} {value!r} has no effect: data.source {data.source!r} has no text files", stacklevel=3
+            )
+
+
 def _names_files(name: str) -> bool:
-    return "://" in name or extension(name) in READERS or _is_pattern(name) or _local_path(name).exists()
+    return "://" in name or extension(name) in EXTENSIONS or _is_pattern(name) or _local_path(name).exists()
 
 
 def _is_pattern(name: str) -> bool:
@@ -301,14 +322,18 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Mat
     """The data files of a folder. Raises ValueError when it has none, or none of this split."""
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
     shown = [path for path in files if is_data_file(path)]
-    known = [path for path in shown if extension(path) in READERS]
+    known = [path for path in shown if extension(path) in EXTENSIONS]
     if not known:
-        raise ValueError(f"the folder has no file of a known format ({', '.join(READERS)})")
+        raise ValueError(f"the folder has no file of a known format ({', '.join(EXTENSIONS)})")
+    # Beside rows with columns, a README is no data.
+    rows = [path for path in known if extension(path) not in _DOCUMENTATION]
+    known = rows if any(not is_text(path) for path in rows) else known
     chosen = files_of_split(known, split, redacted(name))
     others = sorted(set(known) - set(chosen))
     left_out = f", of split {split!r}; left out: {abbreviate(others)}" if others else ""
-    if unknown := [path for path in shown if extension(path) not in READERS]:
-        left_out += f"; unknown format: {abbreviate(unknown)}"
+    for suffix in sorted({extension(path) for path in set(shown) - set(known)}):
+        skipped = [path for path in shown if extension(path) == suffix and path not in known]
+        left_out += f"; not read, {suffix or 'no extension'}: {abbreviate(skipped)}"
     return _Match(
         filesystem,
         [files[path] for path in chosen],

@@ -250,6 +250,7 @@ def test_a_long_value_is_shortened():
         ({"model": {"revision": "main"}}, "model.revision", "model.name"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
+        ({"data": {"documents": "line", "document_separator": "x"}}, "data.document_separator", "data.documents"),
         ({"data": {"revision": "main"}}, "data.revision", "data.source"),
         ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
         (

@@ -27,10 +27,10 @@ from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, pre
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
-from tasks.runtime.data.pipeline import _validation_mask
 from tasks.runtime.data.prepared_manifest import Split
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.validation import sample_mask
 
 ROWS = [
     {"prompt": f"def name_{i}(value)\n", "completion": f"Return value number {'minus ' * (i % 5)}{i * 37 % 101}."}
@@ -292,7 +292,7 @@ def test_a_row_that_the_tokenizer_cannot_cut_is_told_or_skipped(
     count: int, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(self: Encoder, documents: list[Document]) -> list[Encoded]:
-        if bad := [text for document in documents for text, _ in document.segments if text == "bad"]:
+        if bad := [part.text for document in documents for part in document.segments if part.text == "bad"]:
             raise RowError(f"the tokens of {bad[0]!r}")
         return whole(self, documents)
 
@@ -373,12 +373,10 @@ def test_the_smallest_validation_splits(count: int, fraction: float, expected: i
     assert manifest.validation.samples == expected and manifest.train.samples == count - expected
 
 
-def test_the_split_follows_the_seed_and_stays_when_rows_are_appended(tmp_path: Path) -> None:
-    _write(tmp_path / "rows.jsonl", [])
-    recipes = [_recipe(tmp_path / "rows.jsonl", seed=seed) for seed in (0, 1)]
-    shorter, longer = (_validation_mask(recipes[0], np.arange(n)) for n in (1000, 2000))
+def test_the_split_follows_the_seed_and_stays_when_rows_are_appended() -> None:
+    shorter, longer = (sample_mask(np.arange(n), fraction=0.2, seed=0) for n in (1000, 2000))
     assert np.array_equal(shorter, longer[:1000])
-    assert not np.array_equal(shorter, _validation_mask(recipes[1], np.arange(1000)))
+    assert not np.array_equal(shorter, sample_mask(np.arange(1000), fraction=0.2, seed=1))
     assert 0.15 < shorter.mean() < 0.25
 
 
@@ -505,7 +503,7 @@ def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no prepared data"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
-    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 4"):
+    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 5"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
     with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):

@@ -69,11 +69,6 @@ def test_files_of_every_kind_give_the_same_rows(name: str, tmp_path: Path) -> No
     assert _values(source) == PAIRS == _values(source)
 
 
-def test_text_gives_a_row_per_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\ntwo \xc3\xa9")
-    assert [row["text"] for row in _values(_open(str(tmp_path / "a.txt")))] == ["one", "", "two é"]
-
-
 def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         _jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
@@ -125,7 +120,21 @@ def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp
 
 def test_files_of_a_folder_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.zst", "c.tsv", ".d.tsv")))
-    assert source.notes == ("reads a.jsonl; unknown format: b.jsonl.zst, c.tsv",)
+    assert source.notes == ("reads a.jsonl; not read, .tsv: c.tsv; not read, .zst: b.jsonl.zst",)
+
+
+def test_a_folder_of_texts_is_read_whole_and_a_readme_beside_rows_is_not(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "c/d.rst", "e.html", "f"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(f"text of {name}\n")
+    source = _open(str(tmp_path / "texts"))
+    assert [row["text"] for row in _values(source)] == ["text of a.md", "text of b.txt", "text of c/d.rst"]
+    assert source.notes == ("reads a.md, b.txt, c/d.rst; not read, no extension: f; not read, .html: e.html",)
+    source = _open(_fill(tmp_path / "rows", ("README.md", "a.jsonl", "notes.rst")))
+    assert source.notes == ("reads a.jsonl; not read, .md: README.md; not read, .rst: notes.rst",)
+    (tmp_path / "rows" / "b.txt").write_text("")
+    with pytest.raises(ValueError, match=r"mixes files of different formats: .jsonl \(.*\), text \(.*b.txt\)"):
+        _open(str(tmp_path / "rows"))
 
 
 def test_any_split_of_a_folder_can_be_read(tmp_path: Path) -> None:
@@ -288,12 +297,19 @@ def test_a_store_that_does_not_let_in_is_told(source: str, monkeypatch: pytest.M
 def test_kinds_are_not_mixed_and_must_be_known(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.bin"):
         (tmp_path / name).write_text("")
-    with pytest.raises(ValueError, match=r"mixes files of different formats: .jsonl \(.*a.jsonl\), .txt \(.*b.txt\)"):
+    with pytest.raises(ValueError, match=r"mixes files of different formats: .jsonl \(.*a.jsonl\), text \(.*b.txt\)"):
         _open([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
     with pytest.raises(ValueError, match=r"cannot tell the format of .*c.bin; known are .jsonl, .json, .parquet"):
         _open(str(tmp_path / "c.bin"))
     with pytest.raises(ValueError, match=r"'nosuch://a.jsonl': Protocol not known"):
         _open("nosuch://a.jsonl")
+
+
+@pytest.mark.parametrize(("field", "value"), [("documents", "line"), ("document_separator", "---")])
+def test_what_only_text_files_have_is_not_skipped_silently(field: str, value: str, tmp_path: Path) -> None:
+    for source in (_jsonl(tmp_path / "a.jsonl", PAIRS), "python-docs", "someone/greetings"):
+        with pytest.warns(UserWarning, match=f"data.{field} '{value}' has no effect: .* has no text files"):
+            _open(source, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["subset", "split", "revision"])
