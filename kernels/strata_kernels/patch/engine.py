@@ -8,17 +8,18 @@ it, and giving the class back undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from .forwards import ROTATION, causal_lm_forward, mlp_forward, norm_forward, with_rope
-from .structure import activation_options, activations_of, is_own, linear_head, unwrap
-from .table import ACTIVATIONS, OPERATORS, ROWS, Row
+from .discover import Found, discover
+from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_rope
+from .structure import activation_options, activations_of, is_own, linear_head, original_class, unwrap
+from .table import OPERATORS, ROWS, Head, Mlp, Norm, Recipe, Rope, Row
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,20 @@ class PatchReport:
     """What `patch_model` did.
 
     Attributes:
-        model_type: the row of the table that was used.
+        model_type: of the model's configuration.
         replaced: operator → paths of the modules that now run it.
         excluded: operators left out because the caller asked for it.
-        unsupported: operators that this family has no place for.
+        unsupported: operators that the table says this family has no place for.
+        kept: operator → why modules that it could have replaced keep their own code.
+        by_structure: whether the modules were found by what they compute, as the table has no row for the family.
     """
 
     model_type: str
     replaced: dict[str, tuple[str, ...]]
     excluded: tuple[str, ...]
     unsupported: tuple[str, ...]
+    kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    by_structure: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -44,31 +49,36 @@ class PatchReport:
 
     def summary(self) -> str:
         """One line for logs: `llama: rms_norm x5, rope x2, swiglu x2, linear_cross_entropy x1`."""
-        parts = [f"{operator} x{count}" for operator, count in self.counts.items()]
+        parts = [f"{operator} x{count}" for operator, count in self.counts.items()] or ["nothing is fused"]
         parts += [f"{operator} excluded" for operator in self.excluded]
         parts += [f"{operator} has no place in it" for operator in self.unsupported]
-        return f"{self.model_type}: {', '.join(parts)}"
+        parts += [f"{operator} not everywhere: {'; '.join(reasons)}" for operator, reasons in self.kept.items()]
+        return f"{self.model_type}{' (by structure)' * self.by_structure}: {', '.join(parts)}"
 
 
-def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport:
+def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: bool = False) -> PatchReport:
     """Make a transformers model run the fused operators, in place.
 
-    Equivalent in what it computes, up to rounding. With labels in training mode the model's loss comes from
-    `linear_cross_entropy` and the output's `logits` is None; pass `skip_logits=False` to the forward call to get logits
-    too, `skip_logits=True` to save them in evaluation. For another loss pass `head_loss`, a function of the hidden
-    states [B, T, H] as they enter the head, its weight, its bias or None, and the cap on its logits or None: what it
-    returns is the output's `loss`, and no logits are computed. Where a family scales its logits, the hidden states and
-    the bias that it is given are scaled instead. A model that is patched already is patched anew: the
-    result depends on the last call alone.
+    Equivalent in what it computes, up to rounding. A family that the table has a row for is patched by the row. In
+    another one, modules are found by their structure, and each class is proven equal on random input before one of its
+    modules is replaced (`discover`). What cannot be replaced keeps its own code; the report says why.
+
+    With labels in training mode the model's loss comes from `linear_cross_entropy` and the output's `logits` is None;
+    pass `skip_logits=False` to the forward call to get logits too, `skip_logits=True` to save them in evaluation. For
+    another loss pass `head_loss`, a function of the hidden states [B, T, H] as they enter the head, its weight, its
+    bias or None, and the cap on its logits or None: what it returns is the output's `loss`, and no logits are computed.
+    Where a family scales its logits, the hidden states and the bias that it is given are scaled instead. A model that
+    is patched already is patched again: the result depends on the last call alone.
 
     Args:
-        model: a causal language model of a known family, bare or inside PEFT, `torch.compile` or DDP.
-        exclude: operators to leave as the model has them, of "rms_norm", "rope", "swiglu", "geglu", "relu_squared",
-            "linear_cross_entropy".
+        model: a causal language model, bare or inside PEFT, `torch.compile` or DDP.
+        exclude: operators to leave as the model has them, of "rms_norm", "layer_norm", "rope", "swiglu", "geglu",
+            "relu_squared", "linear_cross_entropy".
+        require_all: raise if an operator that has a place in the model cannot be put there.
 
     Raises:
-        ValueError: the family or an operator is unknown, an operator found nothing to replace, or something about the
-            model makes a replacement wrong. The model is then as it was.
+        ValueError: the model is not one of transformers, an operator in `exclude` is unknown, or with `require_all` an
+            operator found nothing to replace or cannot replace what it found. The model is then as it was.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -78,23 +88,35 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = ()) -> PatchReport
     """
     excluded = _known_operators(exclude)
     base = unwrap(model)
-    row = _row(base)
-    wanted = [operator for operator in row.operators if operator not in excluded]
-    matches = {operator: _matches(base, row, operator) for operator in wanted}
-    for operator, found in matches.items():
-        for path, module in found:
-            _check(base, row, operator, path, module)
+    model_type = _model_type(base)
+    wanted = [operator for operator in OPERATORS if operator not in excluded]
+    row = ROWS.get(model_type)
+    found = discover(base, wanted) if row is None else _find_by_row(base, row, wanted)
+    kept = {name: list(reasons) for name, reasons in found.kept.items()}
+    replacements: dict[str, list[tuple[str, nn.Module, Recipe]]] = {}
+    for operator, modules in found.replacements.items():
+        try:
+            for path, module, recipe in modules:
+                _check(module, path or type(module).__name__, operator, recipe)
+            replacements[operator] = modules
+        except ValueError as error:
+            kept.setdefault(operator, []).append(str(error))
+    if require_all and kept:
+        reasons = "; ".join(f"{name}: {reason}" for name, several in kept.items() for reason in several)
+        raise ValueError(f"{reasons}; pass exclude={tuple(kept)} to patch the rest")
 
     unpatch_model(base)
-    for operator, found in matches.items():
-        for _, module in found:
+    for operator, modules in replacements.items():
+        for _, module, recipe in modules:
             cls: Any = type(module)
-            module.__class__ = _patched(cls, row.model_type, operator)
+            module.__class__ = _patched(cls, operator, recipe)
     return PatchReport(
-        model_type=row.model_type,
-        replaced={operator: tuple(path or "(model)" for path, _ in found) for operator, found in matches.items()},
+        model_type=model_type,
+        replaced={name: tuple(path or "(model)" for path, *_ in modules) for name, modules in replacements.items()},
         excluded=excluded,
-        unsupported=row.unsupported,
+        unsupported=row.unsupported if row else (),
+        kept={name: tuple(reasons) for name, reasons in kept.items()},
+        by_structure=row is None,
     )
 
 
@@ -108,17 +130,6 @@ def unpatch_model(model: nn.Module) -> None:
         module.__class__ = cls
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` has when it is not patched."""
-    cls = type(module)
-    if "_strata_original" in vars(cls):
-        original: type[nn.Module] = vars(cls)["_strata_original"]
-        return original
-    if hasattr(cls, "_strata_original"):
-        raise ValueError(f"{cls.__name__} was derived from a patched class; undo what derived it before the patch")
-    return cls
-
-
 def _known_operators(names: Iterable[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
@@ -127,13 +138,11 @@ def _known_operators(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(operator for operator in OPERATORS if operator in names)
 
 
-def _row(model: nn.Module) -> Row:
+def _model_type(model: nn.Module) -> str:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise ValueError(f"{type(model).__name__} has no config.model_type; patch_model takes transformers models")
-    if model_type not in ROWS:
-        raise ValueError(_unknown("model type", model_type, ROWS))
-    return ROWS[model_type]
+    return model_type
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -142,85 +151,96 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} {name!r}{f', did you mean {near[0]!r}?' if near else ';'} known are {', '.join(known)}"
 
 
-def _matches(model: nn.Module, row: Row, operator: str) -> list[tuple[str, nn.Module]]:
-    """Paths and modules that `operator` replaces: of the row's class, and running the forward of that class."""
+def _find_by_row(model: nn.Module, row: Row, operators: Iterable[str]) -> Found:
+    """The modules of the row's classes that run the forward of their class."""
     suffix = {"rms_norm": "RMSNorm", "rope": "Attention", "linear_cross_entropy": "ForCausalLM"}
-    cls = getattr(import_module(row.module), row.prefix + suffix.get(operator, "MLP"))
-    found = []
-    for path, module in model.named_modules():
-        if isinstance(module, cls) and original_class(module).forward is cls.forward:
-            found.append((path, module))
-    if not found:
-        raise ValueError(
-            f"{operator} found no {cls.__name__} to replace in {type(model).__name__} ({row.model_type}); "
-            f"pass exclude=({operator!r},) to patch the rest"
-        )
-    return found
+    replacements: dict[str, list[tuple[str, nn.Module, Recipe]]] = {}
+    kept: dict[str, tuple[str, ...]] = {}
+    for operator in operators:
+        if operator not in row.operators:
+            continue
+        cls = getattr(import_module(row.module), row.prefix + suffix.get(operator, "MLP"))
+        found = [
+            (path, module, row.recipe(operator))
+            for path, module in model.named_modules()
+            if isinstance(module, cls) and original_class(module).forward is cls.forward
+        ]
+        if found:
+            replacements[operator] = found
+        else:
+            kept[operator] = (f"no {cls.__name__} is in {type(model).__name__}",)
+    return Found(replacements, kept)
 
 
-def _check(model: nn.Module, row: Row, operator: str, path: str, module: nn.Module) -> None:
+def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
     """Raise where replacing the forward of `module` would change what it computes, or not take effect."""
-    way_out = f"pass exclude=({operator!r},) to patch the rest"
+    cls: Any = original_class(module)
     if "forward" in vars(module):
         raise ValueError(
-            f"{path or type(model).__name__} has a forward of its own, set by hooks or by another patch; "
-            f"patch the model before they are added, or {way_out}"
+            f"{path} has a forward of its own, set by hooks or by another patch; patch the model before they are added"
         )
-    stood_for = {f"{type(module).__name__}.forward": original_class(module).forward}
-    if operator == "rope":
-        stood_for[ROTATION] = getattr(import_module(row.module), ROTATION)
+    home = _home(cls)
+    stood_for = {f"{cls.__name__}.forward": cls.forward}
+    if isinstance(recipe, Rope):
+        stood_for |= {name: getattr(import_module(home), name) for name, _ in recipe.functions}
     for name, function in stood_for.items():
-        if not is_own(function, row.module):
+        if not is_own(function, home):
             raise ValueError(
-                f"{operator} stands for {name} of {row.module}, which something has replaced by {function}; "
-                f"undo that before the model is patched, or {way_out}"
+                f"{operator} stands for {name} of {home}, which something has replaced by {function}; "
+                "undo that before the model is patched"
             )
-    if operator in ACTIVATIONS:
-        assert row.mlp is not None
-        activation = getattr(module, row.mlp.activation)
+    if isinstance(recipe, Mlp) and recipe.activation is not None:
+        activation = getattr(module, recipe.activation)
         if activation_options(operator, activation) is None:
             raise ValueError(
-                f"{operator} computes {activations_of(operator)}, "
-                f"but {path}.{row.mlp.activation} is {activation}; {way_out}"
+                f"{operator} computes {activations_of(operator)}, but {path}.{recipe.activation} is {activation}"
             )
-    if operator == "linear_cross_entropy":
-        linear_head(module.lm_head)  # type: ignore[arg-type]
+    if isinstance(recipe, Head):
+        linear_head(getattr(module, recipe.head))
         losses = import_module("transformers.loss.loss_utils")
         if module.loss_function is not losses.ForCausalLMLoss:
             raise ValueError(
-                f"linear_cross_entropy stands for the loss ForCausalLMLoss, but the model's is {module.loss_function}; "
-                + way_out
+                f"linear_cross_entropy stands for the loss ForCausalLMLoss, but the model's is {module.loss_function}"
             )
 
 
+def _home(cls: type[nn.Module]) -> str:
+    """The module in which the class that defines the forward of `cls` is written."""
+    return next(base.__module__ for base in cls.__mro__ if "forward" in vars(base))
+
+
 @cache
-def _patched(cls: Any, model_type: str, operator: str) -> Any:
+def _patched(cls: Any, operator: str, recipe: Recipe) -> Any:
     """The subclass of `cls` that runs `operator`, under the same name: configs and wrapping policies go by the name."""
-    row = ROWS[model_type]
-    make: dict[str, Callable[[], Callable[..., Any]]] = {
-        "rms_norm": lambda: norm_forward(row.norm),
-        "rope": lambda: with_rope(cls.forward, row.interleaved),
-        "linear_cross_entropy": lambda: causal_lm_forward(cls.forward, row),
-    }
-    if row.mlp is not None:
-        make[row.mlp.operator] = partial(mlp_forward, row.mlp)
     namespace = {
-        "forward": make[operator](),
+        "forward": _forward(cls, recipe),
         "_strata_original": cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         # Pickles name a class by its module and name, under which the original would be found.
-        "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, model_type, operator)),
+        "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, operator, recipe)),
     }
     return type(cls)(cls.__name__, (cls,), namespace)
 
 
-def _reduce(module: nn.Module, protocol: Any, key: tuple[type[nn.Module], str, str]) -> tuple[Any, ...]:
+def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
+    match recipe:
+        case Norm():
+            return norm_forward(recipe)
+        case Mlp():
+            return mlp_forward(recipe)
+        case Rope():
+            return with_rope(cls.forward, recipe)
+        case Head():
+            return causal_lm_forward(cls.forward, recipe)
+
+
+def _reduce(module: nn.Module, protocol: Any, key: tuple[type[nn.Module], str, Recipe]) -> tuple[Any, ...]:
     reduced: Any = object.__reduce_ex__(module, protocol)
     return _new, key, *reduced[2:]
 
 
-def _new(cls: Any, model_type: str, operator: str) -> Any:
-    patched = _patched(cls, model_type, operator)
+def _new(cls: Any, operator: str, recipe: Recipe) -> Any:
+    patched = _patched(cls, operator, recipe)
     return patched.__new__(patched)

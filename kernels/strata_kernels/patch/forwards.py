@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._angles import Layout
 from ..ops.geglu import geglu, geglu_packed
+from ..ops.norm.layer_norm import layer_norm
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
 from ..ops.norm.rms_norm import rms_norm
@@ -20,29 +22,30 @@ from ..ops.relu_squared import relu_squared
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from .structure import activation_options, linear_head, projected
-from .table import Mlp, Norm, Row
+from .table import Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
 # hidden states [B, T, H], the head's weight and bias, the cap on its logits → whatever the caller makes of them
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
-# What every family's attention calls for the rotation, and under which name patched ones find the operator.
-ROTATION, _FUSED_ROTATION = "apply_rotary_pos_emb", "_strata_apply_rotary_pos_emb"
-
-# The leading parameters of every causal model's forward, by which callers may pass arguments without naming them.
-_PARAMETERS = (
-    "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"
-)  # fmt: skip
-
 
 def norm_forward(norm: Norm) -> Forward:
-    """RMSNorm as the family writes it."""
-    eps, offset, cast = norm.eps, norm.offset, norm.cast
+    """RMSNorm or LayerNorm as the family writes it; without a weight or a bias where the module has none."""
+    offset, cast = norm.offset, norm.cast
+
+    def eps_of(self: Any) -> float:
+        eps: float = getattr(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
+        return eps
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, getattr(self, eps), offset=offset, cast=cast)
+        weight = getattr(self, "weight", None)
+        return rms_norm(hidden_states, weight, eps_of(self), offset=offset, cast=cast)
 
-    return forward
+    def centered(self: Any, hidden_states: Tensor) -> Tensor:
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        return layer_norm(hidden_states, weight, bias, eps_of(self))
+
+    return centered if norm.center else forward
 
 
 def mlp_forward(mlp: Mlp) -> Forward:
@@ -51,33 +54,38 @@ def mlp_forward(mlp: Mlp) -> Forward:
 
     def activate(self: Any, x: Tensor, **projection: Any) -> Tensor:
         if gated is None or packed is None:
-            return relu_squared(self.up_proj(x), **projection)
-        options = activation_options(mlp.operator, getattr(self, mlp.activation))
+            return relu_squared(getattr(self, mlp.up)(x), **projection)
+        options: dict[str, Any] | None = {}
+        if mlp.activation is not None:
+            options = activation_options(mlp.operator, getattr(self, mlp.activation))
         assert options is not None
         if mlp.gate_multiplier:
             options = {**options, "gate_multiplier": getattr(self, mlp.gate_multiplier)}
         if mlp.packed:
-            return packed(self.gate_up_proj(x), **options, **projection)
-        return gated(self.gate_proj(x), self.up_proj(x), **options, **projection)
+            return packed(getattr(self, mlp.gate)(x), **options, **projection)
+        return gated(getattr(self, mlp.gate)(x), getattr(self, mlp.up)(x), **options, **projection)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = projected(partial(activate, self, x), self.down_proj)
+        y = projected(partial(activate, self, x), getattr(self, mlp.down))
         # Not in the operator: the projection may have a bias.
         return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
 
     return forward
 
 
-def with_rope(original: Forward, interleaved: bool) -> Forward:
-    """The attention's forward, where `apply_rotary_pos_emb` is the fused operator.
+def with_rope(original: Forward, rotation: Rope) -> Forward:
+    """The attention's forward, where the functions that rotate are the fused operator.
 
-    The function's code is the family's own, and so is the module in which it looks up names; only that one name is
-    another, which the module did not have, so that no other model is touched.
+    The function's code is the family's own, and so is the module in which it looks up names; only those names are
+    others, which the module did not have, so that no other model is touched.
     """
     function = inspect.unwrap(original)
-    assert isinstance(function, FunctionType) and ROTATION in function.__code__.co_names, original
-    function.__globals__[_FUSED_ROTATION] = _ROTATIONS[interleaved]
-    names = tuple(_FUSED_ROTATION if name == ROTATION else name for name in function.__code__.co_names)
+    assert isinstance(function, FunctionType), original
+    fused = {name: f"_strata_{kind}_{name}" for name, kind in rotation.functions}
+    assert fused.keys() <= set(function.__code__.co_names), original
+    for name, kind in rotation.functions:
+        function.__globals__[fused[name]] = ROTATIONS[kind]
+    names = tuple(fused.get(name, name) for name in function.__code__.co_names)
     forward = FunctionType(
         function.__code__.replace(co_names=names),
         function.__globals__,
@@ -89,67 +97,90 @@ def with_rope(original: Forward, interleaved: bool) -> Forward:
     return wraps(function, assigned=("__module__", "__doc__", "__qualname__", "__annotations__"))(forward)
 
 
-def _apply_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return rope(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
+def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim))
 
 
-def _apply_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As above; also in these families cos and sin come with the angles once in each half."""
+def _halves_once(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As above; cos and sin come once per pair."""
+    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
+
+
+def _halves_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """As `_halves`, for queries or keys alone."""
+    layout = _layout(unsqueeze_dim)
+    return rope(x, x[:, :0] if layout == "bhsd" else x[:, :, :0], cos, sin, layout=layout)[0]
+
+
+def _neighbors(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Neighboring features are a pair; cos and sin come with the angles once in each half."""
     width = cos.shape[-1]
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    return rope(q, k, cos, sin, layout="bhsd" if unsqueeze_dim == 1 else "bshd", rotary_dim=width, interleaved=True)
+    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=width, interleaved=True)
 
 
-_ROTATIONS = {False: _apply_rotary_pos_emb, True: _apply_interleaved}
+def _neighbors_repeated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Neighboring features are a pair; cos and sin come with each angle twice in a row."""
+    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), interleaved=True)
 
 
-def causal_lm_forward(original: Forward, row: Row) -> Forward:
+def _complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighboring features are the parts of a complex number; the angles come as such numbers."""
+    return rope(xq, xk, freqs_cis, layout="bshd", interleaved=True)
+
+
+def _layout(unsqueeze_dim: int) -> Layout:
+    return "bhsd" if unsqueeze_dim == 1 else "bshd"
+
+
+# The rotations of transformers' families, with the parameters that the families give them.
+ROTATIONS: dict[str, Callable[..., Any]] = {
+    "halves": _halves,
+    "halves_once": _halves_once,
+    "halves_single": _halves_single,
+    "neighbors": _neighbors,
+    "neighbors_repeated": _neighbors_repeated,
+    "complex": _complex,
+}
+
+
+def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
     """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for.
 
     With `head_loss`, it is what that makes of the hidden states and the head, inside the forward pass: where a strategy
     that splits weights has those of the head whole.
     """
-    parameters = tuple(inspect.signature(original).parameters)
-    assert parameters[: len(_PARAMETERS)] == _PARAMETERS, parameters
+    names = tuple(inspect.signature(original).parameters)[1:]
     output = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
     can_return_tuple = import_module("transformers.utils").can_return_tuple
+    balance = getattr(inspect.unwrap(original), "__globals__", {}).get("load_balancing_loss_func")
 
     def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        *,
-        skip_logits: bool | None = None,
-        head_loss: HeadLoss | None = None,
-        **kwargs: Any,
+        self: Any, *args: Any, skip_logits: bool | None = None, head_loss: HeadLoss | None = None, **kwargs: Any
     ) -> Any:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-        }
+        kwargs |= dict(zip(names, args, strict=False))
+        labels = kwargs.get("labels")
         skip_logits = self.training if skip_logits is None else skip_logits
+        config = self.config.get_text_config()
+        routed = kwargs.get("output_router_logits")
+        routed = head_loss is None and (getattr(config, "output_router_logits", False) if routed is None else routed)
         # A loss function that was set on the model after it was patched is the one that counts.
-        if head_loss is None and (labels is None or not skip_logits or hasattr(self, "_loss_function")):
-            return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
-        outputs = self.model(**inputs, **kwargs)
+        keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
+        if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
+            return original(self, **kwargs)
+        kwargs.pop("labels", None)
+        logits_to_keep = kwargs.pop("logits_to_keep", 0)
+        if routed or "output_router_logits" in kwargs:
+            kwargs["output_router_logits"] = routed
+        outputs = getattr(self, recipe.body)(**kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]
-        head, softcap = linear_head(self.lm_head), getattr(self.config, row.softcap) if row.softcap else None
+        head, softcap = linear_head(getattr(self, recipe.head)), getattr(config, recipe.softcap or "", None)
         # The logits are scaled by scaling all that is added up in them.
-        hidden = _scaled(hidden, self.config, row)
-        bias = None if head.bias is None else _scaled(head.bias, self.config, row)
+        hidden = _scaled(hidden, config, recipe)
+        bias = None if head.bias is None else _scaled(head.bias, config, recipe)
         cut = is_dtensor(head.weight) and not is_dtensor(hidden)
         if cut:
             hidden = _on_mesh_of(head.weight, hidden)
@@ -158,6 +189,11 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
             loss = _causal_lm_loss(hidden, head.weight, bias, labels, softcap=softcap, **kwargs)
         else:
             loss = head_loss(hidden, head.weight, bias, softcap)
+        if routed:
+            assert balance is not None
+            routers, mask = outputs.router_logits, kwargs.get("attention_mask")
+            imbalance = balance(routers, self.num_experts, self.num_experts_per_tok, mask)
+            loss = loss + self.router_aux_loss_coef * imbalance.to(loss.device)
         return output(
             # A copy: FSDP hooks on to what a model returns, and warns of views.
             loss=loss.to_local().clone() if cut else loss,
@@ -170,12 +206,12 @@ def causal_lm_forward(original: Forward, row: Row) -> Forward:
     return patched
 
 
-def _scaled(x: Tensor, config: Any, row: Row) -> Tensor:
+def _scaled(x: Tensor, config: Any, recipe: Head) -> Tensor:
     """x divided and multiplied as the family does it with the head's logits."""
-    if row.divisor:
-        x = x / getattr(config, row.divisor)
-    if row.multiplier:
-        x = x * getattr(config, row.multiplier)
+    if recipe.divisor:
+        x = x / getattr(config, recipe.divisor)
+    if recipe.multiplier:
+        x = x * getattr(config, recipe.multiplier)
     return x
 
 

@@ -12,6 +12,17 @@ from torch import Tensor, nn
 _DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that `module` has when it is not patched."""
+    cls = type(module)
+    if "_strata_original" in vars(cls):
+        original: type[nn.Module] = vars(cls)["_strata_original"]
+        return original
+    if hasattr(cls, "_strata_original"):
+        raise ValueError(f"{cls.__name__} was derived from a patched class; undo what derived it before the patch")
+    return cls
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside `torch.compile`, DistributedDataParallel and PEFT, in any nesting."""
     while True:
@@ -105,7 +116,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 # "gelu_new" is the tanh approximation written out.
-_ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = {
+ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
     "swiglu": {"transformers.activations.SiLUActivation": {}, "torch.nn.modules.activation.SiLU": {}},
     "geglu": {
         "transformers.activations.GELUActivation": {"approximate": "none"},
@@ -119,9 +130,9 @@ _ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = {
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
     """The keyword arguments with which `operator` computes `activation`; None if it does not."""
     cls = type(activation)
-    return _ACTIVATIONS[operator].get(f"{cls.__module__}.{cls.__name__}")
+    return ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
 
 
 def activations_of(operator: str) -> str:
     """The names of the activations that `operator` computes, as error messages list them."""
-    return ", ".join(name.rpartition(".")[2] for name in _ACTIVATIONS[operator])
+    return ", ".join(name.rpartition(".")[2] for name in ACTIVATION_CLASSES[operator])

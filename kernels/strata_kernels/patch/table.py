@@ -18,16 +18,21 @@ from ..ops.norm.rms_norm import Cast
 
 # What may stand in the feed-forward layer, one of them in a family.
 ACTIVATIONS = ("swiglu", "geglu", "relu_squared")
-OPERATORS = ("rms_norm", "rope", *ACTIVATIONS, "linear_cross_entropy")
+OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
 class Norm:
-    """How the family writes RMSNorm: `x̂ * (offset + weight)`, where it rounds, and the attribute that holds epsilon."""
+    """How the family writes RMSNorm: `x̂ * (offset + weight)`, where it rounds, and epsilon.
 
-    eps: str = "variance_epsilon"
+    eps: the attribute that holds epsilon, or epsilon itself.
+    center: the mean is subtracted, as in LayerNorm, which may have a bias.
+    """
+
+    eps: str | float = "variance_epsilon"
     offset: float = 0.0
     cast: Cast = "llama"
+    center: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,49 @@ class Mlp:
 
     operator: "swiglu" and "geglu" for `down_proj(act(gate_proj(x)) * up_proj(x))`, "relu_squared" for
         `down_proj(act(up_proj(x)))`, with nothing around it.
-    packed: gate and up are the halves of one `gate_up_proj`, the gate first.
-    activation: the attribute that holds the activation.
+    packed: gate and up are the halves of one layer, named by `gate`, the gate first.
+    activation: the attribute that holds the activation; None if the forward calls SiLU by itself.
     gate_multiplier, multiplier: attributes with what the gate and the layer's result are multiplied by, if they are.
+    gate, up, down: the attributes that hold the linear layers.
     """
 
     operator: str = "swiglu"
     packed: bool = False
-    activation: str = "act_fn"
+    activation: str | None = "act_fn"
     gate_multiplier: str | None = None
     multiplier: str | None = None
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The functions by which an attention's forward rotates queries and keys, each with the kind of its rotation."""
+
+    functions: tuple[tuple[str, str], ...] = (("apply_rotary_pos_emb", "halves"),)
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a causal model makes logits of the hidden states.
+
+    body, head: the attributes that hold the model without its head, and the head.
+    softcap: the config's field with the cap on the logits, where it has one.
+    divisor, multiplier: the config's field by which the logits are divided or multiplied, where there is one.
+    balanced: its loss of routers, where the config asks for it, is `load_balancing_loss_func` of the modeling file.
+    """
+
+    body: str = "model"
+    head: str = "lm_head"
+    softcap: str | None = None
+    divisor: str | None = None
+    multiplier: str | None = None
+    balanced: bool = False
+
+
+# What a patched module computes.
+Recipe = Norm | Mlp | Rope | Head
 
 
 @dataclass(frozen=True)
@@ -75,13 +113,24 @@ class Row:
         folder = self.folder or self.model_type
         return f"transformers.models.{folder}.modeling_{folder}"
 
+    def recipe(self, operator: str) -> Recipe:
+        """What a module of this family that runs `operator` computes."""
+        if operator == "rms_norm":
+            return self.norm
+        if operator == "rope":
+            return Rope((("apply_rotary_pos_emb", "neighbors" if self.interleaved else "halves"),))
+        if operator == "linear_cross_entropy":
+            return Head(softcap=self.softcap, divisor=self.divisor, multiplier=self.multiplier)
+        assert self.mlp is not None
+        return self.mlp
+
     @property
     def operators(self) -> tuple[str, ...]:
         """The operators that the family has a place for."""
         return tuple(
             name
             for name in OPERATORS
-            if name not in ACTIVATIONS or (self.mlp is not None and name == self.mlp.operator)
+            if name not in (*ACTIVATIONS, "layer_norm") or (self.mlp is not None and name == self.mlp.operator)
         )
 
     @property
@@ -93,7 +142,7 @@ class Row:
 _GEMMA_NORM = Norm(eps="eps", offset=1.0, cast="gemma")
 _OLMO_NORM = Norm(cast="gemma")
 _GEGLU = Mlp("geglu")
-_PACKED = Mlp(packed=True, activation="activation_fn")
+_PACKED = Mlp(packed=True, activation="activation_fn", gate="gate_up_proj")
 _SCALED = Mlp(gate_multiplier="gate_multiplier", multiplier="down_multiplier")
 
 ROWS = {

@@ -1,0 +1,249 @@
+"""Patching a family without a row: which of its modules compute what an operator computes, proven on random numbers.
+
+`discover` looks at the classes of a model's modules. For each class that could be a norm, a gated feed-forward layer,
+an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with the code
+of the class and random weights, and runs it beside the operator: forward and backward in fp32, and for norms forward in
+bf16, where the place of a rounding decides which variant it is. What is not equal keeps its own code, with the reason.
+
+The copies live on the CPU, so the answer is the same for a model on any device, meta too. A model of a hundred layers
+has as many proofs as it has kinds of modules: some ten, of a few milliseconds each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .discover_head import prove_head
+from .discover_rope import prove_rope, rotations_of
+from .forwards import mlp_forward, norm_forward
+from .small_copy import SHAPE, WIDTH, NotEqual, copy_of, is_equal, random_linear, seeded, takes_one_tensor
+from .structure import ACTIVATION_CLASSES, original_class
+from .table import ACTIVATIONS, OPERATORS, Mlp, Norm, Recipe
+
+# Features inside of a small feed-forward layer: another number than outside, so that a swap of the two shows.
+_INNER = 24
+# Two sums of one norm in bf16 may differ by their order; where the cast is another one, a tenth of the values differ.
+_MOST_ROUNDED_OTHERWISE = 0.02
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `discover` found.
+
+    Attributes:
+        replacements: operator → (path, module, what replaces its forward).
+        kept: operator → why modules that looked like it keep their own code, one sentence for each class.
+    """
+
+    replacements: dict[str, list[tuple[str, nn.Module, Recipe]]]
+    kept: dict[str, tuple[str, ...]]
+
+
+def discover(model: nn.Module, operators: Iterable[str]) -> Found:
+    """Find the modules of `model` that `operators` can replace, and prove each class equal. Nothing is changed."""
+    replacements: dict[str, list[tuple[str, nn.Module, Recipe]]] = {}
+    kept: dict[str, dict[str, None]] = {}
+    wanted = set(operators)
+    proofs: dict[Any, Recipe | NotEqual] = {}
+    # Callers may build the model in a device context, under no_grad or autocast: none of it is for the copies.
+    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for path, module in model.named_modules():
+            for operator, prove in _candidates(module):
+                if operator not in wanted:
+                    continue
+                key = operator, _looks(module)
+                if key not in proofs:
+                    proofs[key] = _proof(prove, model)
+                found = proofs[key]
+                if isinstance(found, NotEqual):
+                    kept.setdefault(operator, {})[f"{original_class(module).__name__} {found}"] = None
+                else:
+                    replacements.setdefault(_operator_of(found, operator), []).append((path, module, found))
+    return Found(
+        {name: replacements[name] for name in OPERATORS if name in replacements and name in wanted},
+        {name: tuple(kept[name]) for name in OPERATORS if name in kept},
+    )
+
+
+def _proof(prove: Callable[[nn.Module], Recipe], model: nn.Module) -> Recipe | NotEqual:
+    try:
+        return prove(model)
+    except NotEqual as reason:
+        return reason
+    except Exception as error:
+        # Foreign code, run apart from the model that it is written for.
+        return NotEqual(f"cannot be run alone: {' '.join(str(error).split())}")
+
+
+def _operator_of(recipe: Recipe, looked_for: str) -> str:
+    if isinstance(recipe, Norm):
+        return "layer_norm" if recipe.center else "rms_norm"
+    return recipe.operator if isinstance(recipe, Mlp) else looked_for
+
+
+def _looks(module: nn.Module) -> Any:
+    """What a proof depends on: the class, and the plain values, sizes and kinds of children of one module."""
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None)}
+    parts = {name: type(child).__name__ for name, child in module.named_children()}
+    weights = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    biased = {name: getattr(child, "bias", None) is not None for name, child in module.named_children()}
+    # The index of a layer changes nothing that is proven here.
+    plain.pop("layer_idx", None)
+    return original_class(module), repr((sorted(plain.items()), parts, sorted(weights.items()), biased))
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], Recipe]]]:
+    """The operators that `module` could be, each with the function that proves it."""
+    cls = original_class(module)
+    name = cls.__name__
+    if "Norm" in name and takes_one_tensor(cls) and not any(module.children()):
+        yield "layer_norm" if "LayerNorm" in name else "rms_norm", lambda _: _prove_norm(module)
+    if takes_one_tensor(cls) and (variants := list(_mlp_variants(module))):
+        yield variants[0].operator, lambda _: _prove_mlp(module, variants)
+    if names := rotations_of(cls):
+        yield "rope", lambda model: prove_rope(cls, names, model)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) and hasattr(module, "loss_function"):
+        yield "linear_cross_entropy", lambda _: prove_head(module)
+
+
+# -- norms
+
+
+def _prove_norm(module: nn.Module) -> Norm:
+    """The variant of RMSNorm or LayerNorm that `module` computes."""
+    shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+    if not shapes.keys() <= {"weight", "bias"} or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise NotEqual(f"has other parameters than one weight and one bias of its width: {found}")
+    if any(True for _ in module.buffers(recurse=False)):
+        raise NotEqual("has buffers")
+    sizes = [*shapes.values(), tuple(getattr(module, "normalized_shape", ()))]
+    width = next((size[0] for size in sizes if size), WIDTH)
+    small = copy_of(module, {width: WIDTH})
+    random = seeded()
+    for name in shapes:
+        setattr(small, name, nn.Parameter(1.5 + torch.rand(WIDTH, generator=random)))
+    # Small enough that epsilon counts, and smaller.
+    x = torch.randn(2, *SHAPE, generator=random) * torch.tensor([0.03, 0.001]).view(2, 1, 1, 1)
+    weights = list(small.parameters())
+    same = [
+        variant
+        for variant in _norm_variants(module)
+        if is_equal(small, partial(norm_forward(variant), small), x, weights=weights)
+    ]
+    if not same:
+        raise NotEqual("computes another norm than RMSNorm or LayerNorm over its last axis")
+    # Equal in exact arithmetic; where values are rounded shows in bf16.
+    otherwise = {variant: _rounded_otherwise(small, variant, x) for variant in same}
+    best = min(same, key=lambda variant: otherwise[variant])
+    if otherwise[best] > _MOST_ROUNDED_OTHERWISE:
+        raise NotEqual(f"rounds otherwise in bfloat16, in {otherwise[best]:.0%} of the values")
+    return best
+
+
+def _norm_variants(module: nn.Module) -> Iterator[Norm]:
+    named: list[str | float] = [k for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
+    for eps in named or [1e-5, 1e-6, 1e-8, 1e-12]:
+        for offset in (0.0, 1.0):
+            for cast in ("llama", "gemma", "none"):
+                yield Norm(eps, offset, cast)
+        yield Norm(eps, center=True)
+
+
+def _rounded_otherwise(small: nn.Module, variant: Norm, x: Tensor) -> float:
+    """The share of values of a bf16 forward that `variant` rounds otherwise; 1 if the dtypes of results differ.
+
+    Weights are in bf16 and in fp32, as a model has them under FSDP's and torch's mixed precision.
+    """
+    worst = 0.0
+    for dtype in (torch.bfloat16, torch.float32):
+        cast = copy(small)
+        # A shallow copy shares the dict of parameters.
+        cast._parameters = dict(small._parameters)
+        for name, parameter in small.named_parameters(recurse=False):
+            setattr(cast, name, nn.Parameter(parameter.detach().to(dtype)))
+        with torch.no_grad():
+            try:
+                expected = cast(x.bfloat16())
+            except RuntimeError:
+                continue  # PyTorch's own LayerNorm takes no mixed dtypes: a model cannot come here with them.
+            y = norm_forward(variant)(cast, x.bfloat16())
+        worst = max(worst, (y != expected).float().mean().item() if y.dtype == expected.dtype else 1.0)
+    return worst
+
+
+# -- feed-forward layers
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that are linear layers or stand in the place of one (adapters, quantized ones)."""
+    sized = ((name, child) for name, child in module.named_children() if hasattr(child, "in_features"))
+    return {name: child for name, child in sized if isinstance(getattr(child, "out_features", None), int)}
+
+
+def _activation(module: nn.Module) -> tuple[str, str | None] | None:
+    """The child that is an activation and the operator that computes it, None if it is none of ours."""
+    for name, child in module.named_children():
+        kind = f"{type(child).__module__}.{type(child).__name__}"
+        for operator in ACTIVATIONS:
+            if kind in ACTIVATION_CLASSES[operator]:
+                return name, operator
+        if kind.startswith(("transformers.activations.", "torch.nn.modules.activation.")):
+            return name, None
+    return None
+
+
+def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
+    """The feed-forward layers that a module with these children could be: which linear layer is gate, up and down."""
+    linears, found = _linears(module), _activation(module)
+    if found is not None and found[1] is None:
+        return
+    activation, operator = found or (None, "swiglu")
+    assert operator is not None
+    shape: dict[str, tuple[int, int]] = {n: (m.in_features, m.out_features) for n, m in linears.items()}  # type: ignore[misc]
+    if operator == "relu_squared" and len(linears) == 2:
+        for up, down in permutations(linears):
+            if shape[up] == shape[down][::-1]:
+                yield Mlp(operator, activation=activation, up=up, down=down)
+    elif operator != "relu_squared" and len(linears) == 3:
+        for gate, up, down in permutations(linears):
+            if shape[gate] == shape[up] == shape[down][::-1]:
+                yield Mlp(operator, activation=activation, gate=gate, up=up, down=down)
+    elif operator != "relu_squared" and len(linears) == 2:
+        for gate, down in permutations(linears):
+            if shape[gate] == (shape[down][1], 2 * shape[down][0]):
+                yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
+
+
+def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
+    """The variant that `module` computes."""
+    linears, activation = _linears(module), variants[0].activation
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in linears and name != activation and not (isinstance(child, nn.Dropout) and child.p == 0.0)
+    ]
+    if others or any(True for _ in module.parameters(recurse=False)):
+        raise NotEqual(f"has more parts than a feed-forward layer: {', '.join(others) or 'weights of its own'}")
+    for variant in variants:
+        down: Any = linears[variant.down]
+        small = copy_of(module, {down.in_features: _INNER, down.out_features: WIDTH})
+        random = seeded()
+        for name, linear in linears.items():
+            sizes = (_INNER, WIDTH) if name == variant.down else (WIDTH, _INNER * (1 + variant.packed))
+            setattr(small, name, random_linear(*sizes, linear, random))
+        for name, child in module.named_children():
+            if name not in linears:
+                setattr(small, name, child)
+        x = torch.randn(SHAPE, generator=random)
+        if is_equal(small, partial(mlp_forward(variant), small), x, weights=list(small.parameters())):
+            return variant
+    raise NotEqual(f"computes something else than {variants[0].operator} between its linear layers")

@@ -1,0 +1,83 @@
+"""Small copies of a model's modules, with the code of their class, and comparing them with an operator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .structure import original_class
+
+# Features of a small copy, and the shape of its input.
+WIDTH = 16
+SHAPE = (2, 3, WIDTH)
+
+_INTERNALS = frozenset(vars(nn.Module()))
+
+
+class NotEqual(Exception):
+    """Why a module keeps its own code."""
+
+
+def seeded() -> torch.Generator:
+    """Random numbers that leave the caller's alone."""
+    return torch.Generator("cpu").manual_seed(0)
+
+
+def takes_one_tensor(cls: type[nn.Module]) -> bool:
+    """Whether the forward of `cls` has one parameter, which callers may pass by position."""
+    kinds = [parameter.kind for parameter in inspect.signature(cls.forward).parameters.values()]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(kinds) == 2 and kinds[1] in by_position
+
+
+def copy_of(module: nn.Module, sizes: dict[int, int]) -> Any:
+    """An instance of the module's own class with its attributes, but without children and weights.
+
+    sizes: real size → that of the copy, where attributes hold one.
+    """
+    small: Any = object.__new__(original_class(module))
+    nn.Module.__init__(small)
+    for name, value in vars(module).items():
+        if name in _INTERNALS:
+            continue
+        if type(value) is int:
+            value = sizes.get(value, value)
+        elif type(value) is tuple and all(type(size) is int for size in value):
+            value = tuple(sizes.get(size, size) for size in value)
+        vars(small)[name] = value
+    return small.train()
+
+
+def random_linear(features: int, outputs: int, like: Any, random: torch.Generator) -> nn.Linear:
+    """A linear layer with random weights, and with a bias if `like` has one."""
+    linear = nn.Linear(features, outputs, bias=getattr(like, "bias", None) is not None, device="meta")
+    for name, parameter in list(linear.named_parameters()):
+        setattr(linear, name, nn.Parameter(0.5 * torch.randn(parameter.shape, generator=random)))
+    return linear
+
+
+def is_equal(
+    original: Callable[..., Any], ours: Callable[..., Any], *inputs: Tensor, weights: Sequence[Tensor] = ()
+) -> bool:
+    """Whether both give the same values, and the same gradients of inputs and weights, in fp32 up to rounding."""
+    results = []
+    for function in (original, ours):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        random = seeded()
+        incoming = [torch.randn(y.shape, generator=random) for y in outputs]
+        gradients = torch.autograd.grad(outputs, [*leaves, *weights], incoming, allow_unused=True)
+        results.append([*outputs, *gradients])
+    expected, given = results
+    return len(expected) == len(given) and all(map(_is_close, expected, given))
+
+
+def _is_close(expected: Tensor | None, given: Tensor | None) -> bool:
+    if expected is None or given is None:
+        return expected is given
+    return expected.shape == given.shape and torch.allclose(expected, given, rtol=1e-4, atol=1e-5)
