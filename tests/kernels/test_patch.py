@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels import PatchReport, patch_model, unpatch_model
 from strata_kernels.ops._launch import recording
-from strata_kernels.patch.table import ACTIVATIONS, OPERATORS, ROWS
+from strata_kernels.patch.table import ACTIVATIONS, ROWS
 
 VOCABULARY, LAYERS = 67, 2
 SIZES = {
@@ -88,7 +88,8 @@ def test_every_row(model_type, tied, batch) -> None:
 
     report = patch_model(model)
     activations = set(ACTIVATIONS) & set(report.replaced)
-    assert set(report.replaced) == set(OPERATORS) - set(ACTIVATIONS) | activations and report.excluded == ()
+    assert set(report.replaced) == {"rms_norm", "rope", "linear_cross_entropy"} | activations
+    assert report.excluded == () and report.kept == {} and not report.by_structure
     assert [report.counts[name] for name in activations] == ([] if report.unsupported else [LAYERS])
     assert report.counts["linear_cross_entropy"] == 1 and report.counts["rope"] == LAYERS
     assert report.counts["rms_norm"] == sum(type(m).__name__.endswith("RMSNorm") for m in model.modules())
@@ -350,7 +351,7 @@ def test_hooks_on_a_head_inside_peft(part, batch) -> None:
         patch_model(model)
     else:
         with pytest.raises(ValueError, match="does not call the output head"):
-            patch_model(model)
+            patch_model(model, require_all=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
@@ -359,7 +360,7 @@ def test_head_inside_an_adapter() -> None:
     model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"needs an output head that is a plain nn\.Linear, not Linear"):
-        patch_model(model)
+        patch_model(model, require_all=True)
     assert snapshot(model) == before
     patch_model(model, exclude=["linear_cross_entropy"])
 
@@ -381,15 +382,15 @@ def test_on_meta_launches_are_recorded() -> None:
         (
             build,
             ["rmsnorm"],
-            "unknown operator 'rmsnorm', did you mean 'rms_norm'\\? known are rms_norm, rope, swiglu, geglu",
+            "unknown operator 'rmsnorm', did you mean 'rms_norm'\\? known are rms_norm, layer_norm, rope",
         ),
         (build, "flash", "unknown operator 'flash'; known are"),
         (lambda: nn.Linear(2, 2), [], "Linear has no config.model_type"),
-        (lambda: build().model, [], "linear_cross_entropy found no LlamaForCausalLM to replace in LlamaModel"),
+        (lambda: build().model, [], "linear_cross_entropy: no LlamaForCausalLM is in LlamaModel"),
         (
             lambda: build(hidden_act="gelu"),
             [],
-            r"swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp.act_fn is GELU",
+            r"swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp.act_fn is GELU.*pass exclude=\('swiglu',\)",
         ),
     ],
     ids=["misspelled", "unknown", "no config", "no head", "another activation"],
@@ -398,22 +399,26 @@ def test_what_cannot_be_patched_raises(make, exclude, message) -> None:
     model = make()
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
-        patch_model(model, exclude=exclude)
+        patch_model(model, exclude=exclude, require_all=True)
     assert snapshot(model) == before
 
 
-def test_unknown_model_type() -> None:
-    model = build()
-    model.config.model_type = "lama"
-    with pytest.raises(ValueError, match="unknown model type 'lama', did you mean 'llama'\\? known are llama, mistral"):
-        patch_model(model)
+def test_what_cannot_be_patched_keeps_its_own_code(batch) -> None:
+    model = build(hidden_act="gelu")
+    expected = train(model, **batch)
+    report = patch_model(model)
+    assert report.counts == {"rms_norm": 5, "rope": LAYERS, "linear_cross_entropy": 1}
+    assert "swiglu not everywhere: swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp" in report.summary()
+    torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_forward_of_its_own() -> None:
     model = build()
     model.model.norm.forward = model.model.norm.forward
     with pytest.raises(ValueError, match=r"model\.norm has a forward of its own"):
-        patch_model(model)
+        patch_model(model, require_all=True)
+    report = patch_model(model)
+    assert "rms_norm" not in report.replaced and "forward of its own" in report.kept["rms_norm"][0]
 
 
 def replaced(function):
@@ -441,8 +446,8 @@ def test_code_of_the_family_that_was_replaced(owner, name, operator, other, monk
     with monkeypatch.context() as patched:
         patched.setattr(place, name, other(getattr(place, name)))
         with pytest.raises(ValueError, match=rf"{operator} stands for (\w+\.)?{name} of .*exclude=\('{operator}',\)"):
-            patch_model(model)
-        assert operator in patch_model(model, exclude=[operator]).excluded
+            patch_model(model, require_all=True)
+        assert operator in patch_model(model).kept and operator in patch_model(model, exclude=[operator]).excluded
         unpatch_model(model)
     assert snapshot(model) == before
     patch_model(model)
@@ -479,7 +484,7 @@ def test_loss_of_its_own() -> None:
     model = build()
     model.loss_function = lambda **_: None
     with pytest.raises(ValueError, match="stands for the loss ForCausalLMLoss"):
-        patch_model(model)
+        patch_model(model, require_all=True)
 
 
 def replace_forward(head: nn.Linear) -> None:
@@ -500,8 +505,8 @@ def test_head_whose_call_does_more(attach, batch) -> None:
         model(**batch)
     unpatch_model(model)
     with pytest.raises(ValueError, match="does not call the output head"):
-        patch_model(model)
-    patch_model(model, exclude=["linear_cross_entropy"])
+        patch_model(model, require_all=True)
+    assert "does not call the output head" in patch_model(model).kept["linear_cross_entropy"][0]
     assert model(**batch).logits is not None
 
 

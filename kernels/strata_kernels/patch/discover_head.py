@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,6 +104,8 @@ class _Body(nn.Module):
         self._router_logits = router_logits
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Return the attributes that heads read."""
-        rest = dict.fromkeys(("past_key_values", "hidden_states", "attentions"))
-        return SimpleNamespace(last_hidden_state=inputs_embeds, router_logits=self._router_logits, **rest)
+        """Return an output with the fields that heads read."""
+        output = import_module("transformers.modeling_outputs").MoeModelOutputWithPast
+        fields = output(last_hidden_state=inputs_embeds, router_logits=self._router_logits)
+        fields.cross_attentions = None  # What GPT-2 returns besides.
+        return fields

@@ -1,0 +1,286 @@
+"""Families without a row: what is found by structure, what is proven equal, and what keeps its own code."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from strata_kernels import patch_model, unpatch_model
+from strata_kernels.patch.discover import discover
+from strata_kernels.patch.engine import _find_by_row
+from strata_kernels.patch.table import OPERATORS, ROWS, Mlp, Norm, Rope
+from tests.kernels.test_patch import SIZES, VOCABULARY, build, snapshot
+
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "moe_k": 2, "moe_topk": 2,
+    "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+# Sizes whose defaults are large, or would not show a factor that is left out.
+OWN = {
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
+    },
+    "granitemoe": {"logits_scaling": 3.0},
+    "stablelm": {"use_qkv_bias": True},
+}  # fmt: skip
+# Operator → number of modules, counted in the modeling files.
+FAMILIES = {
+    "qwen3_moe": {"rms_norm": 9, "rope": 2, "linear_cross_entropy": 1},
+    "mixtral": {"rms_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "olmoe": {"rms_norm": 9, "rope": 2, "linear_cross_entropy": 1},
+    "glm4_moe": {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "gpt_oss": {"rms_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "ernie4_5_moe": {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "hunyuan_v1_moe": {"rms_norm": 9, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "granitemoe": {"rms_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "phimoe": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "qwen3_next": {"rms_norm": 7, "rope": 1, "swiglu": 2, "linear_cross_entropy": 1},
+    "llama4_text": {"rms_norm": 7, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "cohere": {"layer_norm": 3, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "cohere2": {"layer_norm": 3, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "lfm2": {"rms_norm": 9, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "olmo": {"layer_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "nemotron": {"rope": 2, "relu_squared": 2, "linear_cross_entropy": 1},
+    "starcoder2": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "stablelm": {"layer_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "phi": {"layer_norm": 3, "rope": 2, "linear_cross_entropy": 1},
+    "gpt_neox": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "gpt2": {"layer_norm": 5, "linear_cross_entropy": 1},
+}
+# One of each kind of norm, layer and rotation that no row has, for the kernels themselves.
+KINDS = ("qwen3_moe", "gpt_oss", "llama4_text", "cohere", "nemotron")
+
+
+def build_other(model_type, **changes):
+    """A small model of a family without a row, whose weights are not the ones that hide a wrong variant."""
+    known = AutoConfig.for_model(model_type)
+    sizes = {**SIZES, **{name: size for name, size in EXPERTS.items() if hasattr(known, name)}}
+    config = AutoConfig.for_model(model_type, **{**sizes, **OWN.get(model_type, {}), **changes})
+    # Not asked about here, and drawn by a random number on each call.
+    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "residual_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, 0.5 if "norm" in name else 0.0, 0.2)
+    return model.train()
+
+
+def gradients_of(model, tokens):
+    """The loss of a batch, and the gradients of all parameters that it reaches."""
+    model.zero_grad()
+    torch.manual_seed(0)  # Phimoe's routers sample.
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_trains_as_its_own_code(model_type) -> None:
+    assert model_type not in ROWS
+    model, tokens = build_other(model_type), torch.randint(3, VOCABULARY, (2, 13))
+    before, (loss, gradients) = snapshot(model), gradients_of(model, tokens)
+    logits = model.eval()(tokens, use_cache=False).logits
+    report = patch_model(model)
+    assert report.counts == FAMILIES[model_type] and report.by_structure
+    patched_loss, patched_gradients = gradients_of(model.train(), tokens)
+    torch.testing.assert_close(patched_loss, loss)
+    torch.testing.assert_close(patched_gradients, gradients, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(model.eval()(tokens, use_cache=False).logits, logits, atol=1e-5, rtol=1e-3)
+    unpatch_model(model)
+    assert snapshot(model.train()) == before
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_trains_through_the_kernels(model_type, device) -> None:
+    model = build_other(model_type, num_hidden_layers=1, num_key_value_heads=4).to(device)
+    tokens = torch.randint(3, VOCABULARY, (1, 5), device=device)
+    expected = gradients_of(model, tokens)
+    patch_model(model)
+    torch.testing.assert_close(gradients_of(model, tokens), expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", sorted(ROWS.keys() - {"falcon_h1"}))
+def test_finds_what_the_row_says(model_type) -> None:
+    """The table was written by hand: each of its rows is proven here. Falcon H1 scales inside of its layers."""
+    model = build(model_type)
+    found, by_row = discover(model, OPERATORS), _find_by_row(model, ROWS[model_type], OPERATORS)
+    assert found.replacements == by_row.replacements
+
+
+@pytest.mark.parametrize("counted", [None, 31], ids=["mean", "items of the step"])
+def test_the_loss_of_routers_is_added_once(counted) -> None:
+    model = build_other("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    tokens = torch.randint(3, VOCABULARY, (2, 9))
+    inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": counted, "use_cache": False}
+
+    def step():
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for n, p in model.named_parameters() if "mlp.gate" in n]
+
+    expected = step()
+    assert patch_model(model).counts["linear_cross_entropy"] == 1
+    torch.testing.assert_close(step(), expected, atol=1e-6, rtol=1e-4)
+    assert model(**inputs).logits is None
+    without = model(**inputs, output_router_logits=False).loss
+    assert without < expected[0] - 0.1
+
+
+def test_says_the_same_of_a_model_on_meta() -> None:
+    expected = patch_model(build_other("cohere"))
+    with torch.device("meta"):
+        model = build_other("cohere")
+        report = patch_model(model)
+    assert report == expected
+
+
+def test_leaves_the_model_and_the_random_numbers_alone() -> None:
+    model = build_other("qwen3_moe")
+    config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    patch_model(model)
+    assert torch.equal(torch.rand(3), expected)
+    assert model.config.to_dict() == config.to_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def other_family(**parts):
+    """A Llama whose family has no row, with classes of its own in place of some of its parts."""
+    model = build()
+    model.config.model_type = "not_llama"
+    for module in model.modules():
+        if type(module).__name__ in parts:
+            module.__class__ = parts[type(module).__name__]
+    return model
+
+
+class ClampedRMSNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-0.01, 0.01))
+
+
+class GroupedRMSNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, x):
+        groups = x.view(*x.shape[:-1], 2, -1)
+        return self.weight * (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-6)).view_as(x)
+
+
+class EarlyRMSNorm(modeling_llama.LlamaRMSNorm):
+    """Squares in bfloat16: equal in exact arithmetic."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class NoisyMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * 1.01
+
+
+class ResidualMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class SwappedMLP(modeling_llama.LlamaMLP):
+    """The layers have each other's names."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class ScaledForCausalLM(modeling_llama.LlamaForCausalLM):
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.loss = 0.5 * output.loss
+        return output
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "operator", "reason"),
+    [
+        ("LlamaRMSNorm", ClampedRMSNorm, "rms_norm", "ClampedRMSNorm computes another norm"),
+        ("LlamaRMSNorm", GroupedRMSNorm, "rms_norm", "GroupedRMSNorm computes another norm"),
+        ("LlamaRMSNorm", EarlyRMSNorm, "rms_norm", r"EarlyRMSNorm rounds otherwise in bfloat16, in \d+% of the values"),
+        ("LlamaMLP", NoisyMLP, "swiglu", "NoisyMLP computes something else than swiglu"),
+        ("LlamaMLP", ResidualMLP, "swiglu", "ResidualMLP computes something else than swiglu"),
+        ("LlamaForCausalLM", ScaledForCausalLM, "linear_cross_entropy", "ScaledForCausalLM has a forward without"),
+    ],
+)
+def test_what_is_not_equal_keeps_its_own_code(name, cls, operator, reason) -> None:
+    model = other_family(**{name: cls})
+    report = patch_model(model)
+    assert operator not in report.replaced and len(report.replaced) == 3
+    with pytest.raises(ValueError, match=reason):
+        patch_model(model, require_all=True)
+    assert report.kept[operator] and f"{operator} not everywhere" in report.summary()
+
+
+def test_layers_are_known_by_what_they_do_and_not_by_name() -> None:
+    model = other_family(LlamaMLP=SwappedMLP)
+    (_, _, mlp), *_ = discover(model, ["swiglu"]).replacements["swiglu"]
+    assert mlp == Mlp(gate="up_proj", up="gate_proj")
+
+
+def test_a_rotation_the_other_way_round(monkeypatch) -> None:
+    def backwards(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), -sin.unsqueeze(unsqueeze_dim)
+        rotate = modeling_llama.rotate_half
+        return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+
+    backwards.__globals__["__name__"], name = modeling_llama.__name__, backwards.__globals__["__name__"]
+    try:
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
+        kept = patch_model(other_family()).kept["rope"]
+    finally:
+        backwards.__globals__["__name__"] = name
+    assert "rotates in a way that rope does not know" in kept[0]
+
+
+def test_angles_that_do_not_come_twice(monkeypatch) -> None:
+    """The function is one that rope computes; what the model gives it is not."""
+    rotary = modeling_llama.LlamaRotaryEmbedding
+    original = rotary.forward
+
+    def uneven(self, x, position_ids):
+        cos, sin = original(self, x, position_ids)
+        return cos + torch.linspace(0, 0.1, cos.shape[-1]), sin
+
+    monkeypatch.setattr(rotary, "forward", uneven)
+    assert "angles in another layout" in patch_model(other_family()).kept["rope"][0]
+
+
+def test_dropout_is_not_left_out() -> None:
+    model = other_family()
+    for layer in model.model.layers:
+        layer.mlp.dropout = nn.Dropout(0.1)
+    assert "has more parts than a feed-forward layer: dropout" in patch_model(model).kept["swiglu"][0]
+
+
+def test_recipes() -> None:
+    """The variants that no row has."""
+
+    def found(model_type, operator):
+        return discover(build_other(model_type), [operator]).replacements[operator][0][2]
+
+    assert found("cohere", "rope") == Rope((("apply_rotary_pos_emb", "neighbors_repeated"),))
+    assert found("gpt_oss", "rope") == Rope((("apply_rotary_pos_emb", "halves_once"),))
+    assert found("llama4_text", "rope") == Rope((("apply_rotary_emb", "complex"),))
+    assert found("cohere", "layer_norm") == Norm("variance_epsilon", center=True)
+    assert found("olmo", "layer_norm") == Norm(1e-5, center=True)
+    assert found("cohere", "linear_cross_entropy").multiplier == "logit_scale"
