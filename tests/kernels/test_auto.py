@@ -24,10 +24,12 @@ def test_from_config_and_from_pretrained(tmp_path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
-def test_family_that_cannot_be_patched() -> None:
+def test_family_without_a_row() -> None:
     config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=2, vocab_size=20)
-    with pytest.raises(ValueError, match="unknown model type 'gpt2'; known are llama"):
-        AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config)
+    assert type(model.transformer.ln_f) is not torch.nn.LayerNorm
+    with pytest.raises(ValueError, match="unknown operator 'norm'"):
+        AutoModelForCausalLM.from_config(config, exclude=["norm"])
 
 
 def test_without_transformers() -> None:

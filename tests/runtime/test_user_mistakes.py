@@ -12,8 +12,12 @@ import sys
 
 import pytest
 import yaml
+<<<<<<< HEAD
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+=======
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+>>>>>>> 826db44 (Turn no model away for its kernels: kernels.enabled is auto)
 
 from strata_platform.outcomes import BAD_INPUT
 from strata_platform.spec import RunSpec
@@ -282,11 +286,6 @@ def padding_beyond(model):
     tokenizer.save_pretrained(model)
 
 
-def no_family(model):
-    shutil.rmtree(model / "model.safetensors", ignore_errors=True)
-    GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)).save_pretrained(model)
-
-
 # What is wrong with the model's folder, and what is read.
 MODELS = {
     "no-weights": (without_weights, r"model\.name '.*model' cannot be read: .*no file named model\.safetensors"),
@@ -304,6 +303,7 @@ MODELS = {
         padding_beyond,
         r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; remove it from",
     ),
+<<<<<<< HEAD
     "more-layers": (
         config_with(num_hidden_layers=3),
         r"model\.name '.*model': its weights are not those of the model that its config\.json describes: 18 tensors "
@@ -331,6 +331,8 @@ MODELS = {
     "config-pipe": (pipe_for("config.json"), r"model\.name.*a named pipe, not a regular file"),
     "weights-pipe": (pipe_for("model.safetensors"), r"model\.name.*a named pipe, not a regular file"),
     "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled to false"),
+=======
+>>>>>>> 826db44 (Turn no model away for its kernels: kernels.enabled is auto)
 }
 
 

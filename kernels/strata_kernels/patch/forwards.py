@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..ops._angles import Layout
 from ..ops.geglu import geglu, geglu_packed
-from ..ops.norm.layer_norm import layer_norm
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
+from ..ops.norm.layer_norm import layer_norm
 from ..ops.norm.rms_norm import rms_norm
 from ..ops.relu_squared import relu_squared
 from ..ops.rope import rope

@@ -83,9 +83,9 @@ class Workload:
             shards=spec.model_shards // spec.tensor_parallel,
             weight_bytes=weight_bytes,
             compute_bytes=compute_bytes,
-            fused=kernels.enabled,
+            fused=bool(kernels.enabled),
             # An adapter on the projection replaces the fused operator.
-            fused_gate=kernels.enabled and lora is None and _GATES.isdisjoint(kernels.exclude),
+            fused_gate=bool(kernels.enabled) and lora is None and _GATES.isdisjoint(kernels.exclude),
             fused_loss=spec.fused_loss,
             # In bfloat16, varlen attention computes each document by itself.
             masked=several_documents and spec.model.attention == "sdpa" and compute_bytes == 4,

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, number
 
+Operator = Literal["rms_norm", "layer_norm", "rope", "swiglu", "geglu", "relu_squared", "linear_cross_entropy"]
+
 
 class KernelStore(Section):
     """A store of compiled kernels that pods share. Pods execute its contents: who can write there can act as a pod."""
@@ -32,10 +34,13 @@ class KernelStore(Section):
 class Kernels(Section):
     """The fused operators, and compiling them before training starts."""
 
-    enabled: Flag = Field(True, description="Replace the model's modules by the fused operators.")
-    exclude: tuple[Literal["rms_norm", "rope", "swiglu", "geglu", "relu_squared", "linear_cross_entropy"], ...] = Field(
-        (), description="Operators not to replace."
+    enabled: Literal["auto"] | Flag = Field(
+        "auto",
+        description="Replace the model's modules by the fused operators: `auto` where they are proven equal, with the "
+        "model's own code elsewhere; `true` refuses a model in which an operator cannot take its place; `false` "
+        "replaces nothing.",
     )
+    exclude: tuple[Operator, ...] = Field((), description="Operators not to replace.")
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
     warmup_timeout: Count = Field(
         600, description="Seconds after which training starts without the rest of the warm-up."

@@ -195,7 +195,7 @@ class RunSpec(Section):
     @property
     def fused_loss(self) -> bool:
         """Whether the kernel layer computes the loss from hidden states, without materializing logits."""
-        return self.kernels.enabled and "linear_cross_entropy" not in self.kernels.exclude
+        return bool(self.kernels.enabled) and "linear_cross_entropy" not in self.kernels.exclude
 
     @property
     def is_quantized(self) -> bool:

@@ -310,14 +310,17 @@ def has_fused_loss(report: PatchReport | None) -> bool:
 def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
     """Replace the model's operators by those of the kernel layer; None if `kernels.enabled` is false.
 
+    With `kernels.enabled: auto`, what cannot be replaced keeps the model's own code, and the report says why.
+
     Raises:
-        ValueError: the model is of an unknown family, or an operator in `kernels.exclude` is unknown.
+        ValueError: `kernels.enabled` is true, and an operator that has a place in the model cannot be put there.
     """
     if not kernels.enabled:
         return None
     try:
-        return patch_model(model, exclude=kernels.exclude)
+        return patch_model(model, exclude=kernels.exclude, require_all=kernels.enabled is True)
     except ValueError as error:
         raise ValueError(
-            f"kernels: {error}. Set kernels.exclude to leave out operators, or kernels.enabled to false for all of them"
+            f"kernels.enabled is true, but {error}. Set it to auto, which keeps the model's own code there, or leave "
+            "operators out by kernels.exclude"
         ) from error

@@ -31,7 +31,7 @@ _CHANGEABLE = {
     "checkpoint": True,
     "faults": True,
     "output": True,
-    "kernels": {"warmup", "warmup_timeout", "store"},
+    "kernels": True,
     "runtime": True,
     "parallel": True,
     "topology": True,

@@ -6,7 +6,15 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
@@ -25,6 +33,7 @@ from tasks.runtime.models.build import (
     build_planning_model,
     build_saved_model,
     freeze_non_text_parameters,
+    has_fused_loss,
     load_config,
     materialize,
     prepare_for_training,
@@ -182,6 +191,16 @@ def test_kernels_can_be_turned_off():
     assert prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"enabled": False})) is None
     report = prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"exclude": ["rope"]}))
     assert set(report.counts) == {"rms_norm", "swiglu", "linear_cross_entropy"}
+
+
+def test_a_family_without_a_row_trains_by_default_and_is_refused_where_all_operators_are_asked_for():
+    config = GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=1, eos_token_id=2)
+    report = prepare_for_training(GPT2LMHeadModel(config), RunSpec())
+    assert report.counts == {"layer_norm": 3, "linear_cross_entropy": 1} and has_fused_loss(report)
+    llama = LlamaConfig(hidden_act="gelu", **{**PRESETS["tiny-llama"], "num_hidden_layers": 1})
+    assert "swiglu" in prepare_for_training(LlamaForCausalLM(llama), RunSpec()).kept
+    with pytest.raises(ValueError, match=r"kernels\.enabled is true, but swiglu: .* Set it to auto, which keeps"):
+        prepare_for_training(LlamaForCausalLM(llama), RunSpec(kernels={"enabled": True}))
 
 
 @pytest.fixture
