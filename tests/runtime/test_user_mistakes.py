@@ -12,12 +12,8 @@ import sys
 
 import pytest
 import yaml
-<<<<<<< HEAD
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-=======
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
->>>>>>> 826db44 (Turn no model away for its kernels: kernels.enabled is auto)
 
 from strata_platform.outcomes import BAD_INPUT
 from strata_platform.spec import RunSpec
@@ -303,7 +299,6 @@ MODELS = {
         padding_beyond,
         r"data\.source: its rows have the token '<more>', number \d+, but model\.name .* embeds \d+; remove it from",
     ),
-<<<<<<< HEAD
     "more-layers": (
         config_with(num_hidden_layers=3),
         r"model\.name '.*model': its weights are not those of the model that its config\.json describes: 18 tensors "
@@ -330,9 +325,6 @@ MODELS = {
     "config-deep": (config_of("[" * 10**5), r"config\.json is not valid JSON: .*recursion"),
     "config-pipe": (pipe_for("config.json"), r"model\.name.*a named pipe, not a regular file"),
     "weights-pipe": (pipe_for("model.safetensors"), r"model\.name.*a named pipe, not a regular file"),
-    "no-family": (no_family, r"kernels: unknown model type 'gpt2'.*kernels\.enabled to false"),
-=======
->>>>>>> 826db44 (Turn no model away for its kernels: kernels.enabled is auto)
 }
 
 
