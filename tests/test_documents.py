@@ -59,6 +59,7 @@ def test_the_mistakes_of_the_readme_are_told_as_it_shows_them(tmp_path):
 def test_the_spec_of_the_readme_is_valid(tmp_path):
     spec = re.search(r"```yaml\n(# my\.yaml.*?)```", README, re.DOTALL)[1]
     (tmp_path / "my.yaml").write_text(spec)
+    (tmp_path / "conversations.jsonl").touch()
     assert subprocess.run([STRATA, "spec", "my.yaml"], cwd=tmp_path, capture_output=True).returncode == 0
 
 
