@@ -7,18 +7,19 @@ SentencePiece does, gets a line break before each later segment, whose tokens ar
 with the segment's first characters, another character. A segment that merges with all of them is rejected.
 
 A long segment is tokenized in pieces that have the tokens of the whole, so that memory does not grow with its length.
+Of a document that is far too long for a row, and is not split, only as much is tokenized as shows that it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from tasks.runtime.data.formats import Document
+from tasks.runtime.data.formats import Document, Segment
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.text_files import pieces
 
@@ -27,6 +28,11 @@ _ANCHORS = ("\n", "x", "0", "¬")
 _PROBE = "a"
 # Characters in one call of the tokenizer, which takes some hundred bytes per token.
 _CALL = 1 << 22
+# A document of more characters, and of more for each token that a row takes, is tokenized piece by piece first.
+_LONG = 1 << 16
+_LONG_PER_TOKEN = 8
+# Tokens by which the beginning of a document has to be too long: its pieces may have fewer when they are joined.
+_MARGIN = 1024
 
 Ids = npt.NDArray[np.int32]
 _How = tuple[bool, bool]
@@ -37,23 +43,29 @@ class Encoded:
     """A tokenized document: `ids` [n], int32; `targets` [n], bool, the tokens that carry loss.
 
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
-    that the model generates.
+    that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
     """
 
     ids: Ids
     targets: npt.NDArray[np.bool_]
     completion_span: tuple[int, int]
+    complete: bool = True
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class Encoder:
-    """Tokenizes documents. learn_all: every token carries loss, not only those that the model generates."""
+    """Tokenizes documents.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, learn_all: bool) -> None:
+    learn_all: every token carries loss, not only those that the model generates.
+    longest: tokens that a row takes, if longer documents are not split.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, learn_all: bool, longest: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._learn_all = learn_all
+        self.longest = longest
         # Ids of the last tokens of the assistant's turns in chats so far.
         self.turn_end_ids: set[int] = set()
         self.prefix_ids = self._prefix_ids()
@@ -69,6 +81,8 @@ class Encoder:
 
     def encode(self, documents: list[Document]) -> list[Encoded]:
         """Encode documents in order. Raises RowError when a document cannot be split into segments."""
+        whole = documents
+        documents = [self._beginning(document) for document in whole]
         # Texts by how they are tokenized: whether a document begins with them, and what special tokens in them mean.
         texts: dict[_How, list[str]] = {}
         order: list[list[list[_How]]] = []
@@ -86,10 +100,31 @@ class Encoder:
             how: iter(self._tokenize(found, control=how[1]) if how[0] else self._continue(found, control=how[1]))
             for how, found in texts.items()
         }
-        return [
+        encoded = [
             self._concatenate(document, [_joined([next(ids[how]) for how in texts_of]) for texts_of in segments])
             for document, segments in zip(documents, order, strict=True)
         ]
+        return [
+            one if document is read else replace(one, complete=False)
+            for one, document, read in zip(encoded, whole, documents, strict=True)
+        ]
+
+    def _beginning(self, document: Document) -> Document:
+        """The document, or as much of it as no row takes."""
+        characters = sum(len(segment.text) for segment in document.segments)
+        if self.longest is None or characters <= max(_LONG, _LONG_PER_TOKEN * self.longest):
+            return document
+        tokens, segments = 0, list[Segment]()
+        for segment in document.segments:
+            read = 0
+            for text in pieces(segment.text):
+                read += len(text)
+                tokens += self._tokenize([text], control=segment.control)[0].size
+                if tokens > self.longest + _MARGIN:
+                    cut = segment._replace(text=segment.text[:read])
+                    return replace(document, segments=(*segments, cut), ends=False)
+            segments.append(segment)
+        return document
 
     def _concatenate(self, document: Document, segments: list[Ids]) -> Encoded:
         parts: list[Ids] = []
@@ -190,6 +225,7 @@ def join(first: Encoded, second: Encoded) -> Encoded:
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.targets, second.targets]),
         (first.completion_span[0], len(first) + second.completion_span[1]),
+        first.complete and second.complete,
     )
 
 

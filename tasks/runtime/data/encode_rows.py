@@ -80,11 +80,7 @@ def encode_rows(
     counts = Counts()
     reported = time.monotonic()
     fit_part = _LongDocument(recipe.data.sequence_length, counts).fit
-    fit = (
-        _fit_pair
-        if row_format.paired
-        else partial(_fit_sample, splits=recipe.objective == "pretrain" or row_format.name == "text")
-    )
+    fit = _fit_pair if row_format.paired else partial(_fit_sample, splits=encoder.longest is None)
     for batch in _batches(recipe, rows, row_format, counts):
         for number, row, encoded in _encode(recipe, batch, encoder, counts):
             if row.begins and row.ends:
@@ -172,14 +168,15 @@ def _fit_sample(
     splits: whether documents longer than a row are split; otherwise `data.overlong` decides.
     """
     length = recipe.data.sequence_length
-    learned = [document for document in documents if document.targets.any()]
+    # What was not tokenized may carry loss.
+    learned = [document for document in documents if document.targets.any() or not document.complete]
     split_turns = len(documents) > 1
-    if longest := max((len(document) for document in learned if len(document) > length), default=0):
+    if too_long := [document for document in learned if len(document) > length]:
         if splits:
             learned = [piece for document in learned for piece in split_long(document, length)]
             counts.split_long += 1
         elif recipe.data.overlong != "truncate":
-            _skip_overlong(recipe, where, longest, counts)
+            _skip_overlong(recipe, where, max(too_long, key=len), counts)
             return []
         else:
             learned = [document for document in (truncate(one, length) for one in learned) if document.targets.any()]
@@ -196,7 +193,7 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
     longest = sum(map(len, documents))
     if longest > length:
         if recipe.data.overlong != "truncate":
-            _skip_overlong(recipe, where, longest, counts)
+            _skip_overlong(recipe, where, join(*documents), counts)
             return []
         limit = max(length // 2, length - min(map(len, documents)))
         documents = [truncate(document, limit) for document in documents]
@@ -209,11 +206,12 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
     return documents
 
 
-def _skip_overlong(recipe: DataRecipe, where: str, tokens: int, counts: Counts) -> None:
+def _skip_overlong(recipe: DataRecipe, where: str, longest: Encoded, counts: Counts) -> None:
     """Count a sample that is longer than a row as skipped. Raises ValueError when `data.overlong` is `error`."""
     if recipe.data.overlong == "error":
+        tokens = f"{'' if longest.complete else 'more than '}{len(longest)} tokens"
         raise ValueError(
-            f"{where}: {tokens} tokens, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
+            f"{where}: {tokens}, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
             "data.overlong to 'skip' or 'truncate'"
         )
     counts.skipped["overlong"] += 1

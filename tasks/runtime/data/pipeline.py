@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ Rows = Callable[[], Iterator[tuple[int, Row]]]
 
 # Rows that are read to choose the format.
 _FORMAT_ROWS = 100
+_FORMAT_CHARACTERS = 1 << 26
 _MAX_GENERATION_SAMPLES = 64
 # Texts are short if a row has more than this many times the median's tokens.
 _SHORT = 16
@@ -80,7 +82,7 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     def rows() -> Iterator[tuple[int, Row]]:
         return numbered(source.rows(), recipe.data.max_samples)
 
-    first = [row for _, row in islice(rows(), _FORMAT_ROWS)]
+    first = _first(row for _, row in rows())
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
@@ -92,7 +94,10 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     if row_format.templates is not None:
         tokenizer.chat_template = row_format.templates
     save_tokenizer(tokenizer, folder / TOKENIZER)
-    encoder = Encoder(tokenizer, learn_all=recipe.objective == "pretrain")
+    splits = recipe.objective == "pretrain" or name == "text"
+    encoder = Encoder(
+        tokenizer, learn_all=recipe.objective == "pretrain", longest=None if splits else recipe.data.sequence_length
+    )
     with DocumentBuffer(folder) as buffer:
         counts = encode_rows(recipe, rows(), row_format, encoder, buffer, report)
         if not counts.used:
@@ -132,6 +137,26 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     for split_name, split in (("train", train), ("validation", validation)):
         report(_describe(split_name, split, manifest))
     report(f"prepared in {time.monotonic() - started:.1f} s")
+
+
+def _first(rows: Iterator[Row]) -> list[Row]:
+    """The rows that choose the format: fewer if they are long."""
+    first: list[Row] = []
+    characters = 0
+    for row in islice(rows, _FORMAT_ROWS):
+        first.append(row)
+        characters += _characters(row.values)
+        if characters > _FORMAT_CHARACTERS:
+            break
+    return first
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, items))
 
 
 def _tokenizer(

@@ -7,6 +7,7 @@ are found and counted. Line numbers start at 1.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import lzma
 import zlib
@@ -22,7 +23,10 @@ Reader = Callable[[IO[bytes], str], Iterator[Row]]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # The csv module's default limit is 128 KiB; a document may be longer.
-_MAX_CSV_FIELD = 1 << 30
+_MAX_CSV_FIELD = 1 << 28
+# Bytes after decompression: a small compressed file may hold any number of them.
+_MAX_LINE = 1 << 28
+_MAX_JSON = 1 << 30
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
@@ -65,16 +69,37 @@ def naming_file(path: str, *, field: str = "data.source") -> Iterator[None]:
         raise ValueError(f"{field}: cannot read {path}: {error or type(error).__name__}") from error
 
 
+class _Raw(io.RawIOBase):
+    """The bytes of a file that stays open when this is closed.
+
+    Files of other systems than the local one cannot limit a line; `io.BufferedReader` over this can.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(file, start=1):
-        if number == 1:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
-        try:
-            yield number, line.decode()
-        except UnicodeDecodeError as error:
-            raise OSError(
-                f"line {number} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-            ) from error
+    buffered = io.BufferedReader(_Raw(file), 1 << 20)
+    for number, line in enumerate(iter(lambda: buffered.readline(_MAX_LINE + 1), b""), start=1):
+        if len(line) > _MAX_LINE:
+            raise OSError(f"line {number} is longer than {_MAX_LINE >> 20} MiB; cut it into several rows")
+        yield number, _decoded(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, number)
+
+
+def _decoded(line: bytes, number: int) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise OSError(f"line {number} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
 
 
 def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -111,7 +136,10 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     if start != b"[":
         yield from _read_json_lines(file, name)
         return
-    text = file.read().decode("utf-8-sig")
+    content = file.read(_MAX_JSON + 1)
+    if len(content) > _MAX_JSON:
+        raise OSError(f"a list longer than {_MAX_JSON >> 30} GiB; save it as JSON Lines")
+    text = content.decode("utf-8-sig")
     try:
         values = _JSON.decode(text)
     except RecursionError as error:

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tasks.runtime.data.encode import Encoded, Encoder, split_long, truncate
+from tasks.runtime.data.encode import Encoded, Encoder, Ids, split_long, truncate
 from tasks.runtime.data.formats import Document, Segment
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
@@ -149,3 +149,36 @@ def test_head_keeps_the_bounds_of_what_is_written() -> None:
         [False, False, False, True],
         (3, 4),
     )
+
+
+def test_of_what_no_row_takes_only_the_beginning_is_tokenized(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Return the name of the thing.\n" * 20_000
+    short, long = _pair("Return", " the"), _pair(text, "the thing.")
+    encoder = Encoder(tokenizer, learn_all=False, longest=64)
+    characters = 0
+    tokenize = encoder._tokenize
+
+    def counted(texts: list[str], **options: bool) -> list[Ids]:
+        nonlocal characters
+        characters += sum(map(len, texts))
+        return tokenize(texts, **options)
+
+    monkeypatch.setattr(encoder, "_tokenize", counted)
+    found = encoder.encode([short, long, short])
+    assert [one.complete for one in found] == [True, False, True] and len(found[1]) > 64
+    assert characters < 3 * (1 << 16) < len(text)
+    # Up to there the tokens are those of the whole, and the others' are their own.
+    expected = Encoder(tokenizer, learn_all=False).encode([short, long])
+    assert found[1].ids[:64].tolist() == expected[1].ids[:64].tolist()
+    assert found[0].ids.tolist() == found[2].ids.tolist() == expected[0].ids.tolist()
+
+
+def test_a_long_document_that_a_row_takes_is_tokenized_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    long = _pair("Return the name of the thing.\n" * 4000, "the thing.")
+    (expected,) = Encoder(tokenizer, learn_all=False).encode([long])
+    for longest in (1000, len(expected)):
+        (found,) = Encoder(tokenizer, learn_all=False, longest=longest).encode([long])
+        assert found.complete == (longest == len(expected))
+    assert found.ids.tolist() == expected.ids.tolist() and found.targets.tolist() == expected.targets.tolist()

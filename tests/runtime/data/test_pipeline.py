@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, prepare
+from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, pipeline, prepare
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
 from tasks.runtime.data.prepared_manifest import Split
-from tasks.runtime.data.rows import RowError
+from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.data.validation import sample_mask
 
@@ -315,6 +315,28 @@ def test_overlong_samples(prepared: Prepare, tmp_path: Path) -> None:
     # The second one's prompt alone is longer than a row: nothing of it would be learned.
     assert (manifest.truncated, manifest.skipped["no_target"], manifest.samples_used) == (1, 1, 11)
     assert prepared(rows, overlong="skip").manifest.skipped["overlong"] == 2
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_sample_of_megabytes_is_too_long_like_any_other(prepared: Prepare, prompt: bool) -> None:
+    """Also one whose completion lies behind what is tokenized."""
+    long = (
+        {"prompt": "very " * 400_000, "completion": "4"} if prompt else {"prompt": "4", "completion": "very " * 400_000}
+    )
+    assert prepared([*ROWS, long]).manifest.skipped["overlong"] == 1
+    with pytest.raises(
+        ValueError, match=rf"rows\.jsonl line {len(ROWS) + 1}: more than \d+ tokens, but data\.sequence_length"
+    ):
+        prepared([*ROWS, long], overlong="error")
+    manifest = prepared([*ROWS, long], overlong="truncate").manifest
+    assert (manifest.truncated, manifest.skipped["no_target"]) == ((0, 1) if prompt else (1, 0))
+
+
+def test_few_long_rows_choose_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row("a", {"messages": [{"role": "user", "content": "x" * 60}]}), Row("b", {"text": "y" * 60})] * 100
+    monkeypatch.setattr(pipeline, "_FORMAT_CHARACTERS", 200)
+    assert len(pipeline._first(iter(rows))) == 4
+    assert len(pipeline._first(Row("a", None) for _ in range(1000))) == 100
 
 
 def test_long_documents_are_split_in_pretraining(prepared: Prepare) -> None:

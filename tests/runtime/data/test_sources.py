@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import fingerprint, recipe_of
+from tasks.runtime.data import fingerprint, readers, recipe_of
 from tasks.runtime.data.sources import Files, Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
@@ -494,3 +494,19 @@ def test_fingerprint_of_the_hub_is_its_commit() -> None:
     assert len(digests) == 2
     with pytest.warns(UserWarning, match="the Hub did not return the commit of 'someone/greetings'"):
         _open("someone/greetings").digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.jsonl.gz", "line 2 is longer than 1 MiB"), ("a.json.gz", "a list lon")]
+)
+def test_a_small_compressed_file_of_any_length_is_not_read_whole(tmp_path, monkeypatch, name, message):
+    monkeypatch.setattr(readers, "_MAX_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "_MAX_JSON", 1 << 20)
+    with gzip.open(tmp_path / name, "wb") as file:
+        file.write(b"[]\n" if name == "a.jsonl.gz" else b"[")
+        for _ in range(20):
+            file.write(b" " * (1 << 19))
+    assert (tmp_path / name).stat().st_size < 20_000
+    recipe = DataRecipe.from_spec(RunSpec(data={"source": str(tmp_path / name)}))
+    with pytest.raises(ValueError, match=rf"data\.source: cannot read .*{name}: {message}"):
+        list(open_source(recipe).rows())
