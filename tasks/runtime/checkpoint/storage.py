@@ -1,7 +1,8 @@
 """Storage of a checkpoint's tensors: safetensors files and a JSON index of the chunks in them.
 
 PyTorch's distributed checkpointing (DCP) plans which rank writes which chunk and which chunks a rank has to read. Its
-own storage is not used: its metadata is a pickle, and unpickling can run any code.
+own storages are not used: one keeps a pickle, which can run any code, and the one for safetensors loads corrupt and
+incomplete checkpoints without an error (docs/decisions/checkpoint-storage.md).
 """
 
 from __future__ import annotations
