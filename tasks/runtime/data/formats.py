@@ -21,7 +21,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.chat import ChatTemplate, Messages, Span, messages_of, resolve_template, templates_to_save
+from tasks.runtime.data.chat import ChatTemplate, Span, resolve_template, templates_to_save
+from tasks.runtime.data.messages import Messages, messages_of
 from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
 from tasks.runtime.data.rows import Row, RowError, suggestion
 from tasks.runtime.data.tools import tools_of

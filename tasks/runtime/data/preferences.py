@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import Messages, messages_of
+from tasks.runtime.data.messages import Messages, messages_of
 from tasks.runtime.data.rows import Row, RowError, suggestion
 
 ROLES = ("chosen", "rejected")

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.chat import messages_of
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
+from tasks.runtime.data.messages import messages_of
 from tasks.runtime.data.rows import Row as SourceRow
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.sources import open_source

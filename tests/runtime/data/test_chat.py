@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tasks.runtime.data.chat import ChatTemplate, messages_of, resolve_template
+from tasks.runtime.data.chat import ChatTemplate, resolve_template
 from tasks.runtime.data.encode import Encoder
 from tasks.runtime.data.formats import make_format
+from tasks.runtime.data.messages import messages_of
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import train_tokenizer
 

@@ -8,8 +8,9 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.chat import messages_of, templates_to_save
+from tasks.runtime.data.chat import templates_to_save
 from tasks.runtime.data.formats import make_format
+from tasks.runtime.data.messages import messages_of
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
