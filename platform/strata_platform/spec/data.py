@@ -38,7 +38,7 @@ class Data(Section):
         "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
     )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
-    format: Literal["auto", "text", "prompt_completion", "chat", "preference"] = Field(
+    format: Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference"] = Field(
         "auto", description="Format of a row. `auto` decides by the columns."
     )
     text_column: Text = Field("text", description="Column of format `text`.")
@@ -50,8 +50,16 @@ class Data(Section):
         "Assistant messages with `weight: 0` carry no loss. The chat template also gets a column `tools`, "
         "if there is one.",
     )
+    system_column: Text = Field(
+        "system", description="Column with the system message of a chat, if there is one; for chats of every format."
+    )
     chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
     rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
+    ignore_columns: tuple[Text, ...] = Field(
+        (),
+        description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
+        "`label`.",
+    )
     chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )

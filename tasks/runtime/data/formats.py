@@ -5,11 +5,13 @@
 | `text`              | text                 | all of it                      |
 | `prompt_completion` | prompt, completion   | the completion                 |
 | `chat`              | messages             | what the assistant says        |
+| `alpaca`            | instruction, output  | the output, as the assistant   |
 | `preference`        | prompt, chosen,      | the answer, in two documents:  |
 |                     | rejected             | chosen, then rejected          |
 
 A text ends with the end-of-sequence token, which carries loss, too. Special tokens that the text already contains are
-not added twice. The chat template ends the turns of a chat and receives the column `tools`.
+not added twice. The chat template ends the turns of a chat and receives the column `tools`. A column `system` becomes
+the first message of a chat.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
+from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import ChatTemplate, Span, resolve_template, templates_to_save
-from tasks.runtime.data.messages import Messages, messages_of
+from tasks.runtime.data.columns import CHATS, Unread, columns_of
+from tasks.runtime.data.messages import INSTRUCTION, OUTPUT, Messages, alpaca_messages, messages_of, with_system
 from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
 from tasks.runtime.data.rows import Row, RowError, suggestion
-from tasks.runtime.data.tools import tools_of
+from tasks.runtime.data.tools import COLUMN, tools_of
 
 
 class Segment(NamedTuple):
@@ -60,6 +64,7 @@ Render = Callable[[Messages, Row], list[tuple[str, list[Span]]]]
 
 # Names of the formats of preference data: answers as texts, or as chats.
 PREFERENCES = ("preference", "preference_chat")
+_SYSTEM = Data.model_fields["system_column"].default
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,21 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         ValueError: a column is missing, no row is readable, or the format does not fit the objective.
     """
     data = recipe.data
-    present = list(dict.fromkeys(name for row in rows if isinstance(row.values, dict) for name in row.values))
+    present = [column for column in columns_of(rows) if column not in data.ignore_columns]
     if not present:
         raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
+    if data.system_column != _SYSTEM and data.system_column not in present:
+        raise ValueError(
+            f"data.system_column {data.system_column!r}: the data has {', '.join(map(repr, present))}"
+            f"{suggestion(data.system_column, present)}"
+        )
     if recipe.objective == "dpo":
         columns = preference_columns(data, present)
         return PREFERENCES[are_chats(columns, rows)], columns
     known = {
         "chat": (data.messages_column,),
         "prompt_completion": (data.prompt_column, data.completion_column),
+        "alpaca": (INSTRUCTION, OUTPUT),
         "text": (data.text_column,),
     }
     if data.format != "auto":
@@ -104,7 +115,7 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             if column not in present:
                 raise ValueError(_missing(data.format, column, present))
         return data.format, known[data.format]
-    order = ("text", "chat", "prompt_completion") if recipe.objective == "pretrain" else known
+    order = ("text", "chat", "prompt_completion", "alpaca") if recipe.objective == "pretrain" else known
     name = next((name for name in order if set(known[name]) <= set(present)), None)
     if name is None:
         raise ValueError(
@@ -136,41 +147,69 @@ def _missing(format_name: str, column: str, present: list[str]) -> str:
     )
 
 
-def make_format(
-    name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
-) -> Format:
-    """The format of that name, with the chat template if it has chats."""
-    if name in ("chat", "preference_chat"):
-        render = _renderer(tokenizer, chat_template)
-        templates = templates_to_save(chat_template, tokenizer)
-        if name == "chat":
-            return Format(name, lambda row: _chat(row, columns[0], render), templates)
-        return Format(name, lambda row: _chat_preference(row, columns, render), templates)
+def make_format(name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data) -> Format:
+    """The format of that name, with the chat template if it has chats.
+
+    Its function raises ValueError for a row with a column that is not read and changes what the row means.
+    """
+    unread = Unread(name, columns, data)
+    build = _builder(name, columns, tokenizer, data)
+
+    def documents(row: Row) -> list[Document]:
+        unread.require_harmless(row)
+        return build(row)
+
+    return Format(name, documents, templates_to_save(data.chat_template, tokenizer) if name in CHATS else None)
+
+
+def _builder(name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data) -> ToDocuments:
+    if name in CHATS:
+        render = _renderer(tokenizer, data)
+        build = _chat_preference if name == "preference_chat" else _chat
+        return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "preference":
-        return Format(name, lambda row: _preference(row, columns))
+        return lambda row: _preference(row, columns)
     if name == "prompt_completion":
-        return Format(name, lambda row: _prompt_completion(row, *columns))
-    return Format(name, lambda row: _text(row, columns[0]))
+        return lambda row: _prompt_completion(row, *columns)
+    return lambda row: _text(row, columns[0])
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Render:
+def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data) -> Render:
     plain, with_tools = (
-        ChatTemplate(resolve_template(chat_template, tokenizer, tools=tools), tokenizer) for tools in (False, True)
+        ChatTemplate(resolve_template(data.chat_template, tokenizer, tools=tools), tokenizer) for tools in (False, True)
     )
 
     def render(messages: Messages, row: Row) -> list[tuple[str, list[Span]]]:
-        tools = tools_of(row)
+        tools = None if COLUMN in data.ignore_columns else tools_of(row)
         return (with_tools if tools else plain).render(messages, row.where, tools)
 
     return render
 
 
-def raw_text(name: str, columns: tuple[str, ...], row: Row) -> str:
+def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[Messages]:
+    """The chats of a row in a format of `CHATS`: one, or two with the chosen and the rejected answer.
+
+    Raises:
+        RowError: they cannot be read.
+    """
+    ignored = data.ignore_columns
+    if name == "alpaca":
+        # Without an output there is nothing to learn.
+        chats = [alpaca_messages(row, ignored)] if row.text(OUTPUT).strip() else []
+    elif name == "preference_chat":
+        chats = list(chat_answers(row, columns, ignored))
+    else:
+        chats = [messages_of(row, columns[0], ignored)]
+    if data.system_column in ignored:
+        return chats
+    return [with_system(chat, row, data.system_column) for chat in chats]
+
+
+def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
     """The text of a row without special tokens, to train a tokenizer on. Raises RowError."""
-    if name == "preference_chat":
-        return "\n".join(message.get("content", "") for chat in chat_answers(row, columns) for message in chat)
-    if name == "chat":
-        return "\n".join(message.get("content", "") for message in messages_of(row, columns[0]))
+    if name in CHATS:
+        chats = chats_of(name, columns, row, data)
+        return "\n".join(message.get("content", "") for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
 
 
@@ -194,8 +233,7 @@ def _preference(row: Row, columns: tuple[str, ...]) -> list[Document]:
     return [_prompt_completion_document(prompt, chosen), _prompt_completion_document(prompt, rejected)]
 
 
-def _chat_preference(row: Row, columns: tuple[str, ...], render: Render) -> list[Document]:
-    chats = chat_answers(row, columns)
+def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Document]:
     if chats[0] == chats[1]:
         return []
     # Only the last turn, in the last document, carries loss: all earlier turns are equal in both chats.
@@ -212,8 +250,8 @@ def _prompt_completion_document(prompt: str, completion: str) -> Document:
     return Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
 
 
-def _chat(row: Row, column: str, render: Render) -> list[Document]:
-    rendered = render(messages_of(row, column), row)
+def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
+    rendered = [text for chat in chats for text in render(chat, row)]
     return [Document(tuple(_split_at_spans(text, spans)), has_special_tokens=True) for text, spans in rendered if text]
 
 

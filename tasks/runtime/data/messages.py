@@ -1,7 +1,11 @@
-"""The messages of a chat, as rows hold them: OpenAI's with `role` and `content`, or ShareGPT's with `from` and `value`."""
+"""The messages of a chat: as OpenAI's, with `role` and `content`; as ShareGPT's, with `from` and `value`; as Alpaca's.
+
+Flags of an assistant's message that other frameworks read, `train` and `loss`, become its `weight`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
@@ -11,11 +15,21 @@ from tasks.runtime.data.tools import called_functions, drop_nulls
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
           "tool": "tool"}  # fmt: skip
 
+# Keys that say whether a message is learned, in axolotl, LLaMA-Factory and ms-swift, true by default.
+_LEARNED = ("train", "training", "loss")
+# Keys that say which parts of a message are learned, or how much.
+_UNSUPPORTED = ("train_detail", "training_detail", "loss_scale", "loss_mask", "mask", "masks")
+# Alpaca's columns.
+INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
+_FLAGS = frozenset((*_LEARNED, *_UNSUPPORTED))
+
 Messages = list[dict[str, Any]]
 
 
-def messages_of(row: Row, column: str) -> Messages:
+def messages_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
     """The checked messages of a row, without null values and empty lists of tool calls. Raises RowError.
+
+    ignored: keys that are left out.
 
     ShareGPT's messages with `from` and `value`, and contents that are lists of text parts, are converted to `role` and
     a string as `content`.
@@ -30,8 +44,12 @@ def messages_of(row: Row, column: str) -> Messages:
         where = f"{row.where}: message {number}"
         if not isinstance(message, dict):
             raise RowError(f"{where} is {describe_type(message)}, not an object with role and content")
-        message = {key: item for key, item in message.items() if item is not None and (key, item) != ("tool_calls", [])}
-        message = _with_text(_with_role(message, where))
+        message = {
+            key: item
+            for key, item in message.items()
+            if item is not None and (key, item) != ("tool_calls", []) and key not in ignored
+        }
+        message = _with_weight(_with_text(_with_role(message, where)), where)
         if "tool_calls" in message:
             message["tool_calls"] = drop_nulls(message["tool_calls"])
             called_functions(message["tool_calls"], where)
@@ -77,6 +95,29 @@ def _other_keys(message: dict[str, Any]) -> str:
     return f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
 
 
+def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Convert `"train": false` and `"loss": false` to `"weight": 0`. Raises RowError for unsupported flags."""
+    if message.keys().isdisjoint(_FLAGS):
+        return message
+    if unsupported := [key for key in _UNSUPPORTED if key in message]:
+        raise RowError(
+            f"{where} has {unsupported[0]!r}: which parts of a message carry loss cannot be chosen; set weight to 0 "
+            f"for a message without loss, or name {unsupported[0]!r} in data.ignore_columns"
+        )
+    flags = {key: message.pop(key) for key in _LEARNED if key in message}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            raise RowError(f"{where}: {key} is {value!r}; it may be true or false")
+        if value and message.get("role") != "assistant" and "role" in message:
+            raise RowError(
+                f"{where}: {key} is {value!r} and role is {message['role']!r}, but only the assistant's messages carry "
+                f"loss; set it to false, or name {key!r} in data.ignore_columns"
+            )
+        if int(value) != int(message.setdefault("weight", value)):
+            raise RowError(f"{where}: {key} is {value!r}, but weight is {message['weight']!r}; leave one of them out")
+    return {**message, "weight": int(message["weight"])}
+
+
 def _require_weight(message: dict[str, Any], where: str) -> None:
     """Raise RowError for a `weight` other than 0 or 1, or on a message that is not the assistant's."""
     weight, role = message.get("weight", 0), message["role"]
@@ -86,3 +127,43 @@ def _require_weight(message: dict[str, Any], where: str) -> None:
         raise RowError(
             f"{where}: weight is 1 and role is {role!r}, but only the assistant's messages carry loss; leave weight out"
         )
+
+
+def alpaca_messages(row: Row, ignored: Collection[str] = ()) -> Messages:
+    """The messages of a row as in Alpaca: earlier turns, the instruction with its input, and the output.
+
+    The assistant's turns in `history`, a list of pairs of texts, are learned like the output. Raises RowError.
+
+    ignored: columns that are not read.
+    """
+    fields = {name: value for name, value in row.fields().items() if name not in ignored}
+    prompt = row.text(INSTRUCTION)
+    if fields.get(INPUT) is not None and row.text(INPUT).strip():
+        prompt = f"{prompt}\n{row.text(INPUT)}" if prompt.strip() else row.text(INPUT)
+    history = fields.get(HISTORY) or []
+    if not isinstance(history, list) or not all(map(_is_pair, history)):
+        raise RowError(f"{row.where}: column {HISTORY!r} holds {describe_type(history)}, not a list of pairs of texts")
+    turns = [(number, text) for pair in (*history, (prompt, row.text(OUTPUT))) for number, text in enumerate(pair)]
+    for _, text in turns:
+        require_valid_unicode(text, row.where)
+    return [{"role": ("user", "assistant")[number], "content": text} for number, text in turns]
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+
+
+def with_system(messages: Messages, row: Row, column: str) -> Messages:
+    """The messages, with the system message in `column` before them. Raises RowError if they begin with another."""
+    value = row.fields().get(column)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return messages
+    system = {"role": "system", "content": row.text(column)}
+    if messages[0]["role"] != "system":
+        return [system, *messages]
+    if messages[0].get("content", "").strip() != system["content"].strip():
+        raise RowError(
+            f"{row.where}: column {column!r} and the first message hold different system messages; correct one of "
+            f"them, or name {column!r} in data.ignore_columns"
+        )
+    return messages

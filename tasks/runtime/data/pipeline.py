@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock
+from tasks.runtime.data.columns import Unread, columns_of
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData, Sample
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
@@ -87,8 +88,9 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
+    _report_unread(recipe, name, columns, first, report)
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
-    row_format = make_format(name, columns, tokenizer, recipe.data.chat_template)
+    row_format = make_format(name, columns, tokenizer, recipe.data)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
     if row_format.templates is not None:
@@ -159,6 +161,15 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, items))
 
 
+def _report_unread(recipe: DataRecipe, name: str, columns: tuple[str, ...], first: list[Row], report: Report) -> None:
+    """Report the columns of the first rows that are not read. Raises ValueError if one changes what a row means."""
+    unread = Unread(name, columns, recipe.data)
+    for row in first:
+        unread.require_harmless(row)
+    if left := [column for column in columns_of(first) if column not in unread.read]:
+        report(f"columns not used: {', '.join(map(repr, left))}")
+
+
 def _tokenizer(
     recipe: DataRecipe, rows: Rows, name: str, columns: tuple[str, ...], report: Report
 ) -> PreTrainedTokenizerBase:
@@ -179,7 +190,7 @@ def _training_texts(
         if name != "text" and uniform(recipe.seed, number) < recipe.data.validation_fraction:
             continue
         try:
-            yield from pieces(raw_text(name, columns, row))
+            yield from pieces(raw_text(name, columns, row, recipe.data))
         except RowError as error:
             raise_unless_skipping(recipe, error)
 

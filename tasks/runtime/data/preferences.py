@@ -7,6 +7,7 @@ prompt is a text or a list of messages. A continuation begins with the assistant
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from strata_platform.spec.data import Data
@@ -56,10 +57,13 @@ def text_answers(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
     return prompt, chosen, rejected
 
 
-def chat_answers(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages]:
-    """The two chats of a row: equal but for the last message, the chosen or the rejected answer. Raises RowError."""
+def chat_answers(row: Row, columns: tuple[str, ...], ignored: Collection[str] = ()) -> tuple[Messages, Messages]:
+    """The two chats of a row: equal but for the last message, the chosen or the rejected answer. Raises RowError.
+
+    ignored: keys of messages that are left out.
+    """
     *prompt, chosen, rejected = columns
-    first, second = (_chat(row, column, prompt) for column in (chosen, rejected))
+    first, second = (_chat(row, column, prompt, ignored) for column in (chosen, rejected))
     for number, (one, other) in enumerate(zip(first[:-1], second[:-1], strict=False), start=1):
         if one != other:
             raise RowError(_mismatch(row, chosen, rejected, f"differ in message {number}"))
@@ -68,15 +72,15 @@ def chat_answers(row: Row, columns: tuple[str, ...]) -> tuple[Messages, Messages
     return first, second
 
 
-def _prompt_messages(row: Row, column: str) -> Messages:
+def _prompt_messages(row: Row, column: str, ignored: Collection[str]) -> Messages:
     if isinstance(row.value(column), str):
         return [{"role": "user", "content": row.text(column)}]
-    return messages_of(row, column)
+    return messages_of(row, column, ignored)
 
 
-def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
+def _chat(row: Row, column: str, prompt: list[str], ignored: Collection[str]) -> Messages:
     """The chat that ends with the answer in `column`. prompt: the name of the prompt's column, if there is one."""
-    messages = messages_of(row, column)
+    messages = messages_of(row, column, ignored)
     if messages[-1]["role"] != "assistant":
         raise RowError(
             f"{row.where}: the last message in column {column!r} has role {messages[-1]['role']!r}; it must be the "
@@ -87,7 +91,7 @@ def _chat(row: Row, column: str, prompt: list[str]) -> Messages:
             f"{row.where}: the last message in column {column!r} has weight 0, but it is the answer to compare; leave "
             "weight out"
         )
-    prompt_messages = _prompt_messages(row, prompt[0]) if prompt else []
+    prompt_messages = _prompt_messages(row, prompt[0], ignored) if prompt else []
     if not prompt_messages and len(messages) == 1:
         raise RowError(f"{row.where}: column {column!r} has an answer without a prompt before it")
     if _starts_with(messages, prompt_messages):

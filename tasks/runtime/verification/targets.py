@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
+from strata_platform.spec.data import Data
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
-from tasks.runtime.data.messages import messages_of
+from tasks.runtime.data.formats import chats_of
 from tasks.runtime.data.rows import Row as SourceRow
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.sources import open_source
@@ -24,7 +25,7 @@ from tasks.runtime.verification.subject import Subject
 
 # Characters of the document that is shown.
 _SHOWN = 1200
-_FORMATS = ("chat", "prompt_completion")
+_FORMATS = ("chat", "alpaca", "prompt_completion")
 
 
 class Document(NamedTuple):
@@ -53,7 +54,8 @@ def mask(subject: Subject) -> Measured:
         said = _said(data)
         wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
         wrong += _missing(documents, data, said)
-        claim = f"targets are what the {'assistant says' if form == 'chat' else 'completions say'}, with its end"
+        who = "completions say" if form == "prompt_completion" else "assistant says"
+        claim = f"targets are what the {who}, with its end"
     else:
         claim = "documents begin once; which answers pairs learn is checked by 'reference'"
     detail = f"of {len(documents)} documents with a wrong mask or a second beginning; {claim}"
@@ -107,7 +109,7 @@ def _said(data: PreparedData) -> Said:
     turns = 0
     for row in islice(open_source(recipe).rows(), recipe.data.max_samples):
         try:
-            for text, is_all in _turns(row, data):
+            for text, is_all in _turns(row, data, recipe.data):
                 (whole if is_all else parts).add(text.strip())
                 turns += 1
         except RowError:
@@ -116,16 +118,17 @@ def _said(data: PreparedData) -> Said:
     return Said(whole, parts, turns)
 
 
-def _turns(row: SourceRow, data: PreparedData) -> Iterator[tuple[str, bool]]:
+def _turns(row: SourceRow, data: PreparedData, section: Data) -> Iterator[tuple[str, bool]]:
     """Texts of a row's turns, and whether a turn has nothing beside it, such as reasoning or calls."""
     if data.manifest.format == "prompt_completion":
         text = row.text(data.manifest.columns[1])
         if text.strip():
             yield text, True
         return
-    for message in messages_of(row, data.manifest.columns[0]):
-        if message["role"] == "assistant" and message.get("weight", 1):
-            yield str(message.get("content", "")), not _has_more(message)
+    for messages in chats_of(data.manifest.format, data.manifest.columns, row, section):
+        for message in messages:
+            if message["role"] == "assistant" and message.get("weight", 1):
+                yield str(message.get("content", "")), not _has_more(message)
 
 
 def _has_more(message: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import ChatTemplate, resolve_template
 from tasks.runtime.data.encode import Encoder
 from tasks.runtime.data.formats import make_format
@@ -56,7 +57,7 @@ def _learned(
     tokenizer: PreTrainedTokenizerFast, template: str | None, messages: list[dict[str, Any]], *, learn_all: bool = False
 ) -> list[tuple[str, list[str]]]:
     """Of each document the text, and the runs of it that carry loss."""
-    form = make_format("chat", ("messages",), tokenizer, template)
+    form = make_format("chat", ("messages",), tokenizer, Data(chat_template=template))
     documents = form.documents(Row("row 1", {"messages": messages}))
     result = []
     for encoded in Encoder(tokenizer, learn_all=learn_all).encode(documents):
@@ -121,7 +122,7 @@ def test_pretraining_learns_every_token_but_the_first(tokenizer: PreTrainedToken
 
 def test_what_the_model_reads_has_the_tokens_it_will_be_given(tokenizer: PreTrainedTokenizerFast) -> None:
     """The prompt's tokens are those of the prompt alone, though the turn begins as the header ends."""
-    (document,) = make_format("chat", ("messages",), tokenizer, None).documents(Row("row 1", {"messages": TALK[:5]}))
+    (document,) = make_format("chat", ("messages",), tokenizer, Data()).documents(Row("row 1", {"messages": TALK[:5]}))
     (encoded,) = Encoder(tokenizer, learn_all=False).encode([document])
     prompt = tokenizer.apply_chat_template(TALK[:4], add_generation_prompt=True, return_dict=False)
     begin, end = encoded.completion_span

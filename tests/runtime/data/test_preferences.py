@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.data import Data
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.formats import choose_format, make_format
 from tasks.runtime.data.rows import Row, RowError
@@ -29,7 +30,7 @@ def read(values, **data):
     """What a row says: for each answer, what is read before it and the answer."""
     row = Row("row 1", values)
     name, columns = choose_format(recipe_of(**data), [row])
-    form = make_format(name, columns, train_tokenizer(["2 + 2 = 4"]), None)
+    form = make_format(name, columns, train_tokenizer(["2 + 2 = 4"]), Data())
     return [
         (document.segments[0].text, "".join(segment.text for segment in document.segments if segment.generated))
         for document in form.documents(row)
@@ -183,4 +184,4 @@ def test_a_template_that_renders_nothing_is_told():
     tokenizer = train_tokenizer(["2 + 2 = 4"])
     tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(RowError, match=r"row 1: the chat template renders nothing for an answer"):
-        make_format(name, columns, tokenizer, None).documents(row)
+        make_format(name, columns, tokenizer, Data()).documents(row)

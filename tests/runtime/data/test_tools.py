@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.data import Data
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.chat import templates_to_save
 from tasks.runtime.data.formats import make_format
@@ -51,7 +52,9 @@ def file(tmp_path):
 
 def read(tokenizer, values, template=None):
     """Of each document the text before the first turn, and the turns."""
-    documents = make_format("chat", ("messages",), tokenizer, template).documents(Row("row 1", values))
+    documents = make_format("chat", ("messages",), tokenizer, Data(chat_template=template)).documents(
+        Row("row 1", values)
+    )
     return [(d.segments[0].text, [segment.text for segment in d.segments if segment.generated]) for d in documents]
 
 
@@ -76,7 +79,7 @@ def test_a_chat_may_offer_no_tools(tokenizer, tools):
 
 def test_pairs_of_answers_offer_tools_too(tokenizer):
     row = {"tools": TOOLS, "chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]}
-    form = make_format("preference_chat", ("chosen", "rejected"), tokenizer, None)
+    form = make_format("preference_chat", ("chosen", "rejected"), tokenizer, Data())
     assert all(d.segments[0].text.startswith("tools: [{") for d in form.documents(Row("row 1", row)))
 
 
