@@ -10,18 +10,20 @@ from math import ceil, floor, log10, nan
 from tasks.runtime.report.numbers import TINY, drawable, scale
 
 MAX_POINTS = 1000
+STEP_INTERVALS, VALUE_INTERVALS = 5, 4
+"""About how many intervals an axis of steps, or of values, is divided into by its ticks."""
 
 
-def downsample(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Ascending indices of at most `limit` values to draw, with the first, last, smallest and largest value.
+def downsample(values: Sequence[float]) -> list[int]:
+    """Ascending indices of at most `MAX_POINTS` values to draw, with the first, last, smallest and largest value.
 
     The series is divided into equal buckets. Each keeps its minimum and its maximum, so spikes survive, and one value
     that cannot be drawn, if it has any, so gaps survive.
     """
     n = len(values)
-    if n <= limit:
+    if n <= MAX_POINTS:
         return list(range(n))
-    buckets = (limit - 2) // 2
+    buckets = (MAX_POINTS - 2) // 2
     kept = {0, n - 1}
     for bucket in range(buckets):
         indices = range(bucket * n // buckets, (bucket + 1) * n // buckets)
@@ -67,7 +69,7 @@ class Axis:
         return (value - low) / (self.end - low)
 
 
-def value_axis(values: Sequence[float], *, from_zero: bool, intervals: int = 4) -> Axis:
+def value_axis(values: Sequence[float], *, from_zero: bool) -> Axis:
     """Axis that covers `values` (drawable, at least one) and ends at round ticks."""
     low, high = min(values), max(values)
     if from_zero:
@@ -75,13 +77,13 @@ def value_axis(values: Sequence[float], *, from_zero: bool, intervals: int = 4) 
     if high - low <= max(TINY, 1e-9 * max(abs(low), abs(high))):
         margin = max(0.1 * abs(high), 0.1)
         low, high = (low - margin, high + margin) if not from_zero else (0.0, 1.0)
-    step = _round_step((high - low) / intervals)
+    step = _round_step((high - low) / VALUE_INTERVALS)
     return _axis(range(floor(low / step), ceil(high / step) + 1), step, end=None)
 
 
-def step_axis(last: int, intervals: int = 5) -> Axis:
+def step_axis(last: int) -> Axis:
     """Axis from step 0 to exactly `last`, with ticks at round steps."""
-    step = max(1.0, _round_step(last / intervals))
+    step = max(1.0, _round_step(last / STEP_INTERVALS))
     return _axis(range(floor(last / step) + 1), step, end=float(last))
 
 
