@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from strata_kernels import Shard, StepPlan, adamw_step, weight_step
-from strata_kernels.ops import _adamw_plan
+from strata_kernels.ops.adamw import step_plan
 
 from .measure import device_ms
 
@@ -110,7 +110,7 @@ def gate(device: torch.device) -> list[str]:
         plan, plain = StepPlan(), StepPlan()
         for _ in range(3):
             ours.step(rounding, plan)
-            with patch.object(_adamw_plan, "takes_kernel", lambda x: False):
+            with patch.object(step_plan, "takes_kernel", lambda x: False):
                 reference.step(rounding, plain)
         if not all(x.equal(y) for x, y in zip(ours.tensors(), reference.tensors(), strict=True)):
             red.append(f"{rounding}, {', '.join(map(str, types))}, shift {shift}, cut {cut}")
@@ -153,7 +153,7 @@ def sweep(state: State, weights: int, copy: float) -> None:
         if block // (32 * warps) not in (8, 16):
             continue
         for rounding, moved in (("master", 18), ("stochastic", 14)):
-            with patch.object(_adamw_plan, "_STEP", _adamw_plan.Launch(block=block, chunk=chunk, warps=warps)):
+            with patch.object(step_plan, "_STEP", step_plan.Launch(block=block, chunk=chunk, warps=warps)):
                 plan = StepPlan()
                 name = f"{rounding}, block {block}, chunk {chunk}, warps {warps}"
                 report(name, lambda r=rounding, p=plan: state.step(r, p), moved, weights, copy)  # type: ignore[misc]

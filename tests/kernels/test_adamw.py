@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strata_kernels import Shard, StepPlan, adamw_step, join_weight, split_weight, weight_step
-from strata_kernels.ops import _adamw_plan
+from strata_kernels.ops.adamw import step_plan
 from strata_kernels.warmup import Plan, record
 
 # What only the host does, or takes too many steps for the interpreter.
@@ -25,8 +25,8 @@ SEED = 2**40 + 12345
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch) -> None:
     """Several programs and blocks for a tensor of some hundred elements, and scalars of two programs."""
-    monkeypatch.setattr(_adamw_plan, "_STEP", _adamw_plan.Launch(block=128, chunk=256, warps=4))
-    monkeypatch.setattr(_adamw_plan, "_SCALARS", _adamw_plan.Launch(block=4, chunk=4, warps=1))
+    monkeypatch.setattr(step_plan, "_STEP", step_plan.Launch(block=128, chunk=256, warps=4))
+    monkeypatch.setattr(step_plan, "_SCALARS", step_plan.Launch(block=4, chunk=4, warps=1))
 
 
 @dataclass
@@ -100,7 +100,7 @@ def test_the_kernel_has_the_bits_of_the_reference(dtypes, rounding, misaligned, 
         gradients = noise(SIZES, device, gradient)
         ours.step(gradients)
         with monkeypatch.context() as patched:
-            patched.setattr(_adamw_plan, "takes_kernel", lambda x: False)
+            patched.setattr(step_plan, "takes_kernel", lambda x: False)
             reference.step(gradients)
     assert_same(ours, reference)
 

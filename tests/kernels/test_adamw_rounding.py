@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strata_kernels import Shard, StepPlan, adamw_step, join_weight, weight_step
-from strata_kernels.ops import _adamw_reference as reference
+from strata_kernels.ops.adamw import step_reference as reference
 
 BF16 = torch.bfloat16
 N = 2**17

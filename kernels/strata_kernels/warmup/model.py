@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops._adamw_plan import Rounding, Shard
 from ..ops.adamw import adamw_step, weight_step
+from ..ops.adamw.step_plan import Rounding, Shard
 from ..patch import patch_model
 from ..targets import rounded_counts
 from .plan import Plan, record

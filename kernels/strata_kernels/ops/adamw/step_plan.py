@@ -1,4 +1,4 @@
-"""Where the tensors of an optimizer step are, and the launches that serve them; see `adamw.py`."""
+"""Where the tensors of an optimizer step are, and the launches that serve them; see `adamw/__init__.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _adamw_kernel as kernel
-from . import _adamw_reference as reference
-from ._launch import is_recording, launch, takes_kernel
+from .._launch import is_recording, launch, takes_kernel
+from . import step_kernels as kernel
+from . import step_reference as reference
 
 Rounding = Literal["master", "stochastic", "nearest"]
 

@@ -1,11 +1,11 @@
 """The kernels of `adamw_step` and `weight_step`.
 
-The formulas stand in `adamw.py`. Axes: n tensors, the elements of a tensor in the order of its memory, chunks of a
-tensor, blocks of a chunk. One launch serves many tensors: a program takes one chunk, and finds its tensor's addresses
-and sizes in a table. A kernel before it takes what all chunks of a tensor share out of the step's number: bias
-corrections and the words that its random bits start from.
+The formulas stand in `adamw/__init__.py`. Axes: n tensors, the elements of a tensor in the order of its memory, chunks
+of a tensor, blocks of a chunk. One launch serves many tensors: a program takes one chunk, and finds its tensor's
+addresses and sizes in a table. A kernel before it takes what all chunks of a tensor share out of the step's number:
+bias corrections and the words that its random bits start from.
 
-Their bits are those of `_adamw_reference.py`: every operation is rounded once, in the same order, division and square
+Their bits are those of `step_reference.py`: every operation is rounded once, in the same order, division and square
 root correctly, products are not fused with sums, and integers wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -37,9 +37,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _adamw_reference as reference
-from ._adamw_plan import Numbers, Rounding, Shard, StepPlan, Tensors, laid_out
-from ._launch import describe
+from .._launch import describe
+from . import step_reference as reference
+from .step_plan import Numbers, Rounding, Shard, StepPlan, Tensors, laid_out
 
 _ROUNDINGS = ("master", "stochastic", "nearest")
 

@@ -1,4 +1,4 @@
-"""The steps of `_adamw_kernel.py` in plain PyTorch, equal bit for bit; they serve CPUs and devices without Triton."""
+"""The steps of `step_kernels.py` in plain PyTorch, equal bit for bit; they serve CPUs and devices without Triton."""
 
 from __future__ import annotations
 
