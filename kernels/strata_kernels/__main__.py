@@ -13,8 +13,8 @@ import torch
 
 from .warmup import Plan
 from .warmup.bake import MANIFEST, bake
-from .warmup.driver import target_of
-from .warmup.model import load_config, plan_model, presets
+from .warmup.cross_compile import target_of
+from .warmup.plan_model import load_config, plan_model, presets
 
 # What learns in a run: all weights, or an adapter's, which lie in the linear layers.
 _LEARNS = ("all", "adapter")

@@ -25,9 +25,9 @@ from strata_kernels.__main__ import _bar, main
 from strata_kernels.ops._stable_cache_keys import omit_line_numbers
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
-from strata_kernels.warmup.cache import keys, load, relocate
-from strata_kernels.warmup.driver import build_library, library_folders, load_library, prepare, target_of
-from strata_kernels.warmup.model import load_config, plan_model, presets
+from strata_kernels.warmup.cross_compile import build_library, library_folders, load_library, prepare, target_of
+from strata_kernels.warmup.plan_model import load_config, plan_model, presets
+from strata_kernels.warmup.triton_cache import keys, load, relocate
 from tests.kernels.helpers import kernels_to_bake
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
@@ -323,7 +323,7 @@ def test_presets_have_plans(name):
 def test_a_real_step_compiles_nothing_that_the_plan_did_not_hold(baked, tiny, library):
     step = (
         "import sys, torch; from transformers import AutoModelForCausalLM; from strata_kernels import patch_model\n"
-        "from strata_kernels.warmup import count_compiles; from strata_kernels.warmup.model import load_config\n"
+        "from strata_kernels.warmup import count_compiles; from strata_kernels.warmup.plan_model import load_config\n"
         "with torch.device('cuda'):\n"
         "    model = AutoModelForCausalLM.from_config(load_config(sys.argv[1]), dtype=torch.bfloat16)\n"
         "    rows = torch.randint(512, (1, 4096))\n"

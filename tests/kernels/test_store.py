@@ -19,11 +19,11 @@ import pytest
 import triton
 from triton.runtime.cache import get_cache_manager
 
-from strata_kernels.warmup import cache, count_compiles, store
-from strata_kernels.warmup.blobs import Blob, Folder, open_blobs
-from strata_kernels.warmup.budget import Budget, Patience
-from strata_kernels.warmup.seed import Seeder
+from strata_kernels.warmup import count_compiles, store, triton_cache
+from strata_kernels.warmup.blob_storage import Blob, Folder, open_blobs
+from strata_kernels.warmup.cache_filler import Seeder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
+from strata_kernels.warmup.time_budget import Budget, Patience
 from tests.kernels.helpers.cache_entries import elf, kernel_entry, launcher_entry
 from tests.kernels.helpers.store_races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
 
@@ -45,7 +45,7 @@ def archives(root: Path) -> list[Path]:
 @pytest.mark.parametrize(("key", "files"), [ENTRIES[0], ENTRIES[-1]], ids=["kernel", "launcher"])
 def test_an_archive_has_the_entry_and_nothing_else(key, files):
     assert unpack(key, pack(key, files)) == files
-    assert pack(key, dict(reversed(files.items())) | {cache.SEAL: b"of another place"}) == pack(key, files)
+    assert pack(key, dict(reversed(files.items())) | {triton_cache.SEAL: b"of another place"}) == pack(key, files)
 
 
 def archive_of(*members: tarfile.TarInfo, data: bytes = b"data") -> bytes:
@@ -225,7 +225,7 @@ def test_an_object_store_does_what_a_folder_does(s3):
 def test_without_fsspec_a_folder_works_and_a_url_says_what_to_install(tmp_path):
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "from strata_kernels.warmup.blobs import open_blobs\n"
+        "from strata_kernels.warmup.blob_storage import open_blobs\n"
         f"open_blobs('file://{tmp_path}').write('a/b', b'x'); print(open_blobs('{tmp_path}').read('a/b'))\n"
         "open_blobs('s3://bucket/path')"
     )
@@ -241,7 +241,7 @@ def warm(seeder: Seeder) -> dict[str, str]:
             manager = get_cache_manager(hex_of(key))
             if look_up(manager, files) is None:
                 compile_made_up(manager, files)
-            assert look_up(manager, files) == {n: d for n, d in files.items() if not n.startswith(cache.GROUP)}
+            assert look_up(manager, files) == {n: d for n, d in files.items() if not n.startswith(triton_cache.GROUP)}
     seeder.push()
     return {key: seeder._origins[key] for key, _ in ENTRIES}
 
@@ -256,9 +256,9 @@ def pod(tmp_path, monkeypatch) -> Path:
 def test_the_image_comes_before_the_store_and_the_compiler_last(tmp_path, pod):
     (in_cache, in_image, in_both, in_store, nowhere) = (key for key, _ in ENTRIES)
     files = dict(ENTRIES)
-    cache.store(pod, in_cache, files[in_cache])
+    triton_cache.store(pod, in_cache, files[in_cache])
     for key in (in_image, in_both):
-        cache.store(tmp_path / "image", key, files[key])
+        triton_cache.store(tmp_path / "image", key, files[key])
     for key in (in_both, in_store):
         signed(tmp_path / "store").push(key, files[key])
     seeder = Seeder(pod, [tmp_path / "none", tmp_path / "image"], signed(tmp_path / "store"))
@@ -270,7 +270,7 @@ def test_the_image_comes_before_the_store_and_the_compiler_last(tmp_path, pod):
 
 def test_what_is_torn_is_found_elsewhere_and_reported(tmp_path, pod):
     for root in (pod, tmp_path / "image"):
-        cache.store(root, KEY, FILES)
+        triton_cache.store(root, KEY, FILES)
         (root / KEY / "kernel_0.cubin").write_bytes(b"\x7fELF")
     signed(tmp_path / "store").push(KEY, FILES)
     seeder = Seeder(pod, [tmp_path / "image"], signed(tmp_path / "store"))
@@ -302,7 +302,7 @@ def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
         builds = [elf(bytes([i]) * 5000) for i in range(8)]
         paths = set(threads.map(lambda both: both[0].put(both[1], name), zip(managers, builds, strict=True)))
     assert paths == {str(pod / key / name)}
-    loaded = cache.load(pod, key)
+    loaded = triton_cache.load(pod, key)
     assert loaded is not None and loaded[name] in builds
 
 
@@ -310,15 +310,15 @@ def test_what_another_pod_has_mended_meanwhile_stays(pod, monkeypatch):
     """It loads its launcher by the path that it has just written."""
     key, files = ENTRIES[-1]
     (name,) = files
-    cache.store(pod, key, files)
+    triton_cache.store(pod, key, files)
     (pod / key / name).write_bytes(files[name][:-1])
-    invalidate = cache.invalidate
+    invalidate = triton_cache.invalidate
 
     def after_another_pod(directory, key):
-        cache.store(directory, key, files)
+        triton_cache.store(directory, key, files)
         invalidate(directory, key)
 
-    monkeypatch.setattr(cache, "invalidate", after_another_pod)
+    monkeypatch.setattr(triton_cache, "invalidate", after_another_pod)
     with Seeder(pod).at_work():
         get_cache_manager(hex_of(key))
     assert (pod / key / name).read_bytes() == files[name]
@@ -328,7 +328,7 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
     key, files = ENTRIES[-1]
     (name,) = files
     locked = []
-    replace = cache._replace
+    replace = triton_cache._replace
 
     def noting(path, data):
         folder = os.open(path.parent, os.O_RDONLY)
@@ -341,16 +341,16 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
             os.close(folder)
         replace(path, data)
 
-    monkeypatch.setattr(cache, "_replace", noting)
+    monkeypatch.setattr(triton_cache, "_replace", noting)
     with Seeder(pod).at_work():
         get_cache_manager(hex_of(key)).put(files[name], name)
-    cache.store(pod, *kernel_entry(0))
+    triton_cache.store(pod, *kernel_entry(0))
     assert len(locked) == 1 + 5 and all(locked)
 
 
 def test_a_moved_cache_is_relocated_where_it_lies(tmp_path, pod):
     for key, files in ENTRIES:
-        cache.store(tmp_path / "before", key, files)
+        triton_cache.store(tmp_path / "before", key, files)
     (tmp_path / "before").rename(pod)
     assert set(warm(Seeder(pod)).values()) == {"cache"}
 
@@ -407,7 +407,7 @@ def test_a_store_that_is_not_there_is_asked_once(tmp_path, pod):
 
 def test_a_disk_that_is_full_is_reported(tmp_path, pod):
     """A limit on the size of files stands for it: writing fails in the same place."""
-    cache.store(tmp_path / "image", *kernel_entry(0, size=200_000))
+    triton_cache.store(tmp_path / "image", *kernel_entry(0, size=200_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:

@@ -8,7 +8,7 @@ without a GPU, and `model.plan_model` takes it from a model's configuration.
 """
 
 from .compile import Compiled, Failed, WarmupReport, warmup
-from .count import CompileCount, count_compiles
+from .compile_counter import CompileCount, count_compiles
 from .plan import Plan, Pointer, Specialization, record
 
 __all__ = [

@@ -27,11 +27,11 @@ import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
-from .cache import GROUP, keys, load, seal
 from .compile import Compiled, Failed
-from .count import count_compiles
-from .driver import build_library, library_folders, load_library, prepare, target_of
+from .compile_counter import count_compiles
+from .cross_compile import build_library, library_folders, load_library, prepare, target_of
 from .plan import Plan, Specialization
+from .triton_cache import GROUP, keys, load, seal
 
 MANIFEST = "manifest.json"
 

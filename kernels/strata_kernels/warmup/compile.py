@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .count import listening
+from .compile_counter import listening
 from .plan import Plan, Specialization
 
 

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from . import cache
-from .blobs import UNFINISHED, Blob, Blobs
+from . import triton_cache
+from .blob_storage import UNFINISHED, Blob, Blobs
 
 UNSIGNED = "unsigned"
 
@@ -46,7 +46,7 @@ class Refused(ValueError):
 class Kind:
     """What an archive may hold.
 
-    check: raises `cache.Damaged` for files that do not belong together, or not to the key.
+    check: raises `triton_cache.Damaged` for files that do not belong together, or not to the key.
     most_files: how many.
     folders: whether files may lie in folders.
     """
@@ -57,7 +57,7 @@ class Kind:
 
 
 # Real ones have ten files and a megabyte.
-KERNELS = Kind(cache.check, most_files=100, folders=False)
+KERNELS = Kind(triton_cache.check, most_files=100, folders=False)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Store:
         # Archives whose mark of use is to be renewed.
         self._old: dict[str, bytes] = {}
 
-    def pull(self, key: str) -> cache.Files | None:
+    def pull(self, key: str) -> triton_cache.Files | None:
         """The files of an entry; None when the store has none that may be used. Raises what the blobs raise."""
         for blob in self._of(key):
             try:
@@ -197,14 +197,14 @@ def pack(key: str, files: Mapping[str, bytes]) -> bytes:
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, data in sorted(files.items()):
             # Another one is made where the entry is unpacked.
-            if name != cache.SEAL:
+            if name != triton_cache.SEAL:
                 member = tarfile.TarInfo(f"{key}/{name}")
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
     return gzip.compress(packed.getvalue(), 6, mtime=0)
 
 
-def unpack(key: str, data: bytes, kind: Kind = KERNELS) -> cache.Files:
+def unpack(key: str, data: bytes, kind: Kind = KERNELS) -> triton_cache.Files:
     """The files of an archive, in memory: nothing is written, so no name in it can lead anywhere.
 
     Raises:
@@ -215,7 +215,7 @@ def unpack(key: str, data: bytes, kind: Kind = KERNELS) -> cache.Files:
         packed = inflate.decompress(data, _MOST_BYTES)
         if not inflate.eof or inflate.unused_data:
             raise Refused("it is cut, more than one archive, or inflates to too much")
-        files: cache.Files = {}
+        files: triton_cache.Files = {}
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
             for member in archive:
                 folder, _, name = member.name.partition("/")
@@ -232,6 +232,6 @@ def unpack(key: str, data: bytes, kind: Kind = KERNELS) -> cache.Files:
         kind.check(key, files)
     except (zlib.error, tarfile.TarError, EOFError, OSError) as error:
         raise Refused(f"it is no archive ({error})") from error
-    except cache.Damaged as damage:
+    except triton_cache.Damaged as damage:
         raise Refused(str(damage)) from damage
     return files

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from strata_kernels.targets import rounded_targets
+from strata_kernels.row_buckets import rounded_targets
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint

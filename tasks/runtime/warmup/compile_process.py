@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from strata_kernels.warmup import Plan, warmup
-from strata_kernels.warmup.budget import Patience
-from strata_kernels.warmup.describe import Description
+from strata_kernels.warmup.cache_filler import Seeder
 from strata_kernels.warmup.environment import current_target, environment
-from strata_kernels.warmup.seed import Seeder
+from strata_kernels.warmup.kernel_description import Description
 from strata_kernels.warmup.store import KERNELS
+from strata_kernels.warmup.time_budget import Patience
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.warmup import inductor_cache

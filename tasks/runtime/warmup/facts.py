@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from strata_kernels.warmup import Plan
-from strata_kernels.warmup.describe import Description
+from strata_kernels.warmup.kernel_description import Description
 from tasks.runtime.run_folder.record import write_json
 
 

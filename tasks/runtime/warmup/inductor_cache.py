@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-from strata_kernels.warmup import graphs
-from strata_kernels.warmup.blobs import Folder
-from strata_kernels.warmup.budget import Patience
+from strata_kernels.warmup import graph_cache
+from strata_kernels.warmup.blob_storage import Folder
 from strata_kernels.warmup.store import Store
+from strata_kernels.warmup.time_budget import Patience
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.warmup.facts import WarmupFacts
@@ -99,7 +99,7 @@ def graphs_key(spec: RunSpec) -> str:
         "sequence_length": spec.data.sequence_length,
         # Processes of a pod have separate graphs, because a graph contains the GPU's index.
         "processes": spec.topology.nproc_per_node,
-        "layers": graphs.sources(_LAYERS),
+        "layers": graph_cache.sources(_LAYERS),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -107,7 +107,7 @@ def graphs_key(spec: RunSpec) -> str:
 def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> WarmupFacts:
     """Fill this start's folder from the first archive that exists. Returns facts; empty ones if there is no folder."""
     start = time.perf_counter()
-    folder, environment, key = _folder(), graphs.environment(), graphs_key(spec)
+    folder, environment, key = _folder(), graph_cache.environment(), graphs_key(spec)
     if folder is None:
         return WarmupFacts()
     origin, count = None, 0
@@ -119,7 +119,7 @@ def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> W
         patience.problems += store.refusals()
         if files:
             try:
-                graphs.write(folder, files)
+                graph_cache.write(folder, files)
             except OSError as error:
                 patience.problems.append(f"{folder} takes no graphs: {error}")
                 # The last file may be incomplete.
@@ -136,7 +136,7 @@ def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: P
     yield "cache", _of_pod(environment)
     for image in images:
         yield "image", _of_machine(image / IN_IMAGE, environment)
-    store = open_store(spec.kernels.store, environment, graphs.GRAPHS, patience.problems)
+    store = open_store(spec.kernels.store, environment, graph_cache.GRAPHS, patience.problems)
     if store is not None:
         yield "store", store
 
@@ -148,10 +148,10 @@ def _of_pod(environment: str) -> Store:
 
 def _of_machine(folder: Path, environment: str) -> Store:
     """An archive that needs no signature: whoever can write there can already change what runs."""
-    return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graphs.GRAPHS, trusted=True)
+    return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graph_cache.GRAPHS, trusted=True)
 
 
-def _pull(store: Store, key: str, problems: list[str]) -> graphs.Files | None:
+def _pull(store: Store, key: str, problems: list[str]) -> graph_cache.Files | None:
     try:
         return store.pull(key)
     except OSError as error:
@@ -166,7 +166,7 @@ class GraphArchiver:
         self._spec, self._processes = spec, processes
         self._folder = _folder()
         self._steps = self._given = 0
-        self._before = graphs.counted()
+        self._before = graph_cache.counted()
         self._thread: Thread | None = None
         self._patience = Patience(spec.kernels.store.timeout)
         self._pushed = 0
@@ -185,7 +185,7 @@ class GraphArchiver:
 
     def facts(self) -> WarmupFacts:
         """Graphs that this process found and compiled, and archives that it uploaded."""
-        now = graphs.counted()
+        now = graph_cache.counted()
         return WarmupFacts(
             graphs_found=now.found - self._before.found,
             graphs_compiled=now.compiled - self._before.compiled,
@@ -195,7 +195,7 @@ class GraphArchiver:
         )
 
     def _give(self) -> None:
-        compiled = graphs.counted().compiled - self._before.compiled
+        compiled = graph_cache.counted().compiled - self._before.compiled
         if compiled == self._given or self._processes.local_rank != 0 or self._folder is None:
             return
         if self._thread is not None:
@@ -205,11 +205,11 @@ class GraphArchiver:
         self._thread.start()
 
     def _archive(self, folder: Path) -> None:
-        environment, key = graphs.environment(), graphs_key(self._spec)
+        environment, key = graph_cache.environment(), graphs_key(self._spec)
         problems = self._patience.problems
-        files: graphs.Files = {}
+        files: graph_cache.Files = {}
         try:
-            files = graphs.read(folder)
+            files = graph_cache.read(folder)
             pod = _of_pod(environment)
             pod.replace(key, files)
             pod.trim()
@@ -220,8 +220,8 @@ class GraphArchiver:
         for problem in problems:
             log.warning("graphs: %s", problem)
 
-    def _push(self, environment: str, key: str, files: graphs.Files) -> None:
-        store = open_store(self._spec.kernels.store, environment, graphs.GRAPHS, self._patience.problems)
+    def _push(self, environment: str, key: str, files: graph_cache.Files) -> None:
+        store = open_store(self._spec.kernels.store, environment, graph_cache.GRAPHS, self._patience.problems)
         if store is None:
             return
 

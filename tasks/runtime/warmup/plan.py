@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from strata_kernels.warmup import Plan, record
-from strata_kernels.warmup.model import plan_optimizer, record_counts
+from strata_kernels.warmup.plan_model import plan_optimizer, record_counts
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from strata_kernels.warmup.budget import Patience
-from strata_kernels.warmup.describe import Description, difference, hearing_misses
+from strata_kernels.warmup.kernel_description import Description, difference, hearing_misses
+from strata_kernels.warmup.time_budget import Patience
 from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from strata_kernels.warmup.blobs import open_blobs
+from strata_kernels.warmup.blob_storage import open_blobs
 from strata_kernels.warmup.store import Kind, Store
 from strata_platform.spec import KernelStore
 

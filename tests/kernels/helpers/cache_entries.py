@@ -5,7 +5,7 @@ import json
 import random
 import struct
 
-from strata_kernels.warmup.cache import key_of
+from strata_kernels.warmup.triton_cache import key_of
 
 
 def elf(body: bytes) -> bytes:

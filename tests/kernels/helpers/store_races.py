@@ -27,9 +27,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-from strata_kernels.warmup import cache
-from strata_kernels.warmup.blobs import Folder
-from strata_kernels.warmup.seed import Seeder
+from strata_kernels.warmup import triton_cache
+from strata_kernels.warmup.blob_storage import Folder
+from strata_kernels.warmup.cache_filler import Seeder
 from strata_kernels.warmup.store import Store
 from tests.kernels.helpers.cache_entries import kernel_entry, launcher_entry
 
@@ -44,13 +44,13 @@ def want_made_up(order: random.Random) -> None:
         manager = get_cache_manager(hex_of(key))
         # Triton does not look again for what it has just compiled: it reads the files that it has written.
         found = look_up(manager, files) or compile_made_up(manager, files)
-        expected = {name: data for name, data in files.items() if not name.startswith(cache.GROUP)}
+        expected = {name: data for name, data in files.items() if not name.startswith(triton_cache.GROUP)}
         assert found == expected, f"{key}: wrong kernel"
 
 
 def look_up(manager, files):
     """The files that Triton would use, or None if it would compile."""
-    group = [name.removeprefix(cache.GROUP) for name in files if name.startswith(cache.GROUP)]
+    group = [name.removeprefix(triton_cache.GROUP) for name in files if name.startswith(triton_cache.GROUP)]
     paths = manager.get_group(group[0]) if group else {name: manager.get_file(name) for name in files}
     # What Triton does with a group that has no metadata, and with a file that is gone.
     if not paths or (group and group[0] not in paths) or None in paths.values():
@@ -60,10 +60,10 @@ def look_up(manager, files):
 
 def compile_made_up(manager, files):
     """Write them as Triton's compiler does, and read what is there then."""
-    group = {name: manager.put(data, name) for name, data in files.items() if not name.startswith(cache.GROUP)}
+    group = {name: manager.put(data, name) for name, data in files.items() if not name.startswith(triton_cache.GROUP)}
     for name in files:
-        if name.startswith(cache.GROUP):
-            manager.put_group(name.removeprefix(cache.GROUP), group)
+        if name.startswith(triton_cache.GROUP):
+            manager.put_group(name.removeprefix(triton_cache.GROUP), group)
     return {name: Path(path).read_bytes() for name, path in group.items()}
 
 
@@ -130,7 +130,7 @@ def left_behind(root: Path, chance: random.Random) -> None:
             shutil.rmtree(root / place, ignore_errors=True)
         if place == "image" and not (root / place).exists():
             for key, files in chance.sample(KERNELS, 3):
-                cache.store(root / place, key, files)
+                triton_cache.store(root / place, key, files)
         for path in sorted(path for path in (root / place).rglob("*") if path.is_file()):
             # Text that Triton alone vouches for may be cut without a sign of it; a crash leaves that rarely, and the
             # seal is there before the group file is.

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata_kernels.warmup import graphs as kept
-from strata_kernels.warmup.blobs import Folder
-from strata_kernels.warmup.budget import Patience
+from strata_kernels.warmup import graph_cache
+from strata_kernels.warmup.blob_storage import Folder
 from strata_kernels.warmup.store import Refused, Store, pack, unpack
+from strata_kernels.warmup.time_budget import Patience
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
@@ -58,22 +58,26 @@ def here() -> Path:
 
 
 def shared(tmp_path: Path, key: bytes | None = SECRET.encode()) -> Store:
-    return Store(Folder(tmp_path / "store"), kept.environment(), key, allow_unsigned=key is None, kind=kept.GRAPHS)
+    return Store(
+        Folder(tmp_path / "store"), graph_cache.environment(), key, allow_unsigned=key is None, kind=graph_cache.GRAPHS
+    )
 
 
 def test_a_start_takes_what_is_nearest(tmp_path):
     spec = make_spec(tmp_path)
     key = inductor_cache.graphs_key(spec)
     # A copy of the store's archive, whose signature says nothing in an image.
-    image = Store(Folder(tmp_path / "image" / "graphs"), kept.environment(), b"of another team", kind=kept.GRAPHS)
+    image = Store(
+        Folder(tmp_path / "image" / "graphs"), graph_cache.environment(), b"of another team", kind=graph_cache.GRAPHS
+    )
     assert take(spec, tmp_path / "pod")[0]["graphs_from"] is None
     shared(tmp_path).replace(key, FILES)
     report, problems = take(spec, tmp_path / "pod")
     assert (report["graphs_from"], report["graph_files"], problems) == ("store", 3, [])
-    assert kept.read(here()) == FILES
+    assert graph_cache.read(here()) == FILES
     image.replace(key, FILES)
     assert take(spec, tmp_path / "pod", [tmp_path / "nothing", tmp_path / "image"])[0]["graphs_from"] == "image"
-    inductor_cache._of_pod(kept.environment()).replace(key, FILES)
+    inductor_cache._of_pod(graph_cache.environment()).replace(key, FILES)
     assert take(spec, tmp_path / "pod", [tmp_path / "image"])[0]["graphs_from"] == "cache"
 
 
@@ -118,12 +122,12 @@ def test_what_is_torn_or_not_signed_is_refused_and_replaced(tmp_path, spoil, sai
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a/.hidden", "a//b", ".hidden/a"])
 def test_names_that_lead_elsewhere_are_refused(name):
     with pytest.raises(Refused, match="no plain file of this entry"):
-        unpack("key", pack("key", {name: b""}), kept.GRAPHS)
+        unpack("key", pack("key", {name: b""}), graph_cache.GRAPHS)
 
 
 def test_a_library_that_is_cut_is_refused():
     with pytest.raises(Refused, match="is cut"):
-        unpack("key", pack("key", {"a/b.so": elf(b"text")[:-1]}), kept.GRAPHS)
+        unpack("key", pack("key", {"a/b.so": elf(b"text")[:-1]}), graph_cache.GRAPHS)
 
 
 def test_a_disk_that_fills_up_leaves_nothing_torn(tmp_path):
@@ -144,14 +148,14 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     """As where no folder could be made for this start."""
     spec = make_spec(tmp_path)
     monkeypatch.setenv(inductor_cache.FOLDER, str(tmp_path / "torchinductor_user"))
-    kept.write(here(), FILES)
-    counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 3)
-    monkeypatch.setattr(kept, "counted", lambda: next(counts))
+    graph_cache.write(here(), FILES)
+    counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 3)
+    monkeypatch.setattr(graph_cache, "counted", lambda: next(counts))
     archiver = inductor_cache.GraphArchiver(spec, Processes())
     archiver.close()
     assert archiver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
     shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
-    assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and kept.read(here()) == FILES
+    assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and graph_cache.read(here()) == FILES
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
@@ -185,14 +189,14 @@ def test_what_names_the_graphs_of_a_run(tmp_path, changes, same):
 
 def test_the_sources_of_operators_are_part_of_the_environment(tmp_path, monkeypatch):
     """Their backward formulas are in the graphs, and in no key of PyTorch's."""
-    before = kept.environment()
+    before = graph_cache.environment()
     (tmp_path / "op.py").write_text("y = 1")
-    first = kept.sources(tmp_path)
-    kept.sources.cache_clear()
+    first = graph_cache.sources(tmp_path)
+    graph_cache.sources.cache_clear()
     (tmp_path / "op.py").write_text("y = 2")
-    assert kept.sources(tmp_path) != first
-    monkeypatch.setattr(kept, "_SOURCES", tmp_path)
-    assert kept.environment() != before
+    assert graph_cache.sources(tmp_path) != first
+    monkeypatch.setattr(graph_cache, "_SOURCES", tmp_path)
+    assert graph_cache.environment() != before
 
 
 def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeypatch):
@@ -279,14 +283,14 @@ def test_what_one_process_compiled_the_next_one_finds(tmp_path):
 
 def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatch):
     spec = make_spec(tmp_path)
-    counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 20)
-    monkeypatch.setattr(kept, "counted", lambda: next(counts))
+    counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 20)
+    monkeypatch.setattr(graph_cache, "counted", lambda: next(counts))
     take(spec, tmp_path / "pod")
-    kept.write(here(), FILES)
+    graph_cache.write(here(), FILES)
 
     def given(processes: Processes) -> list[Path]:
         nonlocal counts
-        counts = iter([kept.Graphs(0, 0, 0)] + [kept.Graphs(0, 2, 0)] * 20)
+        counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 20)
         archiver = inductor_cache.GraphArchiver(spec, processes)
         archiver.step_ended()
         archiver.step_ended()

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strata_kernels.patch import patch_model
-from strata_kernels.targets import rounded_counts, rounded_targets
+from strata_kernels.row_buckets import rounded_counts, rounded_targets
 from strata_kernels.warmup import Plan, record
-from strata_kernels.warmup.model import load_config, plan_model, plan_optimizer
+from strata_kernels.warmup.plan_model import load_config, plan_model, plan_optimizer
 from strata_platform.spec import RunSpec
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from strata_kernels.warmup import Plan
-from strata_kernels.warmup.describe import Description, hearing_misses
+from strata_kernels.warmup.kernel_description import Description, hearing_misses
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.run_folder.folder import RunFolder

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .count import listening
+from .compile_counter import listening
 
 # Options of a launch that differ between kernels; the others are constants of a Triton version and a chip.
 _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "launch_cooperative_grid")

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 import triton
 
-from . import cache
+from . import triton_cache
 from .store import Kind
 
 _SOURCES = Path(__file__).parents[1]
-Files = cache.Files
+Files = triton_cache.Files
 # Locks are of the processes that hold them.
 _PASSED_OVER = frozenset({"locks"})
 
@@ -77,7 +77,7 @@ def sources(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read(folder: Path) -> cache.Files:
+def read(folder: Path) -> triton_cache.Files:
     """The files below a folder by their paths in it; what a writer has not finished is left out."""
     files = {}
     for parent, folders, names in os.walk(folder):
@@ -100,10 +100,10 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _check(key: str, files: Mapping[str, bytes]) -> None:
     if not files:
-        raise cache.Damaged("it is empty")
+        raise triton_cache.Damaged("it is empty")
     for name, data in files.items():
         if name.endswith(".so"):
-            cache.check_elf(name, data)
+            triton_cache.check_elf(name, data)
 
 
 GRAPHS = Kind(_check, most_files=100_000, folders=True)

@@ -13,7 +13,7 @@ import torch
 from ..ops.adamw import adamw_step, weight_step
 from ..ops.adamw.step_plan import Rounding, Shard
 from ..patch import patch_model
-from ..targets import rounded_counts
+from ..row_buckets import rounded_counts
 from .plan import Plan, record
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from typing import Any, Literal
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from . import cache
-from .budget import Patience
-from .count import listening
-from .describe import Description, describe
+from . import triton_cache
+from .compile_counter import listening
+from .kernel_description import Description, describe
 from .store import Store
+from .time_budget import Patience
 
 Origin = Literal["cache", "image", "store", "compiled"]
 ORIGINS: tuple[Origin, ...] = ("cache", "image", "store", "compiled")
@@ -130,21 +130,21 @@ class Seeder:
 
             def put(self, data: Any, filename: str, binary: bool = True) -> str:
                 with seeder._noting_unwritable():
-                    if not filename.endswith(cache.ALONE):
+                    if not filename.endswith(triton_cache.ALONE):
                         return str(super().put(data, filename, binary))
-                    with seeder._asked[self.key], cache.changing(seeder.directory, self.key):
+                    with seeder._asked[self.key], triton_cache.changing(seeder.directory, self.key):
                         # Threads and processes build the same helper side by side, and no two builds are the same
                         # bytes. The first one stays, or the seal would be of another one than the file.
                         if not seeder._has(self.key):
                             contents = data if isinstance(data, bytes) else str(data).encode()
-                            cache.write_seal(seeder.directory, self.key, {filename: contents})
+                            triton_cache.write_seal(seeder.directory, self.key, {filename: contents})
                             super().put(data, filename, binary)
                         return str(self._make_path(filename))
 
             def put_group(self, filename: str, group: dict[str, str]) -> str:
                 with seeder._noting_unwritable():
                     files = {name: Path(path).read_bytes() for name, path in group.items()}
-                    cache.write_seal(seeder.directory, self.key, files)
+                    triton_cache.write_seal(seeder.directory, self.key, files)
                     return str(super().put_group(filename, group))
 
         return SeededCacheManager
@@ -158,7 +158,7 @@ class Seeder:
             raise
 
     def _note(self, **event: Any) -> None:
-        key = cache.key_of(bytes.fromhex(event["metadata"]["hash"]))
+        key = triton_cache.key_of(bytes.fromhex(event["metadata"]["hash"]))
         self._kernels[key] = describe(event["src"], event["metadata"])
 
     def _fetch(self, key: str) -> None:
@@ -183,14 +183,14 @@ class Seeder:
                 return "store"
         return "compiled"
 
-    def _whole(self, directory: Path, key: str, *, mend: bool = False) -> cache.Files | None:
+    def _whole(self, directory: Path, key: str, *, mend: bool = False) -> triton_cache.Files | None:
         """An entry of a directory, if it may be used. `mend`: let Triton find it where it is, or not find it."""
         try:
             files = _load(directory, key)
             if mend and files is not None:
-                cache.relocate_entry(directory, key)
+                triton_cache.relocate_entry(directory, key)
             return files
-        except cache.Damaged as damage:
+        except triton_cache.Damaged as damage:
             self.problems.append(f"{directory / key}: {damage}")
             if mend:
                 self._invalidate(key)
@@ -200,28 +200,28 @@ class Seeder:
 
     def _invalidate(self, key: str) -> None:
         try:
-            cache.invalidate(self.directory, key)
+            triton_cache.invalidate(self.directory, key)
         except OSError as error:
             self.unwritable = str(error)
 
     def _has(self, key: str) -> bool:
         try:
             return _load(self.directory, key) is not None
-        except cache.Damaged:
+        except triton_cache.Damaged:
             return False
 
-    def _keep(self, key: str, files: cache.Files) -> bool:
+    def _keep(self, key: str, files: triton_cache.Files) -> bool:
         try:
-            cache.store(self.directory, key, files)
+            triton_cache.store(self.directory, key, files)
         except OSError as error:
             self.unwritable = str(error)
             return False
         return True
 
 
-def _load(directory: Path, key: str) -> cache.Files | None:
+def _load(directory: Path, key: str) -> triton_cache.Files | None:
     try:
-        return cache.load(directory, key)
-    except cache.Damaged:
+        return triton_cache.load(directory, key)
+    except triton_cache.Damaged:
         # Another process may have been writing it meanwhile: what is damaged looks so again.
-        return cache.load(directory, key)
+        return triton_cache.load(directory, key)

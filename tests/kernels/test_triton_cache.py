@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_kernels.warmup import cache
+from strata_kernels.warmup import triton_cache
 from tests.kernels.helpers.cache_entries import kernel_entry, launcher_entry
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter has no cache")
@@ -20,26 +20,26 @@ IDS = ["kernel", "launcher"]
 
 def as_triton_writes(directory: Path, key: str, files: dict[str, bytes]) -> None:
     """Without a seal, with absolute paths in the group file."""
-    cache.store(directory, key, files)
-    (directory / key / cache.SEAL).unlink()
+    triton_cache.store(directory, key, files)
+    (directory / key / triton_cache.SEAL).unlink()
 
 
 @pytest.mark.parametrize(("key", "files"), ENTRIES, ids=IDS)
 def test_what_is_stored_is_loaded(tmp_path, key, files):
-    cache.store(tmp_path, key, files)
-    loaded = cache.load(tmp_path, key)
-    assert loaded is not None and loaded.pop(cache.SEAL) and loaded == files
-    assert cache.keys(tmp_path) == [key]
-    assert not cache.repair(tmp_path)
+    triton_cache.store(tmp_path, key, files)
+    loaded = triton_cache.load(tmp_path, key)
+    assert loaded is not None and loaded.pop(triton_cache.SEAL) and loaded == files
+    assert triton_cache.keys(tmp_path) == [key]
+    assert not triton_cache.repair(tmp_path)
 
 
 def test_nothing_is_nothing(tmp_path):
     key, _ = ENTRIES[0]
     (tmp_path / "file").touch()
-    assert cache.keys(tmp_path) == cache.keys(tmp_path / "none") == []
-    assert cache.load(tmp_path, key) is None is cache.load(tmp_path / "none", key)
+    assert triton_cache.keys(tmp_path) == triton_cache.keys(tmp_path / "none") == []
+    assert triton_cache.load(tmp_path, key) is None is triton_cache.load(tmp_path / "none", key)
     (tmp_path / key).mkdir()
-    assert cache.load(tmp_path, key) is None
+    assert triton_cache.load(tmp_path, key) is None
 
 
 def test_a_compilation_that_never_ended_is_no_entry(tmp_path):
@@ -47,9 +47,9 @@ def test_a_compilation_that_never_ended_is_no_entry(tmp_path):
     as_triton_writes(tmp_path, key, files)
     (tmp_path / key / "__grp__kernel_0.json").unlink()
     (tmp_path / key / "tmp.pid_7_x").mkdir()
-    assert cache.load(tmp_path, key) is None
-    with pytest.raises(cache.Damaged, match="its compilation did not end"):
-        cache.seal(tmp_path, key)
+    assert triton_cache.load(tmp_path, key) is None
+    with pytest.raises(triton_cache.Damaged, match="its compilation did not end"):
+        triton_cache.seal(tmp_path, key)
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "as_triton_writes"])
@@ -60,59 +60,59 @@ def test_every_torn_file_is_found_and_becomes_a_miss(tmp_path, key, files, seale
         if not sealed and name.endswith(".ptx"):
             continue
         for length in {0, 1, len(data) // 2, len(data) - 1}:
-            (cache.store if sealed else as_triton_writes)(tmp_path, key, files)
+            (triton_cache.store if sealed else as_triton_writes)(tmp_path, key, files)
             path = tmp_path / key / name
             path.write_bytes(path.read_bytes()[:length])
-            with pytest.raises(cache.Damaged):
-                cache.load(tmp_path, key)
-            assert list(cache.repair(tmp_path)) == [key]
-            assert cache.load(tmp_path, key) is None and not cache.repair(tmp_path)
+            with pytest.raises(triton_cache.Damaged):
+                triton_cache.load(tmp_path, key)
+            assert list(triton_cache.repair(tmp_path)) == [key]
+            assert triton_cache.load(tmp_path, key) is None and not triton_cache.repair(tmp_path)
 
 
 def test_a_changed_byte_is_found_in_what_is_sealed(tmp_path):
     key, files = ENTRIES[0]
     as_triton_writes(tmp_path, key, files)
-    cache.seal(tmp_path, key)
+    triton_cache.seal(tmp_path, key)
     for name, data in files.items():
-        if not name.startswith(cache.GROUP):
+        if not name.startswith(triton_cache.GROUP):
             (tmp_path / key / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
-            with pytest.raises(cache.Damaged, match=f"{name} is not what was sealed"):
-                cache.load(tmp_path, key)
+            with pytest.raises(triton_cache.Damaged, match=f"{name} is not what was sealed"):
+                triton_cache.load(tmp_path, key)
             (tmp_path / key / name).write_bytes(data)
 
 
 def test_another_kernel_under_a_key_is_found(tmp_path):
     (key, files), (_, others) = kernel_entry(0), kernel_entry(1)
-    with pytest.raises(cache.Damaged, match="is of another kernel"):
-        cache.check(key, others)
-    with pytest.raises(cache.Damaged, match=r"kernel_0\.cubin, which is not there"):
-        cache.check(key, {name: data for name, data in files.items() if not name.endswith("cubin")})
-    with pytest.raises(cache.Damaged, match="is not one"):
-        cache.check(key, files | {"__grp__kernel_0.json": b'{"child_paths": {"../x": "../x"}}'})
+    with pytest.raises(triton_cache.Damaged, match="is of another kernel"):
+        triton_cache.check(key, others)
+    with pytest.raises(triton_cache.Damaged, match=r"kernel_0\.cubin, which is not there"):
+        triton_cache.check(key, {name: data for name, data in files.items() if not name.endswith("cubin")})
+    with pytest.raises(triton_cache.Damaged, match="is not one"):
+        triton_cache.check(key, files | {"__grp__kernel_0.json": b'{"child_paths": {"../x": "../x"}}'})
 
 
 def test_storing_again_mends(tmp_path):
     key, files = ENTRIES[0]
-    cache.store(tmp_path, key, files)
+    triton_cache.store(tmp_path, key, files)
     (tmp_path / key / "kernel_0.cubin").write_bytes(b"")
     (tmp_path / key / "left_behind.ttir").touch()
-    cache.store(tmp_path, key, files)
-    loaded = cache.load(tmp_path, key)
+    triton_cache.store(tmp_path, key, files)
+    loaded = triton_cache.load(tmp_path, key)
     assert loaded is not None and {name: loaded[name] for name in files} == files
 
 
 def test_a_moved_directory_is_relocated(tmp_path):
     for key, files in ENTRIES:
-        cache.store(tmp_path / "old", key, files)
+        triton_cache.store(tmp_path / "old", key, files)
     torn, files = kernel_entry(1)
-    cache.store(tmp_path / "old", torn, files)
+    triton_cache.store(tmp_path / "old", torn, files)
     (tmp_path / "old" / torn / "kernel_1.ptx").unlink()
     moved = shutil.move(tmp_path / "old", tmp_path / "new")
-    assert cache.relocate(moved) == 1 and cache.relocate(moved) == 0
+    assert triton_cache.relocate(moved) == 1 and triton_cache.relocate(moved) == 0
     key, _ = ENTRIES[0]
     children = json.loads((moved / key / "__grp__kernel_0.json").read_text())["child_paths"]
     assert children["kernel_0.ptx"] == str(moved / key / "kernel_0.ptx")
-    assert list(cache.repair(moved)) == [torn]
+    assert list(triton_cache.repair(moved)) == [torn]
 
 
 COMPILE = """
@@ -153,17 +153,17 @@ def compile_in(directory: Path, width: int = 16) -> str:
 def test_triton_hits_after_a_move_and_misses_what_is_damaged(tmp_path):
     """With the real compiler: what is whole, moved, relocated, cut, and written back."""
     assert compile_in(tmp_path / "baked") == "miss"
-    (key,) = cache.keys(tmp_path / "baked")
-    files = cache.load(tmp_path / "baked", key)
+    (key,) = triton_cache.keys(tmp_path / "baked")
+    files = triton_cache.load(tmp_path / "baked", key)
     moved = shutil.move(tmp_path / "baked", tmp_path / "moved")
-    assert cache.relocate(moved) == 1
+    assert triton_cache.relocate(moved) == 1
     assert compile_in(moved) == "hit"
 
     shutil.copytree(moved, tmp_path / "torn")
     (tmp_path / "torn" / key / "__grp__copy_kernel.json").write_text('{"child_pa')
-    assert list(cache.repair(tmp_path / "torn")) == [key]
+    assert list(triton_cache.repair(tmp_path / "torn")) == [key]
     assert compile_in(tmp_path / "torn") == "miss"
 
-    cache.store(tmp_path / "unpacked", key, files)
+    triton_cache.store(tmp_path / "unpacked", key, files)
     assert compile_in(tmp_path / "unpacked") == "hit"
     assert compile_in(tmp_path / "unpacked", width=32) == "miss"
