@@ -15,9 +15,9 @@ from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy
 from .ops.norm.add_rms_norm import add_rms_norm
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import rms_norm
-from .ops.qk_norm_rope import qk_norm_rope
 from .ops.relu_squared import relu_squared
-from .ops.rope import rope
+from .ops.rotary.qk_norm_rope import qk_norm_rope
+from .ops.rotary.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
 from .patch import PatchReport, patch_model, unpatch_model
 

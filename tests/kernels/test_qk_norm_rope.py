@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from strata_kernels import qk_norm_rope
-from strata_kernels.ops._angles import Angles
+from strata_kernels.ops.rotary.cos_sin import Angles
 from strata_kernels.warmup import record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

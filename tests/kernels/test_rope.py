@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from strata_kernels import rope
-from strata_kernels.ops._angles import Angles, tiles
 from strata_kernels.ops._launch import recording
+from strata_kernels.ops.rotary.cos_sin import Angles
+from strata_kernels.ops.rotary.heads import tiles
 from strata_kernels.warmup import record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

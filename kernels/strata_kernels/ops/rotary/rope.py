@@ -7,10 +7,10 @@ The gradient is the rotation by the opposite angle: the same kernel with the sig
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864); M-RoPE:
 Wang et al., "Qwen2-VL", 2024 (arXiv:2409.12191).
 
-Axes: B batch, S positions, H query heads, K key heads, D features; `_rotary` says which features make a pair. A program
-rotates chunks, VEC pairs each, that follow each other along the rows: no lane idles, whatever D and the heads are.
-Whether the rows of a position or those of a head follow each other depends on the strides of q. Bytes moved per element
-at the least: 2·itemsize, each way.
+Axes: B batch, S positions, H query heads, K key heads, D features; the package says which features make a pair. A
+program rotates chunks, VEC pairs each, that follow each other along the rows: no lane idles, whatever D and the heads
+are. Whether the rows of a position or those of a head follow each other depends on the strides of q. Bytes moved per
+element at the least: 2·itemsize, each way.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,25 +24,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._angles import (
-    ANGLES,
-    Angles,
+from .._launch import launch, takes_kernel
+from .._operator import is_transformed, register
+from .cos_sin import ANGLES, Angles, load_angles, read_angles, rotate, rotate_reference
+from .heads import (
     Layout,
     as_bhsd,
     check_heads,
     dense_features,
+    find_rows,
     from_bhsd,
     heads_adjacent,
     laid_out_like,
-    read_angles,
-    rotate_reference,
+    load_pairs,
+    point_at_rows,
+    store_pairs,
     strides,
     tiles,
     unfilled_like,
 )
-from ._launch import launch, takes_kernel
-from ._operator import is_transformed, register
-from ._rotary import find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
 
 
 @triton.jit(do_not_specialize=["n_b", "n_s", "heads_adjacent", "n_angles"])

@@ -24,9 +24,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ._angles import (
-    ANGLES,
-    Angles,
+from .._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
+from ..norm.host import gradient_like, norm_backward, norm_reference
+from .._operator import is_transformed, plain_gradients, register
+from ..norm.rms_norm import Cast
+from .cos_sin import ANGLES, Angles, read_angles, rotate_reference
+from .heads import (
     Layout,
     as_bhsd,
     check_heads,
@@ -34,17 +37,11 @@ from ._angles import (
     from_bhsd,
     heads_adjacent,
     laid_out_like,
-    read_angles,
-    rotate_reference,
     strides,
     tiles,
     unfilled_like,
 )
-from ._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
-from ._operator import is_transformed, plain_gradients, register
-from ._qk_norm_rope import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
-from .norm.host import gradient_like, norm_backward, norm_reference
-from .norm.rms_norm import Cast
+from .qk_norm_rope_kernels import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kernel, qk_norm_rope_fwd_kernel
 
 
 @dataclass(frozen=True)

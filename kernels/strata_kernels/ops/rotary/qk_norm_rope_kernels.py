@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._rotary import choose, find_rows, load_angles, load_pairs, point_at_rows, rotate, store_pairs
+from .cos_sin import load_angles, rotate
+from .heads import choose, find_rows, load_pairs, point_at_rows, store_pairs
 
 
 @triton.jit

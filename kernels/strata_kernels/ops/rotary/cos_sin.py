@@ -1,21 +1,23 @@
-"""What `rope` and `qk_norm_rope` take beside their kernels: layouts, the angles as callers have them, plain PyTorch.
+"""cos and sin of a rotation: as callers have them, as kernels read them, and the rotation itself.
 
-`_rotary.py` says what a rotation, a pair and an angle are.
+`rope.py` says what a rotation is.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ._launch import DTYPES, accumulator, describe, has_dtype
+from .._launch import accumulator, describe
+from .heads import alignment
 
-Layout = Literal["bhsd", "bshd", "thd"]
-_SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
 # The widest load of a kernel, in bytes.
 _VECTOR = 16
 
@@ -69,7 +71,7 @@ class Angles(NamedTuple):
         constexprs = {
             "PAIRS": pairs,
             "REST": rest,
-            "VEC": math.gcd(_VECTOR // q.element_size(), pairs, rest, *map(_alignment, (q, *others))),
+            "VEC": math.gcd(_VECTOR // q.element_size(), pairs, rest, *map(alignment, (q, *others))),
             "INTERLEAVED": self.interleaved,
             "FORM": self.form,
             "TIME": self.time,
@@ -105,6 +107,74 @@ class Angles(NamedTuple):
         return torch.where(o_p < 3 * torch.where(o_a == 1, self.height, self.width), o_a, 0)
 
 
+@triton.jit
+def _section(o_p, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr):
+    """Which of the three angles pair o_p takes: sections one after the other, or woven: t h w t h w … t t t."""
+    if WOVEN:
+        o_a = o_p % 3
+        o_a = tl.where(o_p < 3 * tl.where(o_a == 1, HEIGHT, WIDTH), o_a, 0)
+    else:
+        o_a = (o_p >= TIME).to(tl.int32) + (o_p >= TIME + HEIGHT).to(tl.int32)
+    return o_a
+
+
+@triton.jit
+def load_angles(
+    p_cos, p_sin, p_pos, i_b, o_s, o_p, m, n_angles, stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
+    N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
+    TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of W pairs from o_p on at the positions o_s, in fp32; 0 where m is not set and from PAIRS on.
+
+    A position that the table does not have gives NaN.
+    """
+    m_a = m
+    if p_pos is not None:
+        o_s = tl.load(p_pos + i_b * stride_pb + o_s * stride_ps, mask=m, other=0).to(tl.int64)
+        m_a = m & (o_s >= 0) & (o_s < n_angles)
+    if FORM == "pairs":
+        o = o_p + tl.arange(0, W)[None, :]
+        o_pair = o
+    else:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        o_pair = o // 2
+    o += i_b * stride_cb + o_s * stride_cs
+    if TIME > 0:
+        o += _section(o_pair, TIME, HEIGHT, WIDTH, WOVEN).to(tl.int64) * stride_ca
+    # Where W divides PAIRS, no W pairs lie on both sides of it, and a column of the mask is enough.
+    if PAIRS % W == 0:
+        o_pair = o_p
+    m_l = m_a & (o_pair < PAIRS)
+    b_cos = tl.load(p_cos + o, mask=m_l, other=0.0)
+    if FORM == "complex":
+        b_cos, b_sin = tl.split(tl.reshape(b_cos, N, W, 2))
+    elif FORM == "twice":
+        b_cos, _ = tl.split(tl.reshape(b_cos, N, W, 2))
+        b_sin, _ = tl.split(tl.reshape(tl.load(p_sin + o, mask=m_l, other=0.0), N, W, 2))
+    else:
+        b_sin = tl.load(p_sin + o, mask=m_l, other=0.0)
+    b_cos = b_cos.to(tl.float32)
+    if p_pos is not None:
+        b_cos = tl.where(m & (m_a == 0), float("nan"), b_cos)
+    return b_cos, b_sin.to(tl.float32)
+
+
+@triton.jit
+def rotate(
+    b_x1, b_x2, b_cos, b_sin, o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr
+):
+    """Pairs from o_p on turned by the angles, or back; those from PAIRS on as they are."""
+    if INVERSE:
+        b_sin = -b_sin
+    b_y1 = b_x1 * b_cos - b_x2 * b_sin
+    b_y2 = b_x2 * b_cos + b_x1 * b_sin
+    if REST > 0:
+        m = o_p + tl.arange(0, W)[None, :] < PAIRS
+        b_y1 = tl.where(m, b_y1, b_x1)
+        b_y2 = tl.where(m, b_y2, b_x2)
+    return b_y1, b_y2
+
+
 def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
     """x: [B, H, S, D] rotated in plain PyTorch, in fp32 (or fp64) and rounded once; differentiable."""
     cos, sin = angles.per_pair(accumulator(x.dtype))
@@ -115,81 +185,6 @@ def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
     y = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
     turned = torch.stack(y, dim=-1).flatten(-2) if angles.interleaved else torch.cat(y, dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
-
-
-def unfilled_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An unfilled tensor in the memory layout of x: [B, H, S, D], but contiguous where its features would lie apart.
-
-    Kernels write heads whose features are adjacent.
-    """
-    y = torch.empty_like(x, dtype=dtype)
-    return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """A copy of y in the memory layout of a kernel's result for x."""
-    return unfilled_like(x, y.dtype).copy_(y)
-
-
-def _alignment(x: Tensor) -> int:
-    """A number of elements of which the start of every row of x is a multiple."""
-    strides = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
-    return math.gcd(x.data_ptr() // x.element_size(), *strides)
-
-
-def heads_adjacent(x: Tensor) -> int:
-    """Whether the heads of one position lie closer together in x: [B, H, S, D] than the positions of one head."""
-    return int(x.stride(1) <= x.stride(2))
-
-
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Those of batch, position and head of every [B, H, S, D], whose features kernels take to be adjacent."""
-    assert all(x.stride(3) == 1 or x.numel() == 0 for x in tensors), [x.stride() for x in tensors]
-    return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
-
-
-def tiles(n_rows: int, per_row: int, size: int) -> int:
-    """How many tiles of `size` make up a batch row of n_rows times per_row."""
-    # Up to a tile more is counted in the kernels, in 32 bits.
-    if n_rows * per_row + size >= 2**31:
-        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
-    return -(-n_rows * per_row // size)
-
-
-def dense_features(x: Tensor) -> Tensor:
-    """x, or a copy where its features are not adjacent."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def as_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views of q and k (or results) as [B, H, S, D]."""
-    if layout == "bshd":
-        return tuple(x.transpose(1, 2) for x in tensors)
-    return tuple(x.transpose(0, 1)[None] for x in tensors) if layout == "thd" else tensors
-
-
-def from_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The reverse of `as_bhsd`."""
-    return tuple(x[0].transpose(0, 1) for x in tensors) if layout == "thd" else as_bhsd(layout, *tensors)
-
-
-def check_heads(q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Raise ValueError unless q and k fit the layout and each other."""
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
-    axes = len(layout)
-    if q.dim() != axes or k.dim() != axes:
-        raise ValueError(f"q and k must be {_SHAPES[layout]} ({layout}), got {describe(q)} and {describe(k)}")
-    heads = layout.index("h")
-    alike = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
-    if not alike or q.dtype != k.dtype or not has_dtype(q):
-        raise ValueError(
-            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)}"
-        )
-    if q.shape[-1] % 2 or q.shape[-1] == 0:
-        raise ValueError(f"heads must have an even number of features, got {describe(q)}")
-    if q.device != k.device:
-        raise ValueError(f"q is on {q.device} and k on {k.device}: move one of them")
 
 
 def read_angles(

@@ -1,0 +1,188 @@
+"""The heads of queries and keys: their layouts in memory, and how kernels find rows of them and pairs of features.
+
+Axes: B batch, S positions, H heads, D features of a head. A row is one head at one position. Tiles are [N, W]: N
+starting points (a column) times W pairs from there on. Pair p is features (p, p + P) of the first 2·P, or interleaved,
+(2p, 2p + 1); features from 2·P on are in pairs, too, since pairs are what a thread holds.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._launch import DTYPES, describe, has_dtype
+
+Layout = Literal["bhsd", "bshd", "thd"]
+_SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
+
+
+@triton.jit
+def find_rows(o_row, n_s, heads_adjacent, HEADS: tl.constexpr):
+    """Positions and heads of the rows o_row of HEADS heads, and which of them exist, as columns.
+
+    heads_adjacent: whether rows of one position follow each other, or those of one head: as they lie in memory.
+    """
+    if heads_adjacent != 0:
+        o_s = o_row // HEADS
+        o_h = o_row % HEADS
+    else:
+        o_s = o_row % n_s
+        o_h = o_row // n_s
+    return o_s.to(tl.int64)[:, None], o_h.to(tl.int64)[:, None], ((o_s < n_s) & (o_h < HEADS))[:, None]
+
+
+@triton.jit
+def choose(m, p_q, p_k, VEC: tl.constexpr):
+    """p_q where m, else p_k; both multiples of VEC elements, which the compiler does not see through the choice."""
+    BYTES: tl.constexpr = VEC * p_q.dtype.scalar.element_ty.primitive_bitwidth // 8
+    return tl.multiple_of(tl.where(m, p_q, p_k), [BYTES, BYTES])
+
+
+@triton.jit
+def point_at_rows(
+    p_q, p_k, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """Pointers to rows of q and, from head H on, of k."""
+    p_q += o_s * stride_qs + o_h * stride_qh
+    p_k += o_s * stride_ks + (o_h - H) * stride_kh
+    return choose(o_h < H, p_q, p_k, VEC)
+
+
+@triton.jit
+def _offsets(o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr):
+    """Offsets in a row of the first and the second features of W pairs from o_p on, not interleaved.
+
+    VEC: so many pairs lie side by side; the compiler does not see it through the selection.
+    """
+    o_p = o_p + tl.arange(0, W)[None, :]
+    if REST == 0:
+        o_1 = o_p
+        o_2 = o_p + PAIRS
+    else:
+        o_1 = tl.where(o_p < PAIRS, o_p, o_p + PAIRS)
+        o_2 = tl.where(o_p < PAIRS, o_p + PAIRS, o_p + (PAIRS + REST))
+        o_1 = tl.max_contiguous(tl.multiple_of(o_1, [1, VEC]), [1, VEC])
+        o_2 = tl.max_contiguous(tl.multiple_of(o_2, [1, VEC]), [1, VEC])
+    return o_1, o_2
+
+
+@triton.jit
+def load_pairs(
+    p_x, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """x1 and x2 of W pairs from o_p on in the rows that p_x points at, both columns, in fp32."""
+    if INTERLEAVED:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        if (PAIRS + REST) % W != 0:
+            m = m & (o < 2 * (PAIRS + REST))
+        b_x1, b_x2 = tl.split(tl.reshape(tl.load(p_x + o, mask=m, other=0.0), N, W, 2))
+    else:
+        o_1, o_2 = _offsets(o_p, W, PAIRS, REST, VEC)
+        if (PAIRS + REST) % W != 0:
+            m = m & (o_p + tl.arange(0, W)[None, :] < PAIRS + REST)
+        b_x1 = tl.load(p_x + o_1, mask=m, other=0.0)
+        b_x2 = tl.load(p_x + o_2, mask=m, other=0.0)
+    return b_x1.to(tl.float32), b_x2.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(
+    p_y, b_y1, b_y2, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    VEC: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The reverse of `load_pairs`."""
+    b_y1 = b_y1.to(p_y.dtype.element_ty)
+    b_y2 = b_y2.to(p_y.dtype.element_ty)
+    if INTERLEAVED:
+        o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
+        if (PAIRS + REST) % W != 0:
+            m = m & (o < 2 * (PAIRS + REST))
+        tl.store(p_y + o, tl.reshape(tl.join(b_y1, b_y2), N, 2 * W), mask=m)
+    else:
+        o_1, o_2 = _offsets(o_p, W, PAIRS, REST, VEC)
+        if (PAIRS + REST) % W != 0:
+            m = m & (o_p + tl.arange(0, W)[None, :] < PAIRS + REST)
+        tl.store(p_y + o_1, b_y1, mask=m)
+        tl.store(p_y + o_2, b_y2, mask=m)
+
+
+def unfilled_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An unfilled tensor in the memory layout of x: [B, H, S, D], but contiguous where its features would lie apart.
+
+    Kernels write heads whose features are adjacent.
+    """
+    y = torch.empty_like(x, dtype=dtype)
+    return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
+    """A copy of y in the memory layout of a kernel's result for x."""
+    return unfilled_like(x, y.dtype).copy_(y)
+
+
+def alignment(x: Tensor) -> int:
+    """A number of elements of which the start of every row of x is a multiple."""
+    strides = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+    return math.gcd(x.data_ptr() // x.element_size(), *strides)
+
+
+def heads_adjacent(x: Tensor) -> int:
+    """Whether the heads of one position lie closer together in x: [B, H, S, D] than the positions of one head."""
+    return int(x.stride(1) <= x.stride(2))
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Those of batch, position and head of every [B, H, S, D], whose features kernels take to be adjacent."""
+    assert all(x.stride(3) == 1 or x.numel() == 0 for x in tensors), [x.stride() for x in tensors]
+    return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
+
+
+def tiles(n_rows: int, per_row: int, size: int) -> int:
+    """How many tiles of `size` make up a batch row of n_rows times per_row."""
+    # Up to a tile more is counted in the kernels, in 32 bits.
+    if n_rows * per_row + size >= 2**31:
+        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
+    return -(-n_rows * per_row // size)
+
+
+def dense_features(x: Tensor) -> Tensor:
+    """x, or a copy where its features are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of q and k (or results) as [B, H, S, D]."""
+    if layout == "bshd":
+        return tuple(x.transpose(1, 2) for x in tensors)
+    return tuple(x.transpose(0, 1)[None] for x in tensors) if layout == "thd" else tensors
+
+
+def from_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The reverse of `as_bhsd`."""
+    return tuple(x[0].transpose(0, 1) for x in tensors) if layout == "thd" else as_bhsd(layout, *tensors)
+
+
+def check_heads(q: Tensor, k: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless q and k fit the layout and each other."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
+    axes = len(layout)
+    if q.dim() != axes or k.dim() != axes:
+        raise ValueError(f"q and k must be {_SHAPES[layout]} ({layout}), got {describe(q)} and {describe(k)}")
+    heads = layout.index("h")
+    alike = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
+    if not alike or q.dtype != k.dtype or not has_dtype(q):
+        raise ValueError(
+            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)}"
+        )
+    if q.shape[-1] % 2 or q.shape[-1] == 0:
+        raise ValueError(f"heads must have an even number of features, got {describe(q)}")
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} and k on {k.device}: move one of them")
