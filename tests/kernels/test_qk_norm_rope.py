@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from strata_kernels import qk_norm_rope
-from strata_kernels.ops.rotary.cos_sin import Angles
+from strata_kernels.ops.rotary.cos_sin import CosSin
 from strata_kernels.warmup import record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -295,7 +295,7 @@ def test_compiled_equals_eager(device, gradients) -> None:
 def test_is_a_well_formed_operator(device) -> None:
     inputs = [x.requires_grad_() for x in tensors((2, 2, 3, 8), 1, torch.float32, device)]
     cos, sin = per_pair(1, 3, 4, torch.float32, device)
-    given = Angles(cos[None], sin[None], None, 8, False, 0, 0, 0, False)
+    given = CosSin(cos[None], sin[None], None, 8, False, 0, 0, 0, False)
     torch.library.opcheck(torch.ops.strata.qk_norm_rope.default, (*inputs, EPS, 0.0, "llama", *given))
 
 
@@ -333,7 +333,7 @@ Q, K, WEIGHT, ANGLE = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8), torch.ones
         ),
         ((Q, K, WEIGHT, WEIGHT, ANGLE, ANGLE), {"cast": "qwen"}, "one of llama, gemma, none, got 'qwen'"),
         ((Q, K, WEIGHT, WEIGHT, ANGLE[:2], ANGLE[:2]), {}, r"\[3, R\] or \[2, 3, R\]"),
-        ((Q, K, WEIGHT, WEIGHT, ANGLE), {}, "one complex tensor"),
+        ((Q, K, WEIGHT, WEIGHT, ANGLE), {}, "a complex tensor as cos"),
     ],
 )
 def test_wrong_arguments(args, kwargs, message) -> None:

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from strata_kernels import rope
 from strata_kernels.ops._launch import recording
-from strata_kernels.ops.rotary.cos_sin import Angles
-from strata_kernels.ops.rotary.heads import tiles
+from strata_kernels.ops.rotary.cos_sin import CosSin
+from strata_kernels.ops.rotary.heads import count_tiles
 from strata_kernels.warmup import record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -386,7 +386,7 @@ def test_compiled_equals_eager(device, gradients) -> None:
 def test_is_a_well_formed_operator(device) -> None:
     q, k = (x.requires_grad_() for x in tensors((2, 4, 3, 8), 2, torch.float32, device))
     cos, sin = per_pair(torch.arange(3, device=device)[None, None], 4, torch.float32)
-    given = Angles(cos, sin, None, 8, False, 0, 0, 0, False)
+    given = CosSin(cos, sin, None, 8, False, 0, 0, 0, False)
     torch.library.opcheck(torch.ops.strata.rope.default, (q, k, False, *given))
 
 
@@ -403,9 +403,9 @@ def test_one_kernel_serves_every_shape_of_a_model() -> None:
 
 
 def test_more_than_32_bits_index_is_refused() -> None:
-    assert tiles(2**24, 8, 128) == 2**20
+    assert count_tiles(2**24, 8, 128) == 2**20
     with pytest.raises(ValueError, match="too many for an index in 32 bits"):
-        tiles(2**28, 8, 128)
+        count_tiles(2**28, 8, 128)
 
 
 Q, K, ANGLE = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 3, 8), torch.ones(3, 8)
@@ -418,7 +418,7 @@ COMPLEX = torch.ones(3, 4, dtype=torch.complex64)
         ((Q[0], K, ANGLE, ANGLE), {}, r"must be \[B, H, S, D\] \(bhsd\)"),
         ((Q, K, ANGLE, ANGLE), {"layout": "thd"}, r"must be \[T, H, D\] \(thd\)"),
         ((Q, K, ANGLE, ANGLE), {"layout": "sbhd"}, "one of bhsd, bshd, thd, got 'sbhd'"),
-        ((Q, K[..., :4], ANGLE, ANGLE), {}, "differ in their heads only"),
+        ((Q, K[..., :4], ANGLE, ANGLE), {}, "differ only in the number of heads"),
         ((Q, K.half(), ANGLE, ANGLE), {}, "float32 .* float16"),
         ((Q[..., :7], K[..., :7], ANGLE, ANGLE), {}, "even number of features"),
         ((Q, K, ANGLE[:2], ANGLE[:2]), {}, r"\[3, R\] or \[2, 3, R\]"),
@@ -428,8 +428,8 @@ COMPLEX = torch.ones(3, 4, dtype=torch.complex64)
         ((Q, K, torch.ones(3, 10), torch.ones(3, 10)), {}, "even and from 2 to 8, got 10"),
         ((Q, K, ANGLE, ANGLE), {"rotary_dim": 4}, "cos and sin must be 2 wide, or 4"),
         ((Q, K, COMPLEX), {"rotary_dim": 4}, "cos and sin must be 2 wide"),
-        ((Q, K, ANGLE), {}, "one complex tensor"),
-        ((Q, K, COMPLEX, ANGLE), {}, "one complex tensor"),
+        ((Q, K, ANGLE), {}, "a complex tensor as cos"),
+        ((Q, K, COMPLEX, ANGLE), {}, "a complex tensor as cos"),
         ((Q, K, ANGLE, ANGLE.to("meta")), {}, "sin is on meta and q on cpu"),
         ((Q, K.to("meta"), ANGLE, ANGLE), {}, "q is on cpu and k on meta"),
         ((Q, K, ANGLE.clone().requires_grad_(), ANGLE), {}, "detach"),

@@ -1,6 +1,8 @@
-"""cos and sin of a rotation: as callers have them, as kernels read them, and the rotation itself.
+"""The cos and sin of a rotation: as callers pass them, as kernels read them, and the rotation itself.
 
-`rope.py` says what a rotation is.
+`read_cos_sin` checks what a caller passed and brings it into one form, `CosSin`. A kernel reads that with `load_angles`
+and rotates with `rotate`; `CosSin.per_pair` and `rotate_reference` are the same in plain PyTorch. The package's
+docstring defines rotations and pairs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -18,24 +20,25 @@ from torch import Tensor
 from .._launch import accumulator, describe
 from .heads import alignment
 
-# The widest load of a kernel, in bytes.
+# The widest load of a thread, in bytes.
 _VECTOR = 16
 
-# The fields of Angles as the schema of an operator spells them.
-ANGLES = (
+# The fields of CosSin in the schema of an operator.
+SCHEMA = (
     "Tensor cos, Tensor? sin, Tensor? positions, int rotary_dim, bool interleaved, int time, int height, int width,"
-    " bool woven"
+    " bool mrope_interleaved"
 )
 
 
-class Angles(NamedTuple):
-    """A rotation as operators take it: checked, and the same for all layouts.
+class CosSin(NamedTuple):
+    """cos and sin as operators take them: checked, and the same for all layouts of q and k.
 
-    cos, sin: [3 or 1, B or 1, S, W], a table's rows in place of S. W is P, or R with interleaved angles that come twice
-        and where sin is None: then cos holds (cos, sin) in turn.
-    positions: [B or 1, S], rows of the table; None without one.
+    cos, sin: [3 or 1, B or 1, S, W]; with a table, its rows in place of S. W is P, or R where each angle comes twice.
+        For complex angles sin is None and cos holds (cos, sin) for each pair, W = R.
+    positions: [B or 1, S], rows of the table; None without a table.
     rotary_dim: R.
-    time, height, width: how many pairs the sections of M-RoPE hold, zeros without; woven if they alternate.
+    time, height, width: numbers of pairs in the sections of M-RoPE; zeros without M-RoPE.
+    mrope_interleaved: whether the sections of M-RoPE alternate.
     """
 
     cos: Tensor
@@ -46,19 +49,25 @@ class Angles(NamedTuple):
     time: int
     height: int
     width: int
-    woven: bool
+    mrope_interleaved: bool
 
     @property
     def form(self) -> str:
-        """How the kernels find the angles of a pair."""
+        """How `load_angles` finds the angle of a pair: FORM."""
         if self.sin is None:
             return "complex"
         return "pairs" if self.cos.shape[-1] == self.rotary_dim // 2 else "twice"
 
     def for_kernel(self, q: Tensor, *others: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-        """(cos, sin, positions); n_angles and strides (b, axis, s; of positions b, s); constexprs.
+        """The arguments of a kernel, in three groups, in the order of its parameters.
 
-        q: [B, H, S, D]; others: what else is read or written in its vectors.
+        Args:
+            q: [B, H, S, D].
+            others: the other tensors that the kernel accesses in vectors of VEC elements.
+
+        Returns:
+            (cos, sin, positions); (n_angles, strides of cos: batch, axis of M-RoPE, position, strides of positions:
+            batch, position); constexprs by name.
         """
         batch, _, _, features = q.shape
         cos, sin, positions = self.cos, self.sin, self.positions
@@ -77,7 +86,7 @@ class Angles(NamedTuple):
             "TIME": self.time,
             "HEIGHT": self.height,
             "WIDTH": self.width,
-            "WOVEN": self.woven,
+            "WOVEN": self.mrope_interleaved,
         }
         return (cos, sin, positions), (cos.shape[2], *strides), constexprs
 
@@ -100,8 +109,8 @@ class Angles(NamedTuple):
         return x[:, None].to(dtype)
 
     def _sections(self, o_p: Tensor) -> Tensor:
-        """What `_section` does in a kernel."""
-        if not self.woven:
+        """`_section` in plain PyTorch."""
+        if not self.mrope_interleaved:
             return (o_p >= self.time).long() + (o_p >= self.time + self.height).long()
         o_a = o_p % 3
         return torch.where(o_p < 3 * torch.where(o_a == 1, self.height, self.width), o_a, 0)
@@ -175,19 +184,19 @@ def rotate(
     return b_y1, b_y2
 
 
-def rotate_reference(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
+def rotate_reference(x: Tensor, cos_sin: CosSin, inverse: bool) -> Tensor:
     """x: [B, H, S, D] rotated in plain PyTorch, in fp32 (or fp64) and rounded once; differentiable."""
-    cos, sin = angles.per_pair(accumulator(x.dtype))
+    cos, sin = cos_sin.per_pair(accumulator(x.dtype))
     if inverse:
         sin = -sin
-    turned, rest = x[..., : angles.rotary_dim].to(cos.dtype), x[..., angles.rotary_dim :]
-    x1, x2 = (turned[..., ::2], turned[..., 1::2]) if angles.interleaved else turned.chunk(2, dim=-1)
+    rotated, rest = x[..., : cos_sin.rotary_dim].to(cos.dtype), x[..., cos_sin.rotary_dim :]
+    x1, x2 = (rotated[..., ::2], rotated[..., 1::2]) if cos_sin.interleaved else rotated.chunk(2, dim=-1)
     y = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    turned = torch.stack(y, dim=-1).flatten(-2) if angles.interleaved else torch.cat(y, dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    rotated = torch.stack(y, dim=-1).flatten(-2) if cos_sin.interleaved else torch.cat(y, dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
-def read_angles(
+def read_cos_sin(
     q: Tensor,
     cos: Tensor,
     sin: Tensor | None,
@@ -197,35 +206,37 @@ def read_angles(
     interleaved: bool,
     mrope_section: Sequence[int] | None,
     mrope_interleaved: bool,
-) -> Angles:
-    """The rotation of q: [B, H, S, D], checked; ValueError says what does not fit."""
+) -> CosSin:
+    """The arguments of `rope` as one `CosSin` for q: [B, H, S, D]. Raises the ValueError of `rope`."""
     if cos.requires_grad or (sin is not None and sin.requires_grad):
-        raise ValueError("cos and sin get no gradient here: detach them, or rotate in plain PyTorch")
+        raise ValueError(
+            "cos or sin requires a gradient, which this operator does not have: detach it, or rotate in plain PyTorch"
+        )
     if (sin is None) != cos.is_complex():
-        raise ValueError("give cos and sin, or one complex tensor in place of cos and no sin")
+        raise ValueError("pass cos and sin, or a complex tensor as cos and no sin")
     if sin is not None and sin.shape != cos.shape:
         raise ValueError(f"cos and sin must have one shape, got {describe(cos)} and {describe(sin)}")
     for name, x in {"cos": cos, "sin": sin, "positions": positions}.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}: move one of them")
     if mrope_interleaved and mrope_section is None:
-        raise ValueError("mrope_interleaved says how sections lie: give mrope_section, too")
+        raise ValueError("mrope_interleaved needs mrope_section: pass both")
     width = _rotary_dim(q.shape[3], cos, rotary_dim)
-    sections = _sections(width // 2, mrope_section)
+    sections = _checked_sections(width // 2, mrope_section)
     cos = _with_axes(cos, q, positions, sections is not None)
     sin = None if sin is None else _with_axes(sin, q, positions, sections is not None)
     if sin is None:
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
     elif cos.shape[-1] == width and not interleaved:
-        # Both halves hold the same angles: the first is enough.
+        # Both halves hold the same angles; the kernel reads the first.
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     if positions is not None:
         positions = _checked_positions(positions, q)
-    return Angles(cos, sin, positions, width, interleaved, *(sections or (0, 0, 0)), mrope_interleaved)
+    return CosSin(cos, sin, positions, width, interleaved, *(sections or (0, 0, 0)), mrope_interleaved)
 
 
 def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
-    """R, from the caller or from the width of the angles."""
+    """R, from the caller or from the width of cos."""
     given = cos.shape[-1] if cos.dim() else 0
     if cos.is_complex():
         given *= 2
@@ -242,7 +253,7 @@ def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
     return rotary_dim
 
 
-def _sections(pairs: int, mrope_section: Sequence[int] | None) -> tuple[int, int, int] | None:
+def _checked_sections(pairs: int, mrope_section: Sequence[int] | None) -> tuple[int, int, int] | None:
     if mrope_section is None:
         return None
     if len(mrope_section) != 3 or min(mrope_section) < 1 or sum(mrope_section) != pairs:

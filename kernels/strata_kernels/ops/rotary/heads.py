@@ -1,8 +1,8 @@
-"""The heads of queries and keys: their layouts in memory, and how kernels find rows of them and pairs of features.
+"""The heads of queries and keys: their memory layouts, and how kernels address rows of them and pairs of features.
 
-Axes: B batch, S positions, H heads, D features of a head. A row is one head at one position. Tiles are [N, W]: N
-starting points (a column) times W pairs from there on. Pair p is features (p, p + P) of the first 2·P, or interleaved,
-(2p, 2p + 1); features from 2·P on are in pairs, too, since pairs are what a thread holds.
+Axes: B batch, S positions, H heads, D features of a head. A row is one head at one position. Kernels work on tiles
+[N, W]: for each of N rows, W pairs from a starting pair on, which is a column [N, 1]. Pair p is features (p, p + P) of
+the first 2·P, or, interleaved, (2p, 2p + 1). A thread holds pairs, so the features from 2·P on are loaded in pairs too.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -113,8 +113,8 @@ def store_pairs(
         tl.store(p_y + o_2, b_y2, mask=m)
 
 
-def unfilled_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An unfilled tensor in the memory layout of x: [B, H, S, D], but contiguous where its features would lie apart.
+def empty_heads_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.empty_like(x, dtype=dtype)` for x: [B, H, S, D], but contiguous if its features would not be adjacent.
 
     Kernels write heads whose features are adjacent.
     """
@@ -122,38 +122,38 @@ def unfilled_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """A copy of y in the memory layout of a kernel's result for x."""
-    return unfilled_like(x, y.dtype).copy_(y)
+def copy_to_layout_of(x: Tensor, y: Tensor) -> Tensor:
+    """A copy of y in the layout that a kernel's result for x has."""
+    return empty_heads_like(x, y.dtype).copy_(y)
 
 
 def alignment(x: Tensor) -> int:
-    """A number of elements of which the start of every row of x is a multiple."""
+    """The largest number of elements that the start of every row of x is a multiple of."""
     strides = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     return math.gcd(x.data_ptr() // x.element_size(), *strides)
 
 
 def heads_adjacent(x: Tensor) -> int:
-    """Whether the heads of one position lie closer together in x: [B, H, S, D] than the positions of one head."""
+    """1 if the heads of a position are closer in the memory of x: [B, H, S, D] than the positions of a head, else 0."""
     return int(x.stride(1) <= x.stride(2))
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Those of batch, position and head of every [B, H, S, D], whose features kernels take to be adjacent."""
+    """The strides of batch, position and head of each tensor [B, H, S, D]. Features must be adjacent."""
     assert all(x.stride(3) == 1 or x.numel() == 0 for x in tensors), [x.stride() for x in tensors]
     return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
 
 
-def tiles(n_rows: int, per_row: int, size: int) -> int:
-    """How many tiles of `size` make up a batch row of n_rows times per_row."""
-    # Up to a tile more is counted in the kernels, in 32 bits.
+def count_tiles(n_rows: int, per_row: int, size: int) -> int:
+    """The number of tiles of `size` in n_rows rows of per_row, all of one batch row."""
+    # Kernels compute indices up to the end of the last tile, in 32 bits.
     if n_rows * per_row + size >= 2**31:
         raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
     return -(-n_rows * per_row // size)
 
 
 def dense_features(x: Tensor) -> Tensor:
-    """x, or a copy where its features are not adjacent."""
+    """x, or a contiguous copy if its features are not adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -165,22 +165,22 @@ def as_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def from_bhsd(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The reverse of `as_bhsd`."""
+    """The inverse of `as_bhsd`."""
     return tuple(x[0].transpose(0, 1) for x in tensors) if layout == "thd" else as_bhsd(layout, *tensors)
 
 
 def check_heads(q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Raise ValueError unless q and k fit the layout and each other."""
+    """Raise ValueError unless q and k match the layout and each other."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     axes = len(layout)
     if q.dim() != axes or k.dim() != axes:
         raise ValueError(f"q and k must be {_SHAPES[layout]} ({layout}), got {describe(q)} and {describe(k)}")
     heads = layout.index("h")
-    alike = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
-    if not alike or q.dtype != k.dtype or not has_dtype(q):
+    same_sizes = all(q.shape[i] == k.shape[i] for i in range(axes) if i != heads)
+    if not same_sizes or q.dtype != k.dtype or not has_dtype(q):
         raise ValueError(
-            f"q and k must be {DTYPES} and may differ in their heads only, got {describe(q)} and {describe(k)}"
+            f"q and k must be {DTYPES} and differ only in the number of heads, got {describe(q)} and {describe(k)}"
         )
     if q.shape[-1] % 2 or q.shape[-1] == 0:
         raise ValueError(f"heads must have an even number of features, got {describe(q)}")

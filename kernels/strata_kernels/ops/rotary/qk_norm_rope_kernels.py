@@ -1,7 +1,7 @@
-"""The kernels of `qk_norm_rope`, which says what they compute.
+"""The kernels of `qk_norm_rope`; `qk_norm_rope.py` has the formulas.
 
-Axes: B batch, S positions, H query heads, K key heads, D features; a row is one head at one position. Tiles hold ROWS
-rows, W pairs of features each, D / 2 rounded up to a power of two.
+Axes: B batch, S positions, H query heads, K key heads, D features; a row is one head at one position. A tile has ROWS
+rows of W pairs of features; W is D / 2 rounded up to a power of two.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -2,15 +2,15 @@
 
     y1 = x1 · cos - x2 · sin        y2 = x2 · cos + x1 · sin        for every pair (x1, x2) of features
 
-The gradient is the rotation by the opposite angle: the same kernel with the sign of the sine turned.
+The gradient is the rotation by the opposite angle: the same kernel with the sign of the sine reversed.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864); M-RoPE:
 Wang et al., "Qwen2-VL", 2024 (arXiv:2409.12191).
 
-Axes: B batch, S positions, H query heads, K key heads, D features; the package says which features make a pair. A
-program rotates chunks, VEC pairs each, that follow each other along the rows: no lane idles, whatever D and the heads
-are. Whether the rows of a position or those of a head follow each other depends on the strides of q. Bytes moved per
-element at the least: 2·itemsize, each way.
+Axes: B batch, S positions, H query heads, K key heads, D features; `rotary/__init__.py` defines the pairs. A program
+rotates chunks of VEC pairs each. Its chunks are consecutive across rows, so no lane is idle for any D and any number of
+heads. The strides of q decide whether consecutive rows are the heads of a position or the positions of a head. Minimum
+traffic per element: 2·itemsize, in each direction.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -25,23 +25,23 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch import launch, takes_kernel
-from .._operator import is_transformed, register
-from .cos_sin import ANGLES, Angles, load_angles, read_angles, rotate, rotate_reference
+from .._operator import Operator, is_transformed, operator
+from .cos_sin import SCHEMA, CosSin, load_angles, read_cos_sin, rotate, rotate_reference
 from .heads import (
     Layout,
     as_bhsd,
     check_heads,
+    copy_to_layout_of,
+    count_tiles,
     dense_features,
+    empty_heads_like,
     find_rows,
     from_bhsd,
     heads_adjacent,
-    laid_out_like,
     load_pairs,
     point_at_rows,
     store_pairs,
     strides,
-    tiles,
-    unfilled_like,
 )
 
 
@@ -88,18 +88,15 @@ class Launch:
 _LAUNCH = Launch(pairs=1024, warps=4)
 
 
-def _fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return unfilled_like(q), unfilled_like(k)
-
-
-def _triton(q: Tensor, k: Tensor, inverse: bool, angles: Angles) -> tuple[Tensor, Tensor]:
-    y_q, y_k = _fake(q, k)
+def rope_triton(q: Tensor, k: Tensor, inverse: bool, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+    """q: [B, H, S, D] and k: [B, K, S, D], rotated by the kernel; `rotate_reference` is the same in plain PyTorch."""
+    y_q, y_k = empty_heads_like(q), empty_heads_like(k)
     q, k = dense_features(q), dense_features(k)
     n_b, n_qh, n_s, features = q.shape
     n_kh = k.shape[1]
-    tensors, sizes, constexprs = angles.for_kernel(q, k, y_q, y_k)
+    tensors, sizes, constexprs = cos_sin.for_kernel(q, k, y_q, y_k)
     chunks = _LAUNCH.pairs // constexprs["VEC"]
-    n_tiles = tiles((n_qh + n_kh) * n_s, features // 2 // constexprs["VEC"], chunks)
+    n_tiles = count_tiles((n_qh + n_kh) * n_s, features // 2 // constexprs["VEC"], chunks)
     launch(
         rope_kernel, (n_b * n_tiles,),
         q, k, *tensors, y_q, y_k, n_b, n_s, heads_adjacent(q), *sizes, *strides(q, k, y_q, y_k),
@@ -108,31 +105,31 @@ def _triton(q: Tensor, k: Tensor, inverse: bool, angles: Angles) -> tuple[Tensor
     return y_q, y_k
 
 
-def _run(q: Tensor, k: Tensor, inverse: bool, *angles: Any) -> tuple[Tensor, Tensor]:
-    rotation = Angles(*angles)
-    if takes_kernel(q):
-        return _triton(q, k, inverse, rotation)
-    y_q, y_k = (laid_out_like(x, rotate_reference(x, rotation, inverse)) for x in (q, k))
-    return y_q, y_k
+@operator(f"rope(Tensor q, Tensor k, bool inverse, {SCHEMA}) -> (Tensor, Tensor)")
+class _Rope(Operator):
+    """q and k rotated; its own backward operator, with the other `inverse`."""
 
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, inverse: bool, *fields: Any) -> tuple[Tensor, Tensor]:
+        cos_sin = CosSin(*fields)
+        if takes_kernel(q):
+            return rope_triton(q, k, inverse, cos_sin)
+        y_q, y_k = (copy_to_layout_of(x, rotate_reference(x, cos_sin, inverse)) for x in (q, k))
+        return y_q, y_k
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, ctx.inverse, cos, sin, positions, *ctx.rotation = inputs
-    ctx.save_for_backward(cos, sin, positions)
+    @staticmethod
+    def fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return empty_heads_like(q), empty_heads_like(k)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, _, ctx.inverse, cos, sin, positions, *ctx.settings = inputs
+        ctx.save_for_backward(cos, sin, positions)
 
-def _autograd(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
-    y = _rope(d_q, d_k, not ctx.inverse, *ctx.saved_tensors, *ctx.rotation)
-    return *y, None, *[None] * len(Angles._fields)
-
-
-_rope = register(
-    f"rope(Tensor q, Tensor k, bool inverse, {ANGLES}) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-    setup_context=_setup_context,
-    backward=_autograd,
-)
+    @staticmethod
+    def backward(ctx: Any, d_yq: Tensor, d_yk: Tensor) -> tuple[Tensor | None, ...]:
+        d_q, d_k = _Rope.apply(d_yq, d_yk, not ctx.inverse, *ctx.saved_tensors, *ctx.settings)
+        return d_q, d_k, None, *[None] * len(CosSin._fields)
 
 
 def rope(
@@ -151,32 +148,32 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU fused, in fp32 and rounded once.
 
-    Neither q nor k is written to, nor copied where the features of a head are adjacent: they may be parts of one
-    projection. The results keep the memory layout; where features are not adjacent in it, they are contiguous. Under
-    `torch.func` all is plain PyTorch.
+    q and k are not written to. If the features of a head are adjacent, they are not copied either: both may be views of
+    one projection. The results keep the memory layout; if features are not adjacent in it, the results are contiguous.
+    Under `torch.func` the operator is plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
-        k: the same with its own number of heads, none too, and the dtype of q.
-        cos, sin: [S, R] or [B, S, R] (or [1, S, R]; for "thd" S is T), any floating dtype, without gradient. Angles
-            come twice, as `transformers` has them (only one of each is read): `cat((angle, angle), -1)`, or
+        k: as q, with its own number of heads (may be 0).
+        cos, sin: [S, R] or [B, S, R] (or [1, S, R]; for "thd" S is T), any floating dtype, without gradient. Either
+            each angle twice, as in `transformers` (the kernel reads one of the two): `cat((angle, angle), -1)`, or
             `repeat_interleave(angle, 2, -1)` with `interleaved`. Or once per pair, [..., R / 2], with `rotary_dim` = R.
             Or complex, `cos` = exp(i·angle) of [..., R / 2] and no `sin` (Llama 4, DeepSeek).
         layout: the order of axes of q and k.
-        rotary_dim: R, by default as wide as cos. Features from R on are passed through.
+        rotary_dim: R; default: the width of cos. Features from R on are copied.
         interleaved: a pair is features (2p, 2p + 1) instead of (p, p + R / 2) (GPT-J, Cohere, GLM, Llama 4).
-        inverse: rotate back.
-        positions: [S] or [B, S] (for "thd" [T]), int32 | int64: the row of cos and sin, then a table [rows, R], for
-            every position: what packed sequences need. A row that the table does not have gives NaN.
-        mrope_section: how many pairs turn by the position in time, height and width; cos and sin then are [3, S, R] or
-            [3, B, S, R] (Qwen2-VL). Models whose rotary module has put the sections together do without.
-        mrope_interleaved: the sections alternate, t h w t h w … t t t (Qwen3-VL), instead of following each other.
+        inverse: rotate by the opposite angle.
+        positions: [S] or [B, S] (for "thd" [T]), int32 | int64, for packed sequences: the row of cos and sin for each
+            position. cos and sin are then tables [rows, R]. A position outside the table gives NaN.
+        mrope_section: numbers of pairs that rotate by the position in time, height and width; cos and sin are then
+            [3, S, R] or [3, B, S, R] (Qwen2-VL). Not needed if the model's rotary module has joined the sections.
+        mrope_interleaved: the sections alternate, t h w t h w … t t t (Qwen3-VL), instead of being consecutive.
 
     Returns:
         q and k rotated, in the shape and dtype of each.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, an unknown layout, angles that need gradients.
+        ValueError: shapes, dtypes or devices do not match, the layout is unknown, or cos or sin requires a gradient.
 
     Example:
         >>> q, k = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64)
@@ -185,13 +182,13 @@ def rope(
     """
     check_heads(q, k, layout)
     q, k = as_bhsd(layout, q, k)
-    angles = read_angles(
+    cos_sin = read_cos_sin(
         q, cos, sin, positions=positions, rotary_dim=rotary_dim, interleaved=interleaved,
         mrope_section=mrope_section, mrope_interleaved=mrope_interleaved,
     )  # fmt: skip
     if is_transformed():
-        y_q, y_k = (rotate_reference(x, angles, inverse) for x in (q, k))
+        y_q, y_k = (rotate_reference(x, cos_sin, inverse) for x in (q, k))
     else:
-        y_q, y_k = _rope(q, k, inverse, *angles)
+        y_q, y_k = _Rope.apply(q, k, inverse, *cos_sin)
     y_q, y_k = from_bhsd(layout, y_q, y_k)
     return y_q, y_k
