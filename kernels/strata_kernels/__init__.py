@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
-from .ops.adamw.step_plan import Rounding, Shard, StepPlan
+from .ops.adamw.shard import Shard
+from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions

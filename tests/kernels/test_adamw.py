@@ -203,14 +203,14 @@ def test_shards_have_the_bits_of_the_whole(cuts, rounding, device) -> None:
             assert all(x.equal(y) for x, (y, _) in zip(several, sharded(one, *cuts), strict=True)), name
 
 
-def test_a_shard_is_cut_along_the_first_axis_and_one_other() -> None:
+def test_a_tensor_is_sharded_along_the_first_axis_and_one_other() -> None:
     assert Shard.of(7, (8, 6), (4, 3), (4, 3)) == Shard(7, 27, 3, 6)
     assert Shard.of(7, (8, 6), (4, 6), (4, 0)) == Shard(7, 24)
     # Experts, cut between processes and within each expert's rows.
     assert Shard.of(7, (8, 6, 5), (2, 3, 5), (4, 3, 0)) == Shard(7, 4 * 30 + 15, 15, 30)
     assert Shard.of(7, (), (), ()) == Shard(7)
     assert Shard.of(7, (8, 6), (0, 3), (8, 0)) == Shard(7, 48)
-    with pytest.raises(ValueError, match="cut along its first axis and one other"):
+    with pytest.raises(ValueError, match="sharded along axis 0 and one other"):
         Shard.of(7, (8, 6, 5), (8, 3, 2), (0, 0, 0))
 
 
@@ -391,11 +391,11 @@ def test_wrong_tensors() -> None:
     refuses(r"gradients\[0\] must be bfloat16 or float32 \[4, 2\], got float32 \[8\]", torch.ones(8))
     refuses(r"gradients\[0\] must be bfloat16 or float32", torch.ones(4, 2, dtype=torch.float16))
     refuses(r"weights\[0\] must be dense", weights=[torch.ones(4, 4, dtype=BF16)[:, ::2]])
-    refuses(r"exp_avgs\[0\] has strides \(1, 4\), its weight \(2, 1\)", exp_avgs=[torch.zeros(2, 4).t()])
+    refuses(r"exp_avgs\[0\] has strides \(1, 4\) and its weight \(2, 1\)", exp_avgs=[torch.zeros(2, 4).t()])
     refuses(r"rounding 'master' needs remainders\[0\]", remainders=[None])
     refuses(r"remainders\[0\] must be None", rounding="stochastic")
     refuses(r"remainders\[0\] must be int16", remainders=[torch.zeros(4, 2, dtype=torch.int32)])
-    refuses("steps must be as many as the 1 weights, got 0", steps=[])
+    refuses("steps must have one entry per weight, 1, got 0", steps=[])
     refuses(r"steps\[0\] must be float32 of one element", steps=[torch.zeros((), dtype=torch.int64)])
     with pytest.raises(ValueError, match="rounding 'stochastic' needs steps"):
         weight_step(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.adamw import adamw_step, weight_step
-from ..ops.adamw.step_plan import Rounding, Shard
+from ..ops.adamw.shard import Shard
+from ..ops.adamw.step_plan import Rounding
 from ..patch import patch_model
 from ..row_buckets import rounded_counts
 from .plan import Plan, record

@@ -1,28 +1,30 @@
-"""AdamW on bf16 weights that loses no update, over many tensors at once and in place.
+"""AdamW for bf16 weights that loses no update, on many tensors at once and in place.
 
     m ← β₁ m + (1 - β₁) g                           v ← v + (1 - β₂) (g² - v)
     u = m / (sqrt(v / (1 - β₂ᵗ)) + eps)             w ← w - (lr / (1 - β₁ᵗ) · u + lr · weight_decay · w)
 
-`weight_step` is the last line alone, w ← w - (lr · u + lr · weight_decay · w), for updates u that were computed
-elsewhere. All is computed in fp32, β₁ᵗ and β₂ᵗ in fp64.
+`weight_step` is the update of w alone, w ← w - (lr · u + lr · weight_decay · w), for updates u of another optimizer.
+All arithmetic is fp32, except β₁ᵗ and β₂ᵗ, which are fp64.
 
-At a learning rate of 1e-5 most updates are smaller than half of a bf16 weight's last place, and rounding to nearest
-drops them. `rounding` says what is done about that:
+At a learning rate of 1e-5 most updates are smaller than half a unit in the last place of a bf16 weight, so rounding to
+nearest drops them. `rounding` selects how to keep them:
 
-- "master": the weight is an fp32 whose upper half is stored as the bf16 weight and whose lower half as an int16
-  `remainder`, 2 bytes instead of another 4:
+- "master": the weight is an fp32 value. Its upper half is stored as the bf16 weight, its lower half as an int16
+  `remainder`, which takes 2 bytes instead of the 4 of an fp32 copy:
 
       weight = (bits + 0x8000) >> 16        remainder = the low 16 bits, signed        bits = (weight << 16) + remainder
 
-  The bf16 weight is the fp32 one rounded to nearest (ties away from zero), and the pair has all of its bits: a step
+  The bf16 weight is the fp32 value rounded to nearest (ties away from zero), and the pair has all of its bits. A step
   gives the bits of the same step on an fp32 weight. `split_weight` and `join_weight` convert.
-- "stochastic": a bf16 weight is rounded up or down at random, right in the mean, and needs no other memory.
-- "nearest": to nearest even, which loses what the other two keep; it is what training in pure bf16 usually means.
+- "stochastic": a bf16 weight is rounded up or down at random, without bias, and needs no other memory.
+- "nearest": to nearest even, which loses small updates, as usual in pure bf16 training.
 
-Moments may be bf16 as well. Nearest rounding would freeze them (with β₂ = 0.999, v changes by a thousandth, a quarter
-of a bf16's last place), so they are rounded stochastically in the modes "master" and "stochastic". Random bits are a
-hash of (seed, step, key of the tensor, index of the element in the whole tensor): repeating a step repeats its bits,
-and so does any other sharding of the tensor.
+Moments may be bf16 as well. With nearest rounding they would not change: for β₂ = 0.999, v changes by a thousandth, a
+quarter of a unit in the last place of bf16. So "master" and "stochastic" round bf16 moments stochastically. The random
+bits are a hash of (seed, step, key of the tensor, index of the element in the whole tensor). Repeating a step repeats
+its bits, and so does any other sharding of the tensor.
+
+`step_plan.py` launches the kernels of `step_kernels.py`, or runs `step_reference.py`; `shard.py` describes shards.
 
 Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2017 (arXiv:1711.05101). The split: NVIDIA's
 Transformer Engine, `FusedAdam(store_param_remainders=True)`. Stochastic rounding: Gupta et al., "Deep Learning with
@@ -39,7 +41,8 @@ from torch import Tensor
 
 from .._launch import describe
 from . import step_reference as reference
-from .step_plan import Numbers, Rounding, Shard, StepPlan, Tensors, laid_out
+from .shard import Shard
+from .step_plan import Hyperparameters, Rounding, StepPlan, Tensors, with_strides_of_weight
 
 _ROUNDINGS = ("master", "stochastic", "nearest")
 
@@ -62,27 +65,27 @@ def adamw_step(
     found_inf: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> None:
-    """`torch.optim.AdamW(fused=True).step()` on these tensors, rounded as `rounding` says; see the module.
+    """`torch.optim.AdamW(fused=True).step()` on these tensors, with the rounding modes of the module's docstring.
 
-    Writes into all lists but the gradients and shards. On a GPU nothing waits for the device, and a step of any number
-    of tensors is two launches for each combination of dtypes.
+    Writes into all tensors except gradients. On a GPU the host does not wait for the device, and a step of any number
+    of tensors takes two launches for each combination of dtypes.
 
     Args:
-        weights: any shapes, bf16 | fp32, contiguous, or dense in another order of axes.
-        gradients: of the weights' shapes, bf16 | fp32; copied where their strides are not the weights'.
-        exp_avgs, exp_avg_sqs: of the weights' shapes and strides, bf16 | fp32.
-        remainders: int16, of the weights' shapes and strides, zero for a weight that was bf16 before; None for a weight
-            in fp32. In the mode "master" alone.
-        steps: fp32 tensors of one element on the weights' device, 0 before the first step; counted up here.
-        shards: which tensors these are, for random bits. Elements are counted in the order of memory.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW's.
+        weights: any shapes, bf16 | fp32; contiguous, or dense with permuted axes.
+        gradients: shapes of the weights, bf16 | fp32; copied if their strides differ from those of the weights.
+        exp_avgs, exp_avg_sqs: shapes and strides of the weights, bf16 | fp32.
+        remainders: int16, shapes and strides of the weights, with `rounding` "master" only. Start a bf16 weight with
+            zeros; an fp32 weight has None.
+        steps: fp32 tensors of one element on the weights' device, 0 before the first step; a step adds 1.
+        shards: the part of its tensor that each weight is, for the random bits. Elements count in memory order.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         rounding: "master" | "stochastic" | "nearest". fp32 tensors are never rounded.
-        seed: of the random bits, a 64-bit integer.
-        found_inf: fp32 tensor of one element, or None. Unless it is 0, nothing changes, steps included.
-        plan: the same one at every call with these tensors spares the host most of its work.
+        seed: a 64-bit integer for the random bits.
+        found_inf: fp32 tensor of one element, or None. Unless it is 0, the step is skipped and `steps` do not change.
+        plan: pass the same object to each step of these tensors to save most of the host's work.
 
     Raises:
-        ValueError: the lists, shapes, strides, dtypes or devices do not fit, or a number is out of its range.
+        ValueError: lists, shapes, strides, dtypes or devices do not match, or a number is out of range.
 
     Example:
         >>> weight, gradient = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
@@ -97,7 +100,7 @@ def adamw_step(
         raise ValueError(f"betas must be in [0, 1) and eps at least 0, got betas {betas} and eps {eps}")
     _run(
         Tensors(weights, gradients, exp_avgs, exp_avg_sqs, remainders, steps, shards),
-        Numbers(lr, betas, eps, weight_decay, rounding, seed, advance=True),
+        Hyperparameters(lr, betas, eps, weight_decay, rounding, seed, advance=True),
         found_inf,
         plan,
     )
@@ -117,20 +120,20 @@ def weight_step(
     found_inf: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> None:
-    """`w.mul_(1 - lr * weight_decay).sub_(lr * u)` on these tensors, rounded as `rounding` says; see the module.
+    """`w.mul_(1 - lr * weight_decay).sub_(lr * u)` on these tensors, with the rounding modes of the module's docstring.
 
     Args:
-        weights, remainders, shards, lr, weight_decay, rounding, seed, found_inf, plan: as of `adamw_step`.
-        updates: of the weights' shapes, bf16 | fp32; copied where their strides are not the weights'.
-        steps: the numbers of the step, for random bits, each different from the one before; only read. Needed where
-            bf16 weights are rounded stochastically.
+        weights, remainders, shards, lr, weight_decay, rounding, seed, found_inf, plan: as in `adamw_step`.
+        updates: shapes of the weights, bf16 | fp32; copied if their strides differ from those of the weights.
+        steps: numbers of the step for the random bits, different at each call; read only. Required if bf16 weights are
+            rounded stochastically.
 
     Raises:
         ValueError: as `adamw_step`, or steps are missing.
     """
     _run(
         Tensors(weights, updates, None, None, remainders, steps, shards),
-        Numbers(lr, (0.0, 0.0), 0.0, weight_decay, rounding, seed, advance=False),
+        Hyperparameters(lr, (0.0, 0.0), 0.0, weight_decay, rounding, seed, advance=False),
         found_inf,
         plan,
     )
@@ -144,7 +147,7 @@ def split_weight(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that `split_weight` split, bit for bit but for the payload of NaNs."""
+    """The inverse of `split_weight`, bit for bit except for the payload of a NaN."""
     if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16 or weight.shape != remainder.shape:
         both = f"{describe(weight)} and {describe(remainder)}"
         raise ValueError(f"weight must be bf16 and remainder int16, of one shape, got {both}")
@@ -152,43 +155,43 @@ def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run(tensors: Tensors, numbers: Numbers, found_inf: Tensor | None, plan: StepPlan | None) -> None:
+def _run(tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor | None, plan: StepPlan | None) -> None:
     if not tensors.weights:
         return
     plan = plan or StepPlan()
-    plan.update(tensors, numbers, _check)
+    plan.update(tensors, hyper, _check)
     _check_scalar("found_inf", found_inf, tensors.weights[0])
-    plan.run(tensors, numbers, found_inf)
+    plan.run(tensors, hyper, found_inf)
 
 
-def _check(tensors: Tensors, numbers: Numbers) -> None:
-    """Raise ValueError unless the lists fit together."""
-    if numbers.rounding not in _ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {numbers.rounding!r}")
-    if not -(2**63) <= numbers.seed < 2**64:
-        raise ValueError(f"seed must be an integer of 64 bits, got {numbers.seed}")
+def _check(tensors: Tensors, hyper: Hyperparameters) -> None:
+    """Raise ValueError unless the lists match."""
+    if hyper.rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {hyper.rounding!r}")
+    if not -(2**63) <= hyper.seed < 2**64:
+        raise ValueError(f"seed must be an integer of 64 bits, got {hyper.seed}")
     lists = {
         "gradients": tensors.gradients, "exp_avgs": tensors.exp_avgs, "exp_avg_sqs": tensors.exp_avg_sqs,
         "remainders": tensors.remainders, "steps": tensors.steps, "shards": tensors.shards,
     }  # fmt: skip
     for name, some in lists.items():
         if some is not None and len(some) != len(tensors.weights):
-            raise ValueError(f"{name} must be as many as the {len(tensors.weights)} weights, got {len(some)}")
+            raise ValueError(f"{name} must have one entry per weight, {len(tensors.weights)}, got {len(some)}")
     for i, weight in enumerate(tensors.weights):
-        _check_tensor(i, weight, tensors, numbers)
+        _check_tensor(i, weight, tensors, hyper)
 
 
-def _check_tensor(i: int, weight: Tensor, tensors: Tensors, numbers: Numbers) -> None:
-    """Raise ValueError unless the tensors of number i fit together."""
+def _check_tensor(i: int, weight: Tensor, tensors: Tensors, hyper: Hyperparameters) -> None:
+    """Raise ValueError unless the tensors at index i match."""
     if not weight.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(weight):
         raise ValueError(f"weights[{i}] must be dense, got strides {weight.stride()}: make it contiguous")
-    needs = tensors.remainders if numbers.rounding == "master" and weight.dtype == torch.bfloat16 else None
-    if numbers.rounding == "master" and weight.dtype == torch.bfloat16 and (needs is None or needs[i] is None):
-        raise ValueError(f"rounding 'master' needs remainders[{i}], int16 zeros like weights[{i}] at first")
+    needs = tensors.remainders if hyper.rounding == "master" and weight.dtype == torch.bfloat16 else None
+    if hyper.rounding == "master" and weight.dtype == torch.bfloat16 and (needs is None or needs[i] is None):
+        raise ValueError(f"rounding 'master' needs remainders[{i}]: start with int16 zeros like weights[{i}]")
     if needs is None and tensors.remainders is not None and tensors.remainders[i] is not None:
         raise ValueError(f"remainders[{i}] must be None: only a bf16 weight has one, and only with rounding 'master'")
-    if numbers.rounding == "stochastic" and weight.dtype == torch.bfloat16 and tensors.steps is None:
-        raise ValueError("rounding 'stochastic' needs steps, which its random bits depend on")
+    if hyper.rounding == "stochastic" and weight.dtype == torch.bfloat16 and tensors.steps is None:
+        raise ValueError("rounding 'stochastic' needs steps, because its random bits depend on them")
     floats = (torch.bfloat16, torch.float32)
     expected = (
         ("weights", tensors.weights, floats),
@@ -205,9 +208,9 @@ def _check_tensor(i: int, weight: Tensor, tensors: Tensors, numbers: Numbers) ->
             raise ValueError(f"{name}[{i}] must be {allowed} {list(weight.shape)}, got {describe(tensor)}")
         if tensor.device != tensors.weights[0].device:
             raise ValueError(f"{name}[{i}] is on {tensor.device}, weights[0] on {tensors.weights[0].device}: move one")
-        if name != "gradients" and laid_out(tensor, weight) is not tensor:
+        if name != "gradients" and with_strides_of_weight(tensor, weight) is not tensor:
             raise ValueError(
-                f"{name}[{i}] has strides {tensor.stride()}, its weight {weight.stride()}: lay it out alike"
+                f"{name}[{i}] has strides {tensor.stride()} and its weight {weight.stride()}: give it the same strides"
             )
     if tensors.steps is not None:
         _check_scalar(f"steps[{i}]", tensors.steps[i], weight)

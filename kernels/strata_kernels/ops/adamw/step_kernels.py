@@ -1,12 +1,13 @@
-"""The kernels of `adamw_step` and `weight_step`.
+"""The kernels of `adamw_step` and `weight_step`; `adamw/__init__.py` has the formulas.
 
-The formulas stand in `adamw/__init__.py`. Axes: n tensors, the elements of a tensor in the order of its memory, chunks
-of a tensor, blocks of a chunk. One launch serves many tensors: a program takes one chunk, and finds its tensor's
-addresses and sizes in a table. A kernel before it takes what all chunks of a tensor share out of the step's number:
-bias corrections and the words that its random bits start from.
+Axes: n tensors, the elements of a tensor in memory order, chunks of a tensor, blocks of a chunk. One launch updates
+many
+tensors: a program updates one chunk, and reads the addresses and sizes of its tensor from a table. A kernel before it
+computes the values that all chunks of a tensor share from its step: bias corrections and the first words of the random
+bits.
 
-Their bits are those of `step_reference.py`: every operation is rounded once, in the same order, division and square
-root correctly, products are not fused with sums, and integers wrap around.
+The bits equal those of `step_reference.py`: every operation is rounded once and in the same order, division and square
+root are rounded correctly, there is no fused multiply-add, and integers wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the table of tensors, int64: addresses, then sizes and what names the elements' random bits.
+# Columns of the table of tensors, int64: addresses, size, then key and place of the shard.
 FIELDS = 10
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 _WEIGHT: tl.constexpr = tl.constexpr(0)
@@ -29,16 +30,16 @@ _OFFSET: tl.constexpr = tl.constexpr(7)
 _ROW: tl.constexpr = tl.constexpr(8)
 _WHOLE_ROW: tl.constexpr = tl.constexpr(9)
 
-# Columns of the table of scalars, int32: whether to skip the step, two fp32 by their bits, three random words.
+# Columns of the table of scalars, int32: whether to skip the step, the bits of two fp32, three random words.
 SCALARS = 6
 _SCALARS: tl.constexpr = tl.constexpr(SCALARS)
 
-# Multipliers of a 32-bit hash with little bias (C. Wellons, hash-prospector), and the golden ratio.
+# Multipliers of a 32-bit hash with low bias (C. Wellons, hash-prospector), and the golden ratio.
 _MIX_A: tl.constexpr = tl.constexpr(0x21F0AAAD)
 _MIX_B: tl.constexpr = tl.constexpr(0x735A2D97)
 _MIX_C: tl.constexpr = tl.constexpr(0xD35A2D97)
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B9)
-# Bits of a step's number: fp32 counts no further.
+# Bits of a step count: fp32 counts no further.
 _STEP_BITS: tl.constexpr = tl.constexpr(24)
 _NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 
