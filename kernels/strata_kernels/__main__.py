@@ -16,17 +16,17 @@ from .warmup.bake import MANIFEST, bake
 from .warmup.cross_compile import target_of
 from .warmup.plan_model import load_config, plan_model, presets
 
-# What learns in a run: all weights, or an adapter's, which lie in the linear layers.
+# Trained weights: all, or those of an adapter, which is in the linear layers.
 _LEARNS = ("all", "adapter")
 _BATCHES, _LENGTHS = (1, 2, 4, 8), (4096,)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 if something does not compile, 2 for what was asked wrongly."""
-    given = _parser().parse_args(arguments)
+    """Run a command. Returns the exit code: 0, 1 if a kernel does not compile, 2 for wrong arguments."""
+    options = _parser().parse_args(arguments)
     try:
-        return int(given.run(given))
+        return int(options.run(options))
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
@@ -35,20 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m strata_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan", help="write down every kernel that training a model launches")
-    plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the plan goes, JSON")
+    plan = commands.add_parser("plan", help="list every kernel that training a model launches")
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file of the plan, JSON")
     plan.set_defaults(run=_plan)
-    baking = commands.add_parser("bake", help="compile a plan for GPUs that are not here")
-    baking.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, in place of --model")
+    baking = commands.add_parser("bake", help="compile a plan for GPUs that this machine does not have")
+    baking.add_argument("--plan", type=Path, metavar="FILE", help="a saved plan, instead of --model")
     baking.add_argument("--arch", type=_archs, required=True, help="sm_90 (H100, H200), sm_100 (B200), gfx942 (MI300)")
-    baking.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets a folder for each architecture")
+    baking.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="output folder, with a subfolder per architecture"
+    )
     baking.add_argument("--workers", type=int, help="processes; default: one per CPU core")
     baking.set_defaults(run=_bake)
     for command in (plan, baking):
         known = ", ".join(presets())
-        # Without values of their own, so that a saved plan can refuse them.
-        command.add_argument("--model", type=_list, help=f"{known}; or paths of config.json or its folder")
-        command.add_argument("--dtype", choices=_DTYPES, help="what layers compute in; default: bfloat16")
+        # No defaults here, so that --plan can reject these arguments.
+        command.add_argument("--model", type=_list, help=f"{known}; or paths of a config.json or its folder")
+        command.add_argument("--dtype", choices=_DTYPES, help="dtype of the layers; default: bfloat16")
         command.add_argument("--learns", type=_learns, help="all,adapter; default: both")
         command.add_argument("--batch", type=_numbers, help="rows of a micro-batch; default: 1,2,4,8")
         command.add_argument("--length", type=_numbers, help="tokens of a row; default: 4096")
@@ -62,7 +64,7 @@ def _list(text: str) -> list[str]:
 def _numbers(text: str) -> list[int]:
     numbers = [int(part) for part in _list(text)]
     if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 1 on, like 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers like 1,2,4")
     return numbers
 
 
@@ -80,41 +82,41 @@ def _archs(text: str) -> list[str]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     if not archs:
-        raise argparse.ArgumentTypeError("give at least one architecture, like sm_90")
+        raise argparse.ArgumentTypeError("pass at least one architecture, e.g. sm_90")
     return list(dict.fromkeys(archs))
 
 
-def _planned(given: argparse.Namespace) -> Plan:
-    if not given.model:
+def _plan_of(options: argparse.Namespace) -> Plan:
+    if not options.model:
         raise ValueError(
-            f"--model is missing: give one or more of {', '.join(presets())}, or the path of a config.json"
+            f"--model is missing: pass one or more of {', '.join(presets())}, or the path of a config.json"
         )
-    dtype = _DTYPES[given.dtype or "bfloat16"]
+    dtype = _DTYPES[options.dtype or "bfloat16"]
     plans = [
         plan_model(load_config(model), dtype=dtype, batch=batch, length=length, adapter=learns == "adapter")
-        for model in given.model
-        for learns in given.learns or _LEARNS
-        for length in given.length or _LENGTHS
-        for batch in given.batch or _BATCHES
+        for model in options.model
+        for learns in options.learns or _LEARNS
+        for length in options.length or _LENGTHS
+        for batch in options.batch or _BATCHES
     ]
     return reduce(add, plans)
 
 
-def _plan(given: argparse.Namespace) -> int:
-    plan = _planned(given)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(plan.to_json(), encoding="utf-8")
-    print(f"{len(plan)} kernels, plan {plan.hash[:12]}, in {given.out}")
+def _plan(options: argparse.Namespace) -> int:
+    plan = _plan_of(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(plan.to_json(), encoding="utf-8")
+    print(f"{len(plan)} kernels, plan {plan.hash[:12]}, in {options.out}")
     return 0
 
 
-def _bake(given: argparse.Namespace) -> int:
+def _bake(options: argparse.Namespace) -> int:
     for name in ("model", "dtype", "learns", "batch", "length"):
-        if given.plan and vars(given)[name]:
-            raise ValueError(f"--plan contradicts --{name}: a saved plan says it all; leave one of them out")
-    plan = Plan.from_json(given.plan.read_text(encoding="utf-8")) if given.plan else _planned(given)
+        if options.plan and vars(options)[name]:
+            raise ValueError(f"--plan and --{name} exclude each other: a saved plan already has a {name}")
+    plan = Plan.from_json(options.plan.read_text(encoding="utf-8")) if options.plan else _plan_of(options)
     print(f"{len(plan)} kernels, plan {plan.hash[:12]}", flush=True)
-    results = bake(plan, given.arch, given.out, workers=given.workers, progress=_bar())
+    results = bake(plan, options.arch, options.out, workers=options.workers, progress=_progress())
     for baked in results:
         print(f"{baked.summary()}; {baked.folder / MANIFEST}")
         for failure in baked.failed:
@@ -122,8 +124,8 @@ def _bake(given: argparse.Namespace) -> int:
     return 1 if any(baked.failed for baked in results) else 0
 
 
-def _bar(width: int = 24) -> Callable[[int, int, str], None]:
-    """A bar that a terminal redraws in place; elsewhere, as in a build's log, a line every so often."""
+def _progress(width: int = 24) -> Callable[[int, int, str], None]:
+    """A progress bar in a terminal; otherwise, as in a build log, a line per quarter."""
     live = sys.stderr.isatty()
 
     def show(done: int, total: int, what: str) -> None:

@@ -21,11 +21,17 @@ from triton.runtime.jit import JITCallable
 
 from images import check as images
 from strata_kernels import ops
-from strata_kernels.__main__ import _bar, main
+from strata_kernels.__main__ import _progress, main
 from strata_kernels.ops._stable_cache_keys import omit_line_numbers
 from strata_kernels.warmup import Plan, count_compiles, record
 from strata_kernels.warmup.bake import MANIFEST, bake, built_with
-from strata_kernels.warmup.cross_compile import build_library, library_folders, load_library, prepare, target_of
+from strata_kernels.warmup.cross_compile import (
+    build_library,
+    compile_for_target,
+    library_folders,
+    load_library,
+    target_of,
+)
 from strata_kernels.warmup.plan_model import load_config, plan_model, presets
 from strata_kernels.warmup.triton_cache import keys, load, relocate
 from tests.kernels.helpers import kernels_to_bake
@@ -100,7 +106,7 @@ def found(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch, arch: str =
         item.kernel.device_caches.clear()
     with count_compiles() as compiles:
         for item in plan.on(target_of(arch).backend).specializations:
-            prepare(item, target_of(arch))
+            compile_for_target(item, target_of(arch))
     return compiles.count, len(compiles.cached)
 
 
@@ -175,7 +181,7 @@ def key(
     monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
     (item,) = record(lambda: module.good(**options)).specializations
     item.kernel.device_caches.clear()
-    compiled, _ = prepare(item, target_of(arch))
+    compiled, _ = compile_for_target(item, target_of(arch))
     return str(compiled.hash)
 
 
@@ -229,8 +235,8 @@ def test_no_kernel_of_the_package_is_known_by_its_line_or_tuned_when_it_is_launc
 def test_other_chips_are_compiled_for_and_told_apart(monkeypatch, tmp_path, library):
     cuda, hip = (key(kernels_to_bake, monkeypatch, tmp_path, arch) for arch in ("sm_80", "gfx942"))
     assert cuda != hip
-    _, problem = prepare(record(kernels_to_bake.good).specializations[0], target_of("gfx942"))
-    assert problem == "libamdhip64.so is not here; bake in the image that has it"
+    _, problem = compile_for_target(record(kernels_to_bake.good).specializations[0], target_of("gfx942"))
+    assert problem == "libamdhip64.so is missing; bake in an image that has it"
 
 
 @pytest.mark.parametrize("arch", ["h100", "sm_9", "sm90", "gfx", ""])
@@ -248,7 +254,7 @@ def test_no_arch(arch):
         (["--arch", "sm_90", "--batch", "2", "--plan", "x"], "--plan contradicts --batch"),
         (["--arch", "h100", "--model", "qwen3-4b"], "arch 'h100' is no target"),
         (["--arch", ",", "--model", "qwen3-4b"], "give at least one architecture"),
-        (["--arch", "sm_90", "--batch", "0"], "'0' is not a list of whole numbers from 1 on"),
+        (["--arch", "sm_90", "--batch", "0"], "'0' is not a list of positive integers"),
         (["--arch", "sm_90", "--learns", "some"], "'some' is not a list of all and adapter"),
         (["--arch", "sm_90", "--batch", "two"], "invalid _numbers value: 'two'"),
         (["--arch", "sm_90", "--plan", "/no/plan"], "No such file or directory: '/no/plan'"),
@@ -281,12 +287,12 @@ def test_the_stand_in_is_put_where_triton_will_look_and_never_over_the_real_one(
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(monkeypatch, capsys):
-    bar = _bar()
+    bar = _progress()
     for done in range(1, 9):
         bar(done, 8, "sm_90 norm_fwd_kernel")
     assert capsys.readouterr().err.split("\n") == ["2/8 kernels", "4/8 kernels", "6/8 kernels", "8/8 kernels", ""]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    bar = _bar()
+    bar = _progress()
     bar(4, 8, "sm_90 norm_fwd_kernel")
     assert capsys.readouterr().err.startswith("\r[############            ] 4/8 sm_90 norm_fwd_kernel")
 

@@ -20,10 +20,10 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 from strata_kernels.warmup import count_compiles, store, triton_cache
-from strata_kernels.warmup.blob_storage import Blob, Folder, open_blobs
-from strata_kernels.warmup.cache_filler import Seeder
-from strata_kernels.warmup.store import Refused, Store, pack, unpack
-from strata_kernels.warmup.time_budget import Budget, Patience
+from strata_kernels.warmup.blob_storage import Blob, FolderStorage, open_storage
+from strata_kernels.warmup.cache_filler import CacheFiller
+from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack
+from strata_kernels.warmup.time_budget import CircuitBreaker, TimeBudget
 from tests.kernels.helpers.cache_entries import elf, kernel_entry, launcher_entry
 from tests.kernels.helpers.store_races import Driver, Pointer, compile_made_up, copy_kernel, hex_of, look_up
 
@@ -35,7 +35,7 @@ SECRET = b"thirty-two bytes that nobody has"
 
 
 def signed(root: Path, **options) -> Store:
-    return Store(Folder(root), "triton/python", **{"signing_key": SECRET, **options})
+    return Store(FolderStorage(root), "triton/python", **{"signing_key": SECRET, **options})
 
 
 def archives(root: Path) -> list[Path]:
@@ -45,7 +45,7 @@ def archives(root: Path) -> list[Path]:
 @pytest.mark.parametrize(("key", "files"), [ENTRIES[0], ENTRIES[-1]], ids=["kernel", "launcher"])
 def test_an_archive_has_the_entry_and_nothing_else(key, files):
     assert unpack(key, pack(key, files)) == files
-    assert pack(key, dict(reversed(files.items())) | {triton_cache.SEAL: b"of another place"}) == pack(key, files)
+    assert pack(key, dict(reversed(files.items())) | {triton_cache.DIGESTS: b"of another place"}) == pack(key, files)
 
 
 def archive_of(*members: tarfile.TarInfo, data: bytes = b"data") -> bytes:
@@ -66,16 +66,16 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ([member("../outside")], "no plain file of this entry"),
-        ([member("/etc/passwd")], "no plain file of this entry"),
-        ([member(f"{KEY}/../../outside")], "no plain file of this entry"),
-        ([member(f"{KEY}/.hidden")], "no plain file of this entry"),
-        ([member("ANOTHERKEY/kernel.json")], "no plain file of this entry"),
-        ([member(f"{KEY}/link", tarfile.SYMTYPE, "/etc/passwd")], "no plain file of this entry"),
-        ([member(f"{KEY}/link", tarfile.LNKTYPE, "/etc/passwd")], "no plain file of this entry"),
-        ([member(f"{KEY}/device", tarfile.CHRTYPE)], "no plain file of this entry"),
-        ([member(f"{KEY}/sparse", tarfile.GNUTYPE_SPARSE)], "no plain file of this entry"),
-        ([member(f"{KEY}/{'long' * 50}")], "no plain file of this entry"),
+        ([member("../outside")], "not a regular file of this entry"),
+        ([member("/etc/passwd")], "not a regular file of this entry"),
+        ([member(f"{KEY}/../../outside")], "not a regular file of this entry"),
+        ([member(f"{KEY}/.hidden")], "not a regular file of this entry"),
+        ([member("ANOTHERKEY/kernel.json")], "not a regular file of this entry"),
+        ([member(f"{KEY}/link", tarfile.SYMTYPE, "/etc/passwd")], "not a regular file of this entry"),
+        ([member(f"{KEY}/link", tarfile.LNKTYPE, "/etc/passwd")], "not a regular file of this entry"),
+        ([member(f"{KEY}/device", tarfile.CHRTYPE)], "not a regular file of this entry"),
+        ([member(f"{KEY}/sparse", tarfile.GNUTYPE_SPARSE)], "not a regular file of this entry"),
+        ([member(f"{KEY}/{'long' * 50}")], "not a regular file of this entry"),
         ([member(f"{KEY}/twice")] * 2, "twice"),
         ([member(f"{KEY}/{i}") for i in range(200)], "too many"),
         ([member(f"{KEY}/kernel.json")], "no group file"),
@@ -83,21 +83,24 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
     ],
 )
 def test_an_archive_of_anything_else_is_refused(members, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RejectedArchive, match=said):
         unpack(KEY, archive_of(*members))
 
 
 def test_an_archive_that_inflates_to_too_much_is_refused(monkeypatch):
-    monkeypatch.setattr(store, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(store, "_MAX_BYTES", 1 << 20)
     bomb = archive_of(member(f"{KEY}/kernel.json"), data=bytes(2 << 20))
     assert len(bomb) < 10_000
-    with pytest.raises(Refused, match="inflates to too much"):
+    with pytest.raises(RejectedArchive, match="too large uncompressed"):
         unpack(KEY, bomb)
 
 
 def test_a_hundred_damaged_archives_are_refused(tmp_path):
     """Each twice: as a torn file under its old name, and as one whose name was made to fit, if that is possible."""
-    shared, open_to_all = signed(tmp_path / "a"), Store(Folder(tmp_path / "b"), "triton/python", allow_unsigned=True)
+    shared, open_to_all = (
+        signed(tmp_path / "a"),
+        Store(FolderStorage(tmp_path / "b"), "triton/python", allow_unsigned=True),
+    )
     shared.push(KEY, FILES)
     (torn,) = archives(tmp_path / "a")
     good, chance = torn.read_bytes(), random.Random(0)
@@ -116,13 +119,13 @@ def test_a_hundred_damaged_archives_are_refused(tmp_path):
         if bytes(bad) == good:
             continue
         torn.write_bytes(bad)
-        assert shared.pull(KEY) is None and "SHA-256 is not the one in its name" in shared.refused.popitem()[1]
+        assert shared.pull(KEY) is None and "SHA-256 differs from the one in its name" in shared.rejected.popitem()[1]
         name = open_to_all._name(KEY, bytes(bad))
-        open_to_all.blobs.write(name, bytes(bad))
+        open_to_all.storage.write(name, bytes(bad))
         # What still unpacks to the very entry, as after a change of gzip's header, is no damage.
         assert open_to_all.pull(KEY) in (None, FILES)
-        open_to_all.blobs.remove(name)
-    assert len(open_to_all.refused) > 90
+        open_to_all.storage.remove(name)
+    assert len(open_to_all.rejected) > 90
     assert shared.push(KEY, FILES) is False, "not known to be torn: this pod has not read it"
     assert shared.pull(KEY) is None and shared.push(KEY, FILES) is True and shared.pull(KEY) == FILES
 
@@ -133,21 +136,21 @@ def test_what_was_pushed_is_pulled_by_others(tmp_path):
     for key, files in ENTRIES:
         assert signed(tmp_path).pull(key) == files
     assert signed(tmp_path).pull("NOKEY") is None
-    other = Store(Folder(tmp_path), "triton/other-python", signing_key=SECRET)
+    other = Store(FolderStorage(tmp_path), "triton/other-python", signing_key=SECRET)
     assert other.pull(KEY) is None and other.push(KEY, FILES) is True
 
 
 def test_nothing_unsigned_and_nothing_of_another_key_is_used(tmp_path):
     with pytest.raises(ValueError, match="needs a signing key"):
-        Store(Folder(tmp_path), "triton/python")
-    unsigned = Store(Folder(tmp_path), "triton/python", allow_unsigned=True)
+        Store(FolderStorage(tmp_path), "triton/python")
+    unsigned = Store(FolderStorage(tmp_path), "triton/python", allow_unsigned=True)
     stranger = signed(tmp_path, signing_key=b"another key, also of 32 bytes...")
     assert unsigned.push(KEY, FILES) and stranger.push(KEY, FILES)
     reader = signed(tmp_path)
     assert reader.pull(KEY) is None
-    assert sorted(reader.refused.values()) == [
+    assert sorted(reader.rejected.values()) == [
         "it is not signed",
-        "it is signed with another key, or none is known here",
+        "it is signed with a key that this process lacks",
     ]
     assert reader.push(KEY, FILES) and reader.pull(KEY) == FILES and unsigned.pull(KEY) == FILES
 
@@ -158,7 +161,7 @@ def test_a_signature_is_good_for_one_key_in_one_environment(tmp_path):
     for folder in (f"triton/python/{ENTRIES[1][0]}", f"triton/another/{KEY}"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / archive.name).write_bytes(archive.read_bytes())
-    elsewhere = Store(Folder(tmp_path), "triton/another", signing_key=SECRET)
+    elsewhere = Store(FolderStorage(tmp_path), "triton/another", signing_key=SECRET)
     assert signed(tmp_path).pull(ENTRIES[1][0]) is None and elsewhere.pull(KEY) is None
 
 
@@ -171,7 +174,7 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path):
         os.utime(archive, (used, used))
     (tmp_path / "somebody's file").write_bytes(bytes(10_000))
     full.pull(KEY)
-    full.renew()
+    full.refresh_used()
     full.size_limit = sum(path.stat().st_size for path in archives(tmp_path / "triton")) - 1
     assert full.trim() == 1 and full.trim() == 0
     assert full.pull(KEY) == FILES and full.pull(ENTRIES[1][0]) is None and full.pull(ENTRIES[2][0]) is not None
@@ -204,18 +207,18 @@ def s3() -> Iterator[str]:
 
 def test_an_object_store_does_what_a_folder_does(s3):
     def pod(**options) -> Store:
-        return Store(open_blobs(s3), "triton/python", **{"signing_key": SECRET, **options})
+        return Store(open_storage(s3), "triton/python", **{"signing_key": SECRET, **options})
 
     assert pod().pull(KEY) is None
     for key, files in ENTRIES:
         assert pod().push(key, files) is True and pod().push(key, files) is False
         assert pod().pull(key) == files
-    blobs = open_blobs(s3)
+    blobs = open_storage(s3)
     torn = blobs.list(f"triton/python/{KEY}")[0]
     assert isinstance(torn, Blob) and abs(torn.modified - time.time()) < 3600
     blobs.write(torn.name, blobs.read(torn.name)[:-9])
     reader = pod()
-    assert reader.pull(KEY) is None and list(reader.refused) == [torn.name]
+    assert reader.pull(KEY) is None and list(reader.rejected) == [torn.name]
     assert reader.push(KEY, FILES) and pod().pull(KEY) == FILES
     assert pod(size_limit=0).trim() == len(ENTRIES) and blobs.list("") == []
     with pytest.raises(FileNotFoundError):
@@ -225,25 +228,25 @@ def test_an_object_store_does_what_a_folder_does(s3):
 def test_without_fsspec_a_folder_works_and_a_url_says_what_to_install(tmp_path):
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
-        "from strata_kernels.warmup.blob_storage import open_blobs\n"
-        f"open_blobs('file://{tmp_path}').write('a/b', b'x'); print(open_blobs('{tmp_path}').read('a/b'))\n"
-        "open_blobs('s3://bucket/path')"
+        "from strata_kernels.warmup.blob_storage import open_storage\n"
+        f"open_storage('file://{tmp_path}').write('a/b', b'x'); print(open_storage('{tmp_path}').read('a/b'))\n"
+        "open_storage('s3://bucket/path')"
     )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.stdout == "b'x'\n"
     assert "a store at s3://bucket/path needs fsspec and its library for that scheme, such as s3fs" in done.stderr
 
 
-def warm(seeder: Seeder) -> dict[str, str]:
+def warm(filler: CacheFiller) -> dict[str, str]:
     """Want every entry, as Triton does; returns where each came from."""
-    with seeder.at_work():
+    with filler.installed():
         for key, files in ENTRIES:
             manager = get_cache_manager(hex_of(key))
             if look_up(manager, files) is None:
                 compile_made_up(manager, files)
             assert look_up(manager, files) == {n: d for n, d in files.items() if not n.startswith(triton_cache.GROUP)}
-    seeder.push()
-    return {key: seeder._origins[key] for key, _ in ENTRIES}
+    filler.push()
+    return {key: filler._origins[key] for key, _ in ENTRIES}
 
 
 @pytest.fixture
@@ -261,11 +264,11 @@ def test_the_image_comes_before_the_store_and_the_compiler_last(tmp_path, pod):
         triton_cache.store(tmp_path / "image", key, files[key])
     for key in (in_both, in_store):
         signed(tmp_path / "store").push(key, files[key])
-    seeder = Seeder(pod, [tmp_path / "none", tmp_path / "image"], signed(tmp_path / "store"))
-    assert warm(seeder) == dict(zip(files, ("cache", "image", "image", "store", "compiled"), strict=True))
-    assert seeder.pushed == 1 and not seeder.problems and "unwritable" not in seeder.to_dict()
+    filler = CacheFiller(pod, [tmp_path / "none", tmp_path / "image"], signed(tmp_path / "store"))
+    assert warm(filler) == dict(zip(files, ("cache", "image", "image", "store", "compiled"), strict=True))
+    assert filler.pushed == 1 and not filler.problems and "unwritable" not in filler.to_dict()
     assert signed(tmp_path / "store").pull(nowhere) == files[nowhere]
-    assert set(warm(Seeder(pod)).values()) == {"cache"}
+    assert set(warm(CacheFiller(pod)).values()) == {"cache"}
 
 
 def test_what_is_torn_is_found_elsewhere_and_reported(tmp_path, pod):
@@ -273,10 +276,10 @@ def test_what_is_torn_is_found_elsewhere_and_reported(tmp_path, pod):
         triton_cache.store(root, KEY, FILES)
         (root / KEY / "kernel_0.cubin").write_bytes(b"\x7fELF")
     signed(tmp_path / "store").push(KEY, FILES)
-    seeder = Seeder(pod, [tmp_path / "image"], signed(tmp_path / "store"))
-    assert warm(seeder)[KEY] == "store"
-    assert seeder.problems == [
-        f"{root / KEY}: kernel_0.cubin is not what was sealed" for root in (pod, tmp_path / "image")
+    filler = CacheFiller(pod, [tmp_path / "image"], signed(tmp_path / "store"))
+    assert warm(filler)[KEY] == "store"
+    assert filler.problems == [
+        f"{root / KEY}: kernel_0.cubin does not match its digest" for root in (pod, tmp_path / "image")
     ]
 
 
@@ -284,11 +287,10 @@ def test_a_torn_archive_is_refused_compiled_and_replaced(tmp_path, pod):
     signed(tmp_path / "store").push(KEY, FILES)
     (torn,) = archives(tmp_path / "store")
     torn.write_bytes(torn.read_bytes()[:100])
-    seeder = Seeder(pod, store=signed(tmp_path / "store"))
-    assert warm(seeder)[KEY] == "compiled"
-    assert seeder.problems == [
-        f"refused {torn.relative_to(tmp_path / 'store')} from the store: its SHA-256 is not the one in its name"
-    ]
+    filler = CacheFiller(pod, store=signed(tmp_path / "store"))
+    assert warm(filler)[KEY] == "compiled"
+    name = torn.relative_to(tmp_path / "store")
+    assert filler.problems == [f"the store's archive {name} is rejected: its SHA-256 differs from the one in its name"]
     assert signed(tmp_path / "store").pull(KEY) == FILES
 
 
@@ -296,8 +298,8 @@ def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
     """Every thread that needs the driver's helper first builds it, and a C compiler's outputs differ."""
     key, files = ENTRIES[-1]
     (name,) = files
-    seeder = Seeder(pod)
-    with seeder.at_work(), ThreadPoolExecutor(8) as threads:
+    filler = CacheFiller(pod)
+    with filler.installed(), ThreadPoolExecutor(8) as threads:
         managers = list(threads.map(lambda _: get_cache_manager(hex_of(key)), range(8)))
         builds = [elf(bytes([i]) * 5000) for i in range(8)]
         paths = set(threads.map(lambda both: both[0].put(both[1], name), zip(managers, builds, strict=True)))
@@ -319,7 +321,7 @@ def test_what_another_pod_has_mended_meanwhile_stays(pod, monkeypatch):
         invalidate(directory, key)
 
     monkeypatch.setattr(triton_cache, "invalidate", after_another_pod)
-    with Seeder(pod).at_work():
+    with CacheFiller(pod).installed():
         get_cache_manager(hex_of(key))
     assert (pod / key / name).read_bytes() == files[name]
 
@@ -328,7 +330,7 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
     key, files = ENTRIES[-1]
     (name,) = files
     locked = []
-    replace = triton_cache._replace
+    replace = triton_cache._write_atomically
 
     def noting(path, data):
         folder = os.open(path.parent, os.O_RDONLY)
@@ -341,8 +343,8 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
             os.close(folder)
         replace(path, data)
 
-    monkeypatch.setattr(triton_cache, "_replace", noting)
-    with Seeder(pod).at_work():
+    monkeypatch.setattr(triton_cache, "_write_atomically", noting)
+    with CacheFiller(pod).installed():
         get_cache_manager(hex_of(key)).put(files[name], name)
     triton_cache.store(pod, *kernel_entry(0))
     assert len(locked) == 1 + 5 and all(locked)
@@ -352,7 +354,7 @@ def test_a_moved_cache_is_relocated_where_it_lies(tmp_path, pod):
     for key, files in ENTRIES:
         triton_cache.store(tmp_path / "before", key, files)
     (tmp_path / "before").rename(pod)
-    assert set(warm(Seeder(pod)).values()) == {"cache"}
+    assert set(warm(CacheFiller(pod)).values()) == {"cache"}
 
 
 def test_triton_hits_what_another_pod_has_compiled(tmp_path, monkeypatch):
@@ -362,14 +364,14 @@ def test_triton_hits_what_another_pod_has_compiled(tmp_path, monkeypatch):
     def start(pod: str) -> dict[str, int]:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / pod))
         copy_kernel.device_caches.clear()
-        seeder = Seeder(tmp_path / pod, store=signed(tmp_path / "store"))
-        with seeder.at_work(), count_compiles() as compiles:
+        filler = CacheFiller(tmp_path / pod, store=signed(tmp_path / "store"))
+        with filler.installed(), count_compiles() as compiles:
             for width in (16, 32):
                 copy_kernel.warmup(Pointer, Pointer, D=width, enable_fp_fusion=True, grid=(1,))
-        seeder.push()
-        assert sorted(kernel.values["D"] for kernel in seeder.kernels) == ["16", "32"]
-        assert compiles.count == seeder.counts()["compiled"] == seeder.pushed
-        return seeder.counts()
+        filler.push()
+        assert sorted(kernel.values["D"] for kernel in filler.kernels) == ["16", "32"]
+        assert compiles.count == filler.counts()["compiled"] == filler.pushed
+        return filler.counts()
 
     assert start("first") == {"cache": 0, "image": 0, "store": 0, "compiled": 2}
     assert start("second") == {"cache": 0, "image": 0, "store": 2, "compiled": 0}
@@ -383,16 +385,16 @@ def test_triton_hits_what_another_pod_has_compiled(tmp_path, monkeypatch):
 def test_a_store_that_never_answers_costs_its_time_and_no_more(tmp_path, pod, s3, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        slow = Store(open_blobs(s3), "triton/python", signing_key=SECRET)
-        seeder = Seeder(pod, store=slow, patience=Patience(0.5))
-        assert set(warm(seeder).values()) == {"compiled"}
-    assert seeder.problems == ["could not read the store, which was left alone then: no answer within 0.5 s in all"]
+        slow = Store(open_storage(s3), "triton/python", signing_key=SECRET)
+        filler = CacheFiller(pod, store=slow, breaker=CircuitBreaker(0.5))
+        assert set(warm(filler).values()) == {"compiled"}
+    assert filler.problems == ["could not read the store, so it is not used again: no answer within 0.5 s in all"]
     # The client itself would wait for minutes.
-    assert 0.4 < seeder.to_dict()["store_seconds"] < 30
+    assert 0.4 < filler.to_dict()["store_seconds"] < 30
 
 
 def test_a_store_that_is_not_there_is_asked_once(tmp_path, pod):
-    class Gone(Folder):
+    class Gone(FolderStorage):
         asked = 0
 
         def list(self, prefix: str) -> list[Blob]:
@@ -400,9 +402,9 @@ def test_a_store_that_is_not_there_is_asked_once(tmp_path, pod):
             # What a mount whose server is gone answers.
             raise OSError(116, "Stale file handle")
 
-    seeder = Seeder(pod, store=Store(Gone(tmp_path), "triton/python", signing_key=SECRET))
-    assert set(warm(seeder).values()) == {"compiled"} and Gone.asked == 1
-    assert "OSError: [Errno 116] Stale file handle" in seeder.problems[0]
+    filler = CacheFiller(pod, store=Store(Gone(tmp_path), "triton/python", signing_key=SECRET))
+    assert set(warm(filler).values()) == {"compiled"} and Gone.asked == 1
+    assert "OSError: [Errno 116] Stale file handle" in filler.problems[0]
 
 
 def test_a_disk_that_is_full_is_reported(tmp_path, pod):
@@ -411,15 +413,15 @@ def test_a_disk_that_is_full_is_reported(tmp_path, pod):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        seeder = Seeder(pod, [tmp_path / "image"])
-        assert warm(seeder)[KEY] == "compiled"
+        filler = CacheFiller(pod, [tmp_path / "image"])
+        assert warm(filler)[KEY] == "compiled"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large" in seeder.to_dict()["unwritable"]
+    assert "File too large" in filler.to_dict()["unwritable"]
 
 
 def test_time_is_counted_once_for_calls_side_by_side():
-    budget, release = Budget(30), threading.Event()
+    budget, release = TimeBudget(30), threading.Event()
     waiting = [threading.Thread(target=budget.call, args=(release.wait,)) for _ in range(8)]
     for thread in waiting:
         thread.start()

@@ -1,4 +1,4 @@
-"""Triton's cache directory as data, and what Triton itself makes of what is written there."""
+"""Entries of Triton's cache directory, and whether Triton itself hits or misses them."""
 
 import json
 import os
@@ -19,21 +19,20 @@ IDS = ["kernel", "launcher"]
 
 
 def as_triton_writes(directory: Path, key: str, files: dict[str, bytes]) -> None:
-    """Without a seal, with absolute paths in the group file."""
+    """Without digests, with absolute paths in the group file."""
     triton_cache.store(directory, key, files)
-    (directory / key / triton_cache.SEAL).unlink()
+    (directory / key / triton_cache.DIGESTS).unlink()
 
 
 @pytest.mark.parametrize(("key", "files"), ENTRIES, ids=IDS)
-def test_what_is_stored_is_loaded(tmp_path, key, files):
+def test_a_stored_entry_is_loaded(tmp_path, key, files):
     triton_cache.store(tmp_path, key, files)
     loaded = triton_cache.load(tmp_path, key)
-    assert loaded is not None and loaded.pop(triton_cache.SEAL) and loaded == files
+    assert loaded is not None and loaded.pop(triton_cache.DIGESTS) and loaded == files
     assert triton_cache.keys(tmp_path) == [key]
-    assert not triton_cache.repair(tmp_path)
 
 
-def test_nothing_is_nothing(tmp_path):
+def test_a_missing_entry_is_none(tmp_path):
     key, _ = ENTRIES[0]
     (tmp_path / "file").touch()
     assert triton_cache.keys(tmp_path) == triton_cache.keys(tmp_path / "none") == []
@@ -48,50 +47,50 @@ def test_a_compilation_that_never_ended_is_no_entry(tmp_path):
     (tmp_path / key / "__grp__kernel_0.json").unlink()
     (tmp_path / key / "tmp.pid_7_x").mkdir()
     assert triton_cache.load(tmp_path, key) is None
-    with pytest.raises(triton_cache.Damaged, match="its compilation did not end"):
-        triton_cache.seal(tmp_path, key)
+    with pytest.raises(triton_cache.CorruptEntry, match="its compilation did not finish"):
+        triton_cache.add_digests(tmp_path, key)
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "as_triton_writes"])
+@pytest.mark.parametrize("digests", [True, False], ids=["with_digests", "as_triton_writes"])
 @pytest.mark.parametrize(("key", "files"), ENTRIES, ids=IDS)
-def test_every_torn_file_is_found_and_becomes_a_miss(tmp_path, key, files, sealed):
-    """Cut anywhere; Triton's own entries have no digest, and text that is cut says nothing of it."""
+def test_every_truncated_file_is_found_and_becomes_a_miss(tmp_path, key, files, digests):
+    """Truncated anywhere; Triton's own entries have no digests, and truncated text is not noticed."""
     for name, data in files.items():
-        if not sealed and name.endswith(".ptx"):
+        if not digests and name.endswith(".ptx"):
             continue
         for length in {0, 1, len(data) // 2, len(data) - 1}:
-            (triton_cache.store if sealed else as_triton_writes)(tmp_path, key, files)
+            (triton_cache.store if digests else as_triton_writes)(tmp_path, key, files)
             path = tmp_path / key / name
             path.write_bytes(path.read_bytes()[:length])
-            with pytest.raises(triton_cache.Damaged):
+            with pytest.raises(triton_cache.CorruptEntry):
                 triton_cache.load(tmp_path, key)
-            assert list(triton_cache.repair(tmp_path)) == [key]
-            assert triton_cache.load(tmp_path, key) is None and not triton_cache.repair(tmp_path)
+            triton_cache.invalidate(tmp_path, key)
+            assert triton_cache.load(tmp_path, key) is None
 
 
-def test_a_changed_byte_is_found_in_what_is_sealed(tmp_path):
+def test_digests_find_a_changed_byte(tmp_path):
     key, files = ENTRIES[0]
     as_triton_writes(tmp_path, key, files)
-    triton_cache.seal(tmp_path, key)
+    triton_cache.add_digests(tmp_path, key)
     for name, data in files.items():
         if not name.startswith(triton_cache.GROUP):
             (tmp_path / key / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
-            with pytest.raises(triton_cache.Damaged, match=f"{name} is not what was sealed"):
+            with pytest.raises(triton_cache.CorruptEntry, match=f"{name} does not match its digest"):
                 triton_cache.load(tmp_path, key)
             (tmp_path / key / name).write_bytes(data)
 
 
 def test_another_kernel_under_a_key_is_found(tmp_path):
     (key, files), (_, others) = kernel_entry(0), kernel_entry(1)
-    with pytest.raises(triton_cache.Damaged, match="is of another kernel"):
+    with pytest.raises(triton_cache.CorruptEntry, match="belongs to another kernel"):
         triton_cache.check(key, others)
-    with pytest.raises(triton_cache.Damaged, match=r"kernel_0\.cubin, which is not there"):
+    with pytest.raises(triton_cache.CorruptEntry, match=r"kernel_0\.cubin, which does not exist"):
         triton_cache.check(key, {name: data for name, data in files.items() if not name.endswith("cubin")})
-    with pytest.raises(triton_cache.Damaged, match="is not one"):
+    with pytest.raises(triton_cache.CorruptEntry, match="is not valid"):
         triton_cache.check(key, files | {"__grp__kernel_0.json": b'{"child_paths": {"../x": "../x"}}'})
 
 
-def test_storing_again_mends(tmp_path):
+def test_storing_again_repairs(tmp_path):
     key, files = ENTRIES[0]
     triton_cache.store(tmp_path, key, files)
     (tmp_path / key / "kernel_0.cubin").write_bytes(b"")
@@ -112,7 +111,9 @@ def test_a_moved_directory_is_relocated(tmp_path):
     key, _ = ENTRIES[0]
     children = json.loads((moved / key / "__grp__kernel_0.json").read_text())["child_paths"]
     assert children["kernel_0.ptx"] == str(moved / key / "kernel_0.ptx")
-    assert list(triton_cache.repair(moved)) == [torn]
+    assert triton_cache.load(moved, key) is not None
+    with pytest.raises(triton_cache.CorruptEntry, match=r"kernel_1\.ptx"):
+        triton_cache.load(moved, torn)
 
 
 COMPILE = """
@@ -150,8 +151,8 @@ def compile_in(directory: Path, width: int = 16) -> str:
     return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.strip()
 
 
-def test_triton_hits_after_a_move_and_misses_what_is_damaged(tmp_path):
-    """With the real compiler: what is whole, moved, relocated, cut, and written back."""
+def test_triton_hits_after_a_move_and_misses_a_corrupt_entry(tmp_path):
+    """With the real compiler: an entry that is moved, relocated, truncated, and stored again."""
     assert compile_in(tmp_path / "baked") == "miss"
     (key,) = triton_cache.keys(tmp_path / "baked")
     files = triton_cache.load(tmp_path / "baked", key)
@@ -161,7 +162,7 @@ def test_triton_hits_after_a_move_and_misses_what_is_damaged(tmp_path):
 
     shutil.copytree(moved, tmp_path / "torn")
     (tmp_path / "torn" / key / "__grp__copy_kernel.json").write_text('{"child_pa')
-    assert list(triton_cache.repair(tmp_path / "torn")) == [key]
+    triton_cache.invalidate(tmp_path / "torn", key)
     assert compile_in(tmp_path / "torn") == "miss"
 
     triton_cache.store(tmp_path / "unpacked", key, files)

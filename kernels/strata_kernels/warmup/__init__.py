@@ -1,10 +1,10 @@
 """Compile, before training starts, exactly the kernels that training will launch.
 
-    plan = record(step)      run the real step on meta tensors and note its launches: no GPU, no memory, no compiler
-    report = warmup(plan)    compile and load them on the current GPU, in parallel; never raises
+    plan = record(step)      run the real step on meta tensors and record its launches: no GPU, no memory, no compiler
+    report = warmup(plan)    compile and load the kernels on the current GPU, in parallel; never raises
 
-`count_compiles` then says during training whether the plan was complete. `bake.bake` compiles a plan on a machine
-without a GPU, and `model.plan_model` takes it from a model's configuration.
+`count_compiles` shows during training whether the plan was complete. `bake.bake` compiles a plan on a machine without a
+GPU. `plan_model.plan_model` makes a plan from a model's configuration.
 """
 
 from .compile import Compiled, Failed, WarmupReport, warmup

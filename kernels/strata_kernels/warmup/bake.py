@@ -1,8 +1,8 @@
-"""Compile a plan for GPUs that are not here, into folders that pods read instead of compiling.
+"""Compile a plan for GPUs that this machine does not have, into folders that pods read instead of compiling.
 
-    (baked,) = bake(plan, ["sm_90"], Path("out"))      out/sm_90 is a cache of Triton's, with a manifest
+    (baked,) = bake(plan, ["sm_90"], Path("out"))      out/sm_90 is a Triton cache directory with a manifest
 
-What is written is read back in new processes that have no C compiler: it is good if nothing is compiled there.
+New processes without a C compiler then read everything back, and `bake` raises if one of them has to compile.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from triton.runtime.cache import get_cache_manager
 
 from .compile import Compiled, Failed
 from .compile_counter import count_compiles
-from .cross_compile import build_library, library_folders, load_library, prepare, target_of
+from .cross_compile import build_library, compile_for_target, library_folders, load_library, target_of
 from .plan import Plan, Specialization
-from .triton_cache import GROUP, keys, load, seal
+from .triton_cache import GROUP, add_digests, keys, load
 
 MANIFEST = "manifest.json"
 
 Progress = Callable[[int, int, str], None]
-"""Told how many of how many kernels are done, and which was the last."""
+"""A callback with the number of kernels done, the number of all, and the name of the last one."""
 
 
 @dataclass(frozen=True)
 class Baked:
-    """One folder, for one architecture; `without_launchers` says why it has none, and is None where it has them."""
+    """The folder of one architecture. `without_launchers` is the reason if it has no launchers, otherwise None."""
 
     arch: str
     folder: Path
@@ -61,7 +61,7 @@ class Baked:
 
 @dataclass(frozen=True)
 class _Task:
-    """A kernel to compile for an architecture, into a folder."""
+    """A kernel to compile for one architecture into a folder."""
 
     item: Specialization
     arch: str
@@ -69,8 +69,8 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What it says: the kernel's entry in the cache, and why it has no launcher."""
+class _Outcome:
+    """The result of a task: the kernel's cache entry, and the reason if it has no launcher."""
 
     result: Compiled | Failed
     entry: str = ""
@@ -82,79 +82,82 @@ def bake(
 ) -> list[Baked]:
     """Compile the plan for each of `archs` into the folder `out/<arch>`, and write a manifest there.
 
-    Triton finds what is in such a folder when it is its cache directory. It may be read-only. Where it is moved, it
-    has to be relocated: Triton notes absolute paths in it.
+    Use such a folder as Triton's cache directory; it may be read-only. After it is moved it has to be relocated
+    (`triton_cache.relocate`), because Triton stores absolute paths in it.
 
     Args:
-        plan: from `record` or `plan_model`; kernels by the names of their modules, which workers import.
+        plan: from `record` or `plan_model`. Workers import the modules of its kernels.
         archs: `sm_90`, `sm_100`, `gfx942`, ...
-        out: is made; what is to be written must not be there.
-        workers: processes; by default one per CPU core that this process may use.
+        out: created if it does not exist; `out/<arch>` must be empty.
+        workers: processes; default: one per CPU core that this process may use.
 
     Raises:
-        ValueError: an unknown architecture, an empty plan, or a folder that has something in it.
-        RuntimeError: no C compiler, or what was written is not found again.
+        ValueError: an architecture is unknown, the plan is empty, or a folder is not empty.
+        RuntimeError: there is no C compiler, or a compiled kernel is not found again.
     """
     if not plan:
-        raise ValueError("the plan is empty: there is nothing to bake")
+        raise ValueError("the plan is empty: no kernel to bake")
     targets = {arch: target_of(arch) for arch in archs}
     plans = {arch: plan.on(target.backend) for arch, target in targets.items()}
     folders = {arch: out.resolve() / arch for arch in archs}
     for folder in folders.values():
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} is not empty; give another folder, or remove it")
+            raise ValueError(f"{folder} is not empty; use another folder, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     tasks = [_Task(item, arch, folders[arch]) for arch in archs for item in plans[arch].specializations]
     workers = workers or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as scratch:
         library = build_library(Path(scratch))
-        answers = _run(tasks, library, workers, False, progress or (lambda *_: None))
-        _read_back([task for task in tasks if isinstance(answers[task].result, Compiled)], library, workers)
+        outcomes = _run(tasks, library, workers, False, progress or (lambda *_: None))
+        _verify([task for task in tasks if isinstance(outcomes[task].result, Compiled)], library, workers)
     seconds = time.perf_counter() - start
     return [
-        _finish(arch, folders[arch], plans[arch], {t.item: a for t, a in answers.items() if t.arch == arch}, seconds)
+        _write_manifest(
+            arch, folders[arch], plans[arch], {t.item: a for t, a in outcomes.items() if t.arch == arch}, seconds
+        )
         for arch in archs
     ]
 
 
-def _read_back(tasks: list[_Task], library: Path, workers: int) -> None:
-    """Raises RuntimeError unless new processes find all of it, and need no compiler."""
-    for task, answer in _run(tasks, library, workers, True, lambda *_: None).items():
-        result = answer.result
+def _verify(tasks: list[_Task], library: Path, workers: int) -> None:
+    """Raise RuntimeError unless new processes find all kernels without a compiler."""
+    for task, outcome in _run(tasks, library, workers, True, lambda *_: None).items():
+        result = outcome.result
         if isinstance(result, Failed) or not result.hit:
             reason = result.error if isinstance(result, Failed) else "it was compiled again"
             raise RuntimeError(f"{task.item.name} was baked into {task.folder} and is not found there: {reason}")
 
 
-def _run(tasks: list[_Task], library: Path, workers: int, read_only: bool, progress: Progress) -> dict[_Task, _Answer]:
-    """Every task, in processes of their own. A compiler that crashes takes its process with it, and no other task."""
-    answers: dict[_Task, _Answer] = {}
+def _run(tasks: list[_Task], library: Path, workers: int, read_only: bool, progress: Progress) -> dict[_Task, _Outcome]:
+    """Run the tasks in worker processes. If the compiler crashes, only the task of that process fails."""
+    outcomes: dict[_Task, _Outcome] = {}
     waiting = tasks
     while waiting:
-        for task, answer in _in_pool(waiting, library, workers, read_only):
-            answers[task] = answer
-            progress(len(answers), len(tasks), f"{task.arch} {task.item.name}")
-        lost = [task for task in waiting if task not in answers]
+        for task, outcome in _in_pool(waiting, library, workers, read_only):
+            outcomes[task] = outcome
+            progress(len(outcomes), len(tasks), f"{task.arch} {task.item.name}")
+        lost = [task for task in waiting if task not in outcomes]
         if not lost:
             break
-        # Those that were at work when a process died; one of them killed it.
+        # These were running or waiting when a worker died. Run the first alone: it may have crashed the worker.
         suspect, waiting = lost[0], lost[1:]
         alone = dict(_in_pool([suspect], library, 1, read_only))
         died = Failed(suspect.item.name, suspect.item.signature, "the compiler crashed, and its process with it")
-        answers[suspect] = alone.get(suspect, _Answer(died))
-        progress(len(answers), len(tasks), f"{suspect.arch} {suspect.item.name}")
-    return answers
+        outcomes[suspect] = alone.get(suspect, _Outcome(died))
+        progress(len(outcomes), len(tasks), f"{suspect.arch} {suspect.item.name}")
+    return outcomes
 
 
-def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -> Iterator[tuple[_Task, _Answer]]:
-    """The answers as they come, until a process dies."""
-    # Not forked: torch has threads, and a compiler that has compiled for this process remembers.
+def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -> Iterator[tuple[_Task, _Outcome]]:
+    """Yield the outcomes as workers finish, until a worker dies."""
+    # Spawned, not forked: torch has threads, and Triton keeps compiled kernels in memory.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), context, _begin, (str(library), read_only)) as pool:
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (str(library), read_only)) as pool:
         try:
-            futures: dict[Future[_Answer], _Task] = {
-                pool.submit(_prepare, task.item.to_dict(), task.arch, str(task.folder)): task for task in tasks
+            futures: dict[Future[_Outcome], _Task] = {
+                pool.submit(_compile_in_worker, task.item.to_dict(), task.arch, str(task.folder)): task
+                for task in tasks
             }
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -162,35 +165,35 @@ def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -
             return
 
 
-def _begin(library: str, read_only: bool) -> None:
-    """In a new worker."""
+def _start_worker(library: str, read_only: bool) -> None:
+    """Initialize a worker process."""
     load_library(Path(library))
-    # The intermediate forms of a kernel are most of its size, and nothing reads them.
+    # Most of an entry's size is intermediate representations, which nobody reads.
     os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
     if read_only:
         os.environ["CC"] = "/bin/false"
 
 
-def _prepare(kernel: dict[str, Any], arch: str, folder: str) -> _Answer:
-    """In a worker: one kernel, with what launches it."""
+def _compile_in_worker(kernel: dict[str, Any], arch: str, folder: str) -> _Outcome:
+    """In a worker: compile a kernel and its launchers."""
     os.environ["TRITON_CACHE_DIR"] = folder
     item = Specialization.from_dict(kernel)
     start = time.perf_counter()
-    with count_compiles() as compiles, _said() as said:
+    with count_compiles() as compiles, _captured_output() as output:
         try:
-            compiled, problem = prepare(item, target_of(arch))
+            compiled, problem = compile_for_target(item, target_of(arch))
         except Exception as error:
-            # Whatever a compiler may raise is a line of the manifest.
-            return _Answer(Failed(item.name, item.signature, _shorten(f"{type(error).__name__}: {error}", said())))
+            # Compilers raise errors of many classes; all go into the manifest.
+            return _Outcome(Failed(item.name, item.signature, _shorten(f"{type(error).__name__}: {error}", output())))
     result = Compiled(item.name, item.signature, time.perf_counter() - start, compiles.count == 0)
-    return _Answer(result, get_cache_manager(compiled.hash).key, problem)
+    return _Outcome(result, get_cache_manager(compiled.hash).key, problem)
 
 
 @contextmanager
-def _said() -> Iterator[Callable[[], str]]:
-    """What this process and those that it starts print meanwhile, kept from the terminal: compilers say a lot."""
+def _captured_output() -> Iterator[Callable[[], str]]:
+    """Capture what this process and its children print, because compilers print a lot. Yields a reader of the text."""
     with tempfile.TemporaryFile() as file:
-        kept = [os.dup(number) for number in (1, 2)]
+        saved = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)
 
@@ -201,27 +204,29 @@ def _said() -> Iterator[Callable[[], str]]:
         try:
             yield text
         finally:
-            for number, copy in zip((1, 2), kept, strict=True):
+            for number, copy in zip((1, 2), saved, strict=True):
                 os.dup2(copy, number)
                 os.close(copy)
 
 
-def _shorten(error: str, said: str) -> str:
-    """The error, and the first thing that a compiler called one."""
-    first = next((line for line in said.splitlines() if "error:" in line), "")
+def _shorten(error: str, output: str) -> str:
+    """The error, and the first line of the compiler's output that contains one."""
+    first = next((line for line in output.splitlines() if "error:" in line), "")
     return f"{error.strip()[:300]}{'; ' if first else ''}{first.strip()[:200]}"
 
 
-def _finish(arch: str, folder: Path, plan: Plan, answers: Mapping[Specialization, _Answer], seconds: float) -> Baked:
-    """Vouch for the entries, write the manifest, and say what there is."""
+def _write_manifest(
+    arch: str, folder: Path, plan: Plan, outcomes: Mapping[Specialization, _Outcome], seconds: float
+) -> Baked:
+    """Add digests to the entries, remove incomplete ones, and write the manifest."""
     for key in keys(folder):
         if load(folder, key) is None:
-            # A compilation that failed leaves what it had.
+            # Left over from a failed compilation.
             shutil.rmtree(folder / key)
         else:
-            seal(folder, key)
-    results = [answer.result for answer in answers.values()]
-    problem = next((answer.without_launcher for answer in answers.values() if answer.without_launcher), None)
+            add_digests(folder, key)
+    results = [outcome.result for outcome in outcomes.values()]
+    problem = next((outcome.without_launcher for outcome in outcomes.values() if outcome.without_launcher), None)
     entries = {key: _files(folder / key) for key in keys(folder)}
     baked = Baked(
         arch=arch,
@@ -233,9 +238,9 @@ def _finish(arch: str, folder: Path, plan: Plan, answers: Mapping[Specialization
         seconds=seconds,
     )
     kernels = [
-        {"name": item.name, "signature": item.signature, "entry": answer.entry}
-        for item, answer in answers.items()
-        if answer.entry
+        {"name": item.name, "signature": item.signature, "entry": outcome.entry}
+        for item, outcome in outcomes.items()
+        if outcome.entry
     ]
     manifest = {
         "arch": arch,
@@ -252,7 +257,7 @@ def _finish(arch: str, folder: Path, plan: Plan, answers: Mapping[Specialization
 
 
 def _files(entry: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of an entry's files; not of group files, whose absolute paths change when the cache is moved."""
+    """Size and SHA-256 of an entry's files, except group files, whose contents change when the folder is moved."""
     return {
         path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted(entry.iterdir())
@@ -261,10 +266,10 @@ def _files(entry: Path) -> dict[str, dict[str, Any]]:
 
 
 def built_with(plan: Plan) -> dict[str, str]:
-    """What a cache of this plan is good for; the keys of its entries depend on all of it but torch.
+    """The versions that a cache of this plan is valid for. The keys of its entries depend on all of them except torch.
 
-    triton and libtriton: the compiler; its wheels for other versions of Python differ. python: the ABI of launchers.
-    sources: of the planned kernels and of all that they call.
+    triton, libtriton: the compiler; its wheels differ by Python version. python: the ABI of launchers. sources: a hash
+    of the sources of the planned kernels and all functions that they call.
     """
     library = next(Path(triton.__file__).parent.glob("_C/libtriton*"))
     sources = sorted({str(item.kernel.cache_key) for item in plan.specializations})

@@ -1,4 +1,4 @@
-"""Where archives are kept: a folder, or an object store by its URL."""
+"""Storage for archives: a folder, or an object store given by its URL."""
 
 from __future__ import annotations
 
@@ -10,77 +10,79 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-UNFINISHED = ".part-"
-"""How the name of a file begins that a writer did not finish."""
+PARTIAL_PREFIX = ".part-"
+"""Prefix of the names of files that are still being written, or were never finished."""
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A file of the store. `name` is its path below the root; `modified` is in seconds since the epoch."""
+    """A file. `name` is its path relative to the root; `modified` is in seconds since the epoch."""
 
     name: str
     size: int
     modified: float
 
 
-class Blobs(Protocol):
-    """What a store is kept in. A name that is not there raises FileNotFoundError; any other trouble another OSError, or
-    whatever the store's own client raises."""
+class BlobStorage(Protocol):
+    """The operations that a store needs.
+
+    A missing name raises FileNotFoundError, any other failure another OSError or an error of the storage's client.
+    """
 
     def list(self, prefix: str) -> list[Blob]:
-        """Everything below a folder, at any depth; [] when there is no such folder."""
+        """All files below a folder, recursively; [] if the folder does not exist."""
 
     def read(self, name: str) -> bytes:
-        """The contents of a file."""
+        """Read a file."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write or replace a file; a reader sees the old contents or the new, never a part."""
+        """Write or replace a file atomically."""
 
     def remove(self, name: str) -> None:
         """Remove a file."""
 
 
-def open_blobs(url: str) -> Blobs:
-    """A folder for a path or `file://...`, otherwise what fsspec knows by the URL's scheme, such as `s3://bucket/path`.
+def open_storage(url: str) -> BlobStorage:
+    """Open a folder for a path or `file://...`, otherwise an object store through fsspec, such as `s3://bucket/path`.
 
-    Credentials are those of the scheme's own library: for S3 the environment, a profile or the pod's identity.
+    The library of the scheme finds the credentials: for S3 in the environment, a profile or the pod's identity.
 
     Raises:
         ImportError: fsspec, or its library for this scheme, is not installed.
     """
     if "://" not in url or url.startswith("file://"):
-        return Folder(Path(url.removeprefix("file://")))
-    return Objects(url)
+        return FolderStorage(Path(url.removeprefix("file://")))
+    return ObjectStorage(url)
 
 
-class Folder:
-    """A folder of this machine, or one that it mounts."""
+class FolderStorage:
+    """A local or mounted folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def list(self, prefix: str) -> list[Blob]:
-        """As Blobs says."""
+        """See BlobStorage."""
         return list(_walk(self._root, prefix))
 
     def read(self, name: str) -> bytes:
-        """As Blobs says."""
+        """See BlobStorage."""
         return (self._root / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """As Blobs says."""
+        """See BlobStorage."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+        partial = path.with_name(f"{PARTIAL_PREFIX}{secrets.token_hex(8)}")
         try:
-            unfinished.write_bytes(data)
-            unfinished.replace(path)
+            partial.write_bytes(data)
+            partial.replace(path)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
 
     def remove(self, name: str) -> None:
-        """As Blobs says."""
+        """See BlobStorage."""
         (self._root / name).unlink()
 
 
@@ -101,48 +103,48 @@ def _walk(root: Path, prefix: str) -> Iterator[Blob]:
             yield Blob(name, status.st_size, status.st_mtime)
 
 
-class Objects:
-    """An object store through fsspec, whose writes of a whole object are atomic in all of them."""
+class ObjectStorage:
+    """An object store through fsspec. All of them write whole objects atomically."""
 
     def __init__(self, url: str) -> None:
         try:
             import fsspec
         except ImportError as error:
             raise ImportError(
-                f"a store at {url} needs fsspec and its library for that scheme, such as s3fs; install them, or give a "
+                f"a store at {url} needs fsspec and its library for that scheme, such as s3fs; install them, or use a "
                 "folder"
             ) from error
-        # Other pods write at the same time: no listing may be remembered.
+        # Other pods write at the same time, so fsspec must not cache listings.
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._root = root.rstrip("/")
 
     def list(self, prefix: str) -> list[Blob]:
-        """As Blobs says."""
+        """See BlobStorage."""
         found = self._fs.find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
         return [
             Blob(path[len(self._root) + 1 :], info["size"], _modified(info)) for path, info in sorted(found.items())
         ]
 
     def read(self, name: str) -> bytes:
-        """As Blobs says."""
+        """See BlobStorage."""
         return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def write(self, name: str, data: bytes) -> None:
-        """As Blobs says."""
+        """See BlobStorage."""
         self._fs.pipe_file(f"{self._root}/{name}", data)
 
     def remove(self, name: str) -> None:
-        """As Blobs says."""
+        """See BlobStorage."""
         self._fs.rm_file(f"{self._root}/{name}")
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """Libraries of fsspec name the time of the last write as their store does."""
+    """The time of the last write; its key differs between the libraries of fsspec."""
     names = ("LastModified", "mtime", "updated", "last_modified")
     value = next((info[name] for name in names if info.get(name) is not None), None)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     if isinstance(value, datetime):
         return value.timestamp()
-    assert isinstance(value, int | float), f"no time of writing in {sorted(info)}"
+    assert isinstance(value, int | float), f"no modification time in {sorted(info)}"
     return float(value)

@@ -1,14 +1,14 @@
-"""Fill Triton's cache with what others have compiled already, as Triton asks for it.
+"""Fill Triton's cache directory from images and a store, as Triton asks for entries.
 
-    seeder = Seeder(directory, images=[Path("/opt/kernels/sm_90")], store=store)
-    with seeder.at_work():
+    filler = CacheFiller(directory, images=[Path("/opt/kernels/sm_90")], store=store)
+    with filler.installed():
         report = warmup(plan)
-    seeder.push()
+    filler.push()
 
-Triton asks for every entry by its key before it compiles: for kernels, their launchers and the driver's helper. The
-answer is looked for in the cache directory, in the images, in the store, in that order; what none of them has, Triton
-compiles, and `push` gives it to the store. Every entry is checked before Triton sees it. Nothing here raises for what
-is wrong with a directory or a store: it is noted in `problems`, and Triton compiles.
+Triton looks up each kernel, launcher and driver helper by its key before it compiles. The filler copies a missing entry
+into the cache directory from the first image that has it, or from the store. Triton compiles the rest, and `push`
+uploads that to the store. The filler checks every entry before Triton reads it. If a directory or the store fails, the
+filler adds the error to `problems` and Triton compiles.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
 from . import triton_cache
-from .compile_counter import listening
-from .kernel_description import Description, describe
+from .compile_counter import compile_listener
+from .kernel_description import KernelDescription, describe_kernel
 from .store import Store
-from .time_budget import Patience
+from .time_budget import CircuitBreaker
 
 Origin = Literal["cache", "image", "store", "compiled"]
 ORIGINS: tuple[Origin, ...] = ("cache", "image", "store", "compiled")
@@ -39,71 +39,74 @@ _PUSHERS = 16
 
 
 @dataclass
-class Seeder:
-    """Where the entries of one process come from.
+class CacheFiller:
+    """Fills the cache directory of one process.
 
-    directory: Triton's cache directory, which TRITON_CACHE_DIR names.
-    images: directories like it that are only read, such as what was baked into a container image.
-    store: asked for what is not in them, while `patience` lasts.
+    directory: Triton's cache directory, the value of TRITON_CACHE_DIR.
+    images: read-only cache directories, such as kernels baked into a container image.
+    store: has entries that are in none of the directories.
+    breaker: limits the time for the store, and skips it after a failure.
     """
 
     directory: Path
     images: Sequence[Path] = ()
     store: Store | None = None
-    patience: Patience = field(default_factory=Patience)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     unwritable: str | None = None
-    """Why the directory takes no more, if so: what Triton could not write it will not find again."""
+    """The error of a failed write to the directory; Triton will not find again what it could not write."""
     pushed: int = 0
+    """Entries uploaded by `push`."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: dict[str, threading.Lock] = {}
+        self._key_locks: dict[str, threading.Lock] = {}
         self._origins: dict[str, Origin] = {}
-        self._kernels: dict[str, Description] = {}
+        self._kernels: dict[str, KernelDescription] = {}
         self._image_seconds = 0.0
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While the context is open, Triton's questions in this process, by any thread, are answered from here."""
-        before, knobs.cache.manager_class = knobs.cache.manager_class, self._manager()
+    def installed(self) -> Iterator[None]:
+        """Let Triton look up entries through this filler, in all threads of the process, while the context is open."""
+        before, knobs.cache.manager_class = knobs.cache.manager_class, self._manager_class()
         try:
-            with listening(self._note):
+            with compile_listener(self._describe):
                 yield
         finally:
             knobs.cache.manager_class = before
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong, for a person to read."""
-        return self.patience.problems
+        """Errors, for the log and the report."""
+        return self.breaker.problems
 
     @property
-    def kernels(self) -> list[Description]:
-        """The kernels that Triton asked for, as they differ from each other."""
+    def kernels(self) -> list[KernelDescription]:
+        """Descriptions of the kernels that Triton looked up."""
         return list(self._kernels.values())
 
     def counts(self) -> dict[Origin, int]:
-        """How many of the kernels came from where; launchers and helpers are not counted."""
+        """The number of kernels by origin, without launchers and helpers."""
         found = Counter(self._origins.get(key, "compiled") for key in self._kernels)
         return {origin: found[origin] for origin in ORIGINS}
 
     def push(self) -> None:
-        """Give the store what was compiled, and keep it within its limit."""
+        """Upload to the store what Triton compiled, and trim the store to its size limit."""
         if (store := self.store) is None:
             return
         compiled = [key for key, origin in self._origins.items() if origin == "compiled"]
-        whole = [(key, files) for key in compiled if (files := self._whole(self.directory, key)) is not None]
+        entries = [(key, files) for key in compiled if (files := self._load(self.directory, key)) is not None]
         with ThreadPoolExecutor(_PUSHERS) as pool:
-            done = pool.map(lambda entry: self.patience.ask("push to", lambda: store.push(*entry)), whole)
-            self.pushed = sum(answer is True for answer in done)
-        self.patience.ask("renew marks in", store.renew)
+            results = pool.map(lambda entry: self.breaker.call("push to", lambda: store.push(*entry)), entries)
+            self.pushed = sum(result is True for result in results)
+        self.breaker.call("refresh entries of", store.refresh_used)
         if self.pushed:
-            self.patience.ask("trim", store.trim)
-        self.patience.problems += store.refusals()
+            self.breaker.call("trim", store.trim)
+        self.breaker.problems += store.rejections()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: where the kernels came from, seconds (added up over threads), and what went wrong;
-        `unwritable` only where there is a reason.
+        """Plain data for JSON: kernels by origin, seconds summed over threads, and errors.
+
+        `unwritable` is present only if a write failed.
         """
         counts = self.counts()
         return {
@@ -112,87 +115,87 @@ class Seeder:
             **{f"{origin}_hits": counts[origin] for origin in ORIGINS if origin != "compiled"},
             "pushed": self.pushed,
             "image_seconds": self._image_seconds,
-            "store_seconds": self.patience.spent,
+            "store_seconds": self.breaker.spent,
             "problems": self.problems,
         }
 
-    def _manager(self) -> type[FileCacheManager]:
-        seeder = self
+    def _manager_class(self) -> type[FileCacheManager]:
+        filler = self
 
-        class SeededCacheManager(FileCacheManager):  # type: ignore[misc]
-            """Triton's own, over a directory that has the entry if anybody has it."""
+        class FillingCacheManager(FileCacheManager):  # type: ignore[misc]
+            """Triton's cache manager, which fills the directory before it looks up an entry."""
 
             def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
                 if not override and not dump:
-                    seeder._fetch(key)
-                with seeder._noting_unwritable():
+                    filler._fetch(key)
+                with filler._record_write_errors():
                     super().__init__(key, override, dump)
 
             def put(self, data: Any, filename: str, binary: bool = True) -> str:
-                with seeder._noting_unwritable():
-                    if not filename.endswith(triton_cache.ALONE):
+                with filler._record_write_errors():
+                    if not filename.endswith(triton_cache.UNGROUPED):
                         return str(super().put(data, filename, binary))
-                    with seeder._asked[self.key], triton_cache.changing(seeder.directory, self.key):
-                        # Threads and processes build the same helper side by side, and no two builds are the same
-                        # bytes. The first one stays, or the seal would be of another one than the file.
-                        if not seeder._has(self.key):
+                    with filler._key_locks[self.key], triton_cache.locked_entry(filler.directory, self.key):
+                        # Threads and processes build the same helper concurrently, and builds differ byte by byte. The
+                        # first one stays; otherwise the digest could belong to another build than the file.
+                        if not filler._has(self.key):
                             contents = data if isinstance(data, bytes) else str(data).encode()
-                            triton_cache.write_seal(seeder.directory, self.key, {filename: contents})
+                            triton_cache.write_digests(filler.directory, self.key, {filename: contents})
                             super().put(data, filename, binary)
                         return str(self._make_path(filename))
 
             def put_group(self, filename: str, group: dict[str, str]) -> str:
-                with seeder._noting_unwritable():
+                with filler._record_write_errors():
                     files = {name: Path(path).read_bytes() for name, path in group.items()}
-                    triton_cache.write_seal(seeder.directory, self.key, files)
+                    triton_cache.write_digests(filler.directory, self.key, files)
                     return str(super().put_group(filename, group))
 
-        return SeededCacheManager
+        return FillingCacheManager
 
     @contextmanager
-    def _noting_unwritable(self) -> Iterator[None]:
+    def _record_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self.unwritable = str(error)
             raise
 
-    def _note(self, **event: Any) -> None:
-        key = triton_cache.key_of(bytes.fromhex(event["metadata"]["hash"]))
-        self._kernels[key] = describe(event["src"], event["metadata"])
+    def _describe(self, **event: Any) -> None:
+        key = triton_cache.entry_key(bytes.fromhex(event["metadata"]["hash"]))
+        self._kernels[key] = describe_kernel(event["src"], event["metadata"])
 
     def _fetch(self, key: str) -> None:
-        """Let the directory have the entry, if anybody has it. The second to ask for a key waits for the first."""
+        """Copy the entry into the directory if an image or the store has it. Threads that want one key take turns."""
         with self._lock:
-            asked = self._asked.setdefault(key, threading.Lock())
-        with asked:
+            lock = self._key_locks.setdefault(key, threading.Lock())
+        with lock:
             if key not in self._origins:
                 self._origins[key] = self._find(key)
 
     def _find(self, key: str) -> Origin:
-        if self._whole(self.directory, key, mend=True) is not None:
+        if self._load(self.directory, key, repair=True) is not None:
             return "cache"
         for image in self.images:
             start = time.perf_counter()
-            if (files := self._whole(image, key)) is not None and self._keep(key, files):
+            if (files := self._load(image, key)) is not None and self._store_entry(key, files):
                 self._image_seconds += time.perf_counter() - start
                 return "image"
         if (store := self.store) is not None:
-            files = self.patience.ask("read", lambda: store.pull(key))
-            if files is not None and self._keep(key, files):
+            files = self.breaker.call("read", lambda: store.pull(key))
+            if files is not None and self._store_entry(key, files):
                 return "store"
         return "compiled"
 
-    def _whole(self, directory: Path, key: str, *, mend: bool = False) -> triton_cache.Files | None:
-        """An entry of a directory, if it may be used. `mend`: let Triton find it where it is, or not find it."""
+    def _load(self, directory: Path, key: str, *, repair: bool = False) -> triton_cache.Files | None:
+        """A valid entry of a directory, or None. `repair`: relocate a valid entry, invalidate a corrupt one."""
         try:
-            files = _load(directory, key)
-            if mend and files is not None:
+            files = _load_twice(directory, key)
+            if repair and files is not None:
                 triton_cache.relocate_entry(directory, key)
             return files
-        except triton_cache.Damaged as damage:
-            self.problems.append(f"{directory / key}: {damage}")
-            if mend:
+        except triton_cache.CorruptEntry as error:
+            self.problems.append(f"{directory / key}: {error}")
+            if repair:
                 self._invalidate(key)
         except OSError as error:
             self.problems.append(f"{directory / key}: {error}")
@@ -206,11 +209,11 @@ class Seeder:
 
     def _has(self, key: str) -> bool:
         try:
-            return _load(self.directory, key) is not None
-        except triton_cache.Damaged:
+            return _load_twice(self.directory, key) is not None
+        except triton_cache.CorruptEntry:
             return False
 
-    def _keep(self, key: str, files: triton_cache.Files) -> bool:
+    def _store_entry(self, key: str, files: triton_cache.Files) -> bool:
         try:
             triton_cache.store(self.directory, key, files)
         except OSError as error:
@@ -219,9 +222,9 @@ class Seeder:
         return True
 
 
-def _load(directory: Path, key: str) -> triton_cache.Files | None:
+def _load_twice(directory: Path, key: str) -> triton_cache.Files | None:
     try:
         return triton_cache.load(directory, key)
-    except triton_cache.Damaged:
-        # Another process may have been writing it meanwhile: what is damaged looks so again.
+    except triton_cache.CorruptEntry:
+        # Another process may just have been writing the entry; if it is corrupt, the second read fails too.
         return triton_cache.load(directory, key)

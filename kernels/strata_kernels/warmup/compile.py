@@ -1,4 +1,4 @@
-"""Compile a plan in parallel and say what happened."""
+"""Compile a plan in parallel and report the results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .compile_counter import listening
+from .compile_counter import compile_listener
 from .plan import Plan, Specialization
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel that is ready: compiled now, or found in Triton's cache (`hit`), and loaded."""
+    """A kernel that is loaded: compiled now, or found in Triton's cache (`hit`)."""
 
     name: str
     signature: str
@@ -29,7 +29,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Failed:
-    """A kernel that could not be compiled or loaded; the run will meet the same error, or none, when it launches it."""
+    """A kernel that could not be compiled or loaded. Training tries again when it launches the kernel."""
 
     name: str
     signature: str
@@ -38,7 +38,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What a warm-up did. `skipped` says why nothing was done, and is None where something was."""
+    """The results of a warm-up. `skipped` is the reason if there was nothing to do, otherwise None."""
 
     device: str
     planned: int
@@ -49,7 +49,7 @@ class WarmupReport:
 
     @property
     def hits(self) -> int:
-        """How many kernels were in the cache already."""
+        """The number of kernels that were in the cache."""
         return sum(kernel.hit for kernel in self.compiled)
 
     def summary(self) -> str:
@@ -60,7 +60,7 @@ class WarmupReport:
         return f"{self.planned} kernels on {self.device} in {self.seconds:.1f} s: {counts}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `skipped` is there only where there is a reason."""
+        """Plain data for JSON; `skipped` is left out if it is None."""
         data = {**asdict(self), "hits": self.hits}
         if self.skipped is None:
             del data["skipped"]
@@ -70,15 +70,15 @@ class WarmupReport:
 def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = None) -> WarmupReport:
     """Compile and load every kernel of the plan on the current CUDA device, with its launcher; never raises.
 
-    The results go to Triton's cache directory, from which the processes of this pod then read them.
+    The results go into Triton's cache directory, which the processes of this pod read.
 
     Args:
         plan: from `record`.
-        workers: kernels at a time; by default one per CPU core that this process may use.
-        timeout: seconds after which what is not ready is reported as failed and left to its threads.
+        workers: kernels at a time; default: one per CPU core that this process may use.
+        timeout: seconds; kernels that are not ready by then are reported as failed, and their threads continue.
 
     Returns:
-        A report; without a GPU one that says so, at once.
+        A report. Without a GPU it returns at once, with the reason in `skipped`.
     """
     start = time.perf_counter()
     if not torch.cuda.is_available():
@@ -97,7 +97,7 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
             # Reading `run` builds the launcher, which may call the C compiler, and loads the binary onto the device.
             assert item.compile().run is not None
 
-    results = _prepare(plan, load, workers or len(os.sched_getaffinity(0)), timeout)
+    results = _compile_all(plan, load, workers or len(os.sched_getaffinity(0)), timeout)
     return WarmupReport(
         device=device,
         planned=len(plan),
@@ -113,20 +113,20 @@ def _skip(device: str, plan: Plan, start: float, reason: str) -> WarmupReport:
 
 @contextmanager
 def _misses() -> Iterator[local]:
-    """A thread-local whose `happened` is set in a thread where Triton compiled, as against read, a kernel."""
+    """A thread-local whose `happened` becomes True in a thread where Triton compiles a kernel instead of reading it."""
     missed = local()
 
-    def note(**event: Any) -> None:
+    def listener(**event: Any) -> None:
         missed.happened = not event["cache_hit"]
 
-    with listening(note):
+    with compile_listener(listener):
         yield missed
 
 
-def _prepare(
+def _compile_all(
     plan: Plan, load: Callable[[Specialization], None], workers: int, timeout: float | None
 ) -> list[Compiled | Failed]:
-    """Call `load` for every specialization, in threads: Triton leaves the interpreter's lock while it compiles."""
+    """Call `load` for every specialization, in threads: Triton releases the GIL while it compiles."""
 
     def timed(item: Specialization) -> Compiled:
         start = time.perf_counter()
@@ -145,6 +145,6 @@ def _prepare(
 def _result(item: Specialization, future: Future[Compiled], timeout: float | None) -> Compiled | Failed:
     if not future.done() or future.cancelled():
         return Failed(item.name, item.signature, f"not ready after {timeout} s")
-    # Whatever a compiler may raise is a line of the report: training starts all the same.
+    # Compilers raise errors of many classes; all go into the report, and training starts anyway.
     error = future.exception()
     return future.result() if error is None else Failed(item.name, item.signature, f"{type(error).__name__}: {error}")

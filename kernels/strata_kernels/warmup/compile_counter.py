@@ -1,4 +1,4 @@
-"""Counting what Triton compiles."""
+"""Count the kernels that Triton compiles, and those that it reads from its cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triton import knobs
 
 @dataclass
 class CompileCount:
-    """Kernels compiled and kernels read from Triton's cache directory, by name, in order; it grows while counting."""
+    """Names of the kernels compiled and of those read from Triton's cache directory, in order."""
 
     compiled: list[str] = field(default_factory=list)
     cached: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """How many kernels were compiled."""
+        """The number of kernels compiled."""
         return len(self.compiled)
 
 
@@ -27,7 +27,8 @@ class CompileCount:
 def count_compiles() -> Iterator[CompileCount]:
     """Count the compilations of any Triton kernel in this process, by any thread, while the context is open.
 
-    A kernel that this process has used before is neither compiled nor read again. Other listeners are still told.
+    A kernel that this process has loaded before is neither compiled nor read again, so it is not counted. Other
+    listeners are still called.
 
     Example:
         >>> with count_compiles() as compiles:
@@ -39,21 +40,24 @@ def count_compiles() -> Iterator[CompileCount]:
     def count(**event: Any) -> None:
         (counter.cached if event["cache_hit"] else counter.compiled).append(event["src"].name)
 
-    with listening(count):
+    with compile_listener(count):
         yield counter
 
 
 @contextmanager
-def listening(heard: Callable[..., None]) -> Iterator[None]:
-    """Call `heard` with what Triton says of each kernel that it compiles or reads; other listeners are still told."""
+def compile_listener(listener: Callable[..., None]) -> Iterator[None]:
+    """Call `listener` with Triton's event for each kernel that it compiles or reads; other listeners are still called.
+
+    An event has the keyword arguments `cache_hit`, `src` and `metadata`, among others.
+    """
     previous = knobs.compilation.listener
 
-    def listen(**event: Any) -> None:
-        heard(**event)
+    def call_both(**event: Any) -> None:
+        listener(**event)
         if previous is not None:
             previous(**event)
 
-    knobs.compilation.listener = listen
+    knobs.compilation.listener = call_both
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Compiling for a GPU that is not here.
+"""Compile kernels for a GPU that this machine does not have.
 
-Triton asks its driver which chip to compile for, and builds C extensions that link to the chip's own library: a helper
-for the process and, up to version 3.6, a launcher for each signature. All of it is done here with a driver that
-stands in for Triton's, and with a library that has the names of CUDA's functions and none of their work. Its soname is
-that of the real one, which takes its place when the extensions are loaded beside a GPU.
+Triton asks its driver for the chip to compile for, and builds C extensions that link to the chip's driver library: a
+helper for the process and, up to version 3.6, a launcher for each signature. Here a stub driver replaces Triton's, and
+the extensions link to a stub library that defines CUDA's functions without implementing them. The stub has the soname
+of the real library, which is used instead when the extensions are loaded beside a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime import driver as triton_driver
 from .plan import Specialization
 
 _SONAME = "libcuda.so.1"
-# Where pods find it: mounted by NVIDIA's container toolkit, on Debian's and Red Hat's images, and by GKE.
+# Folders of the driver library in pods: of NVIDIA's container toolkit on Debian and Red Hat images, and of GKE.
 _MULTIARCH = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
 _LIBRARY_FOLDERS = (f"/lib/{_MULTIARCH}", f"/usr/lib/{_MULTIARCH}", "/lib64", "/usr/lib64", "/usr/local/nvidia/lib64")
 # CUDA_ERROR_NO_DEVICE
@@ -36,25 +36,25 @@ _NO_DEVICE = 100
 
 
 def target_of(arch: str) -> GPUTarget:
-    """`sm_90` (H100, H200), `sm_100` (B200), `gfx942` (MI300): what Triton compiles for.
+    """Triton's target for an architecture: `sm_90` (H100, H200), `sm_100` (B200), `gfx942` (MI300).
 
     Raises:
-        ValueError: it is none.
+        ValueError: the architecture is unknown.
     """
     if match := re.fullmatch(r"sm_(\d{2,3})", arch):
         return GPUTarget("cuda", int(match[1]), 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
-        # The wavefronts of the data center's chips have 64 lanes, those of the others 32.
+        # Wavefronts have 64 lanes on data center chips, 32 on others.
         return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-    raise ValueError(f"arch {arch!r} is no target; give the like of sm_90 (H100, H200), sm_100 (B200), gfx942 (MI300)")
+    raise ValueError(f"arch {arch!r} is unknown; use e.g. sm_90 (H100, H200), sm_100 (B200), gfx942 (MI300)")
 
 
 class NoLauncherError(Exception):
-    """A kernel was compiled, and what launches it cannot be built here."""
+    """A kernel is compiled, but its launcher cannot be built on this machine."""
 
 
-class StandIn:
-    """What Triton's compiler and launchers ask of a driver, answered for a target that is not here."""
+class StubDriver:
+    """The parts of a Triton driver that the compiler and the launchers need, for a given target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -65,34 +65,35 @@ class StandIn:
         self.utils: Any = None
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """The target to compile for."""
         return self.target
 
     def get_current_device(self) -> str:
-        """By which a kernel tells apart what it has compiled in this process."""
+        """The device that a kernel keeps its compiled versions by."""
         return f"{self.target.backend}:{self.target.arch}"
 
     def get_current_stream(self, device: str) -> int:
-        """Nothing is launched."""
+        """0, because nothing is launched."""
         return 0
 
     def map_python_to_cpp_type(self, name: str) -> str:
-        """As the real one."""
+        """As Triton's own driver."""
         return str(self.backend.ty_to_cpp(name))
 
-    def launchable(self, compiled: Any) -> None:
-        """Build, or find in the cache, all that a first launch of the kernel builds.
+    def build_launchers(self, compiled: Any) -> None:
+        """Build everything that the first launch of the kernel builds, or find it in the cache.
 
-        Since 3.8 the folder of the driver's library is part of the key, so for each in which a pod may have it.
+        From Triton 3.8 on, the folder of the driver library is part of the key, so this builds for each folder in which
+        a pod may have it.
 
         Raises:
-            NoLauncherError: AMD's library is not here; Triton writes its path into what it builds.
+            NoLauncherError: AMD's library is missing; Triton writes its path into what it builds.
         """
         if self.target.backend == "hip":
             try:
                 self.backend._get_path_to_hip_runtime_dylib()
             except RuntimeError as error:
-                raise NoLauncherError("libamdhip64.so is not here; bake in the image that has it") from error
+                raise NoLauncherError("libamdhip64.so is missing; bake in an image that has it") from error
             self._build(compiled)
             return
         for folder in library_folders():
@@ -107,41 +108,41 @@ class StandIn:
 
 
 def library_folders() -> tuple[str, ...]:
-    """Where the driver's library is taken to be in pods: TRITON_LIBCUDA_PATH where it is set, the usual ones else."""
+    """The folders of the driver library in pods: TRITON_LIBCUDA_PATH if it is set, otherwise the usual ones."""
     given = knobs.nvidia.libcuda_path
     return (given,) if given else _LIBRARY_FOLDERS
 
 
 @contextmanager
-def standing_in(target: GPUTarget) -> Iterator[StandIn]:
+def stub_driver(target: GPUTarget) -> Iterator[StubDriver]:
     """Let Triton compile for `target` in this process."""
-    before, triton_driver._active = triton_driver._active, (stand_in := StandIn(target))
+    before, triton_driver._active = triton_driver._active, (stub := StubDriver(target))
     try:
-        yield stand_in
+        yield stub
     finally:
         triton_driver._active = before
 
 
 def build_library(scratch: Path) -> Path:
-    """Compile the stand-in for CUDA's driver library and return its path.
+    """Compile a stub of CUDA's driver library and return its path.
 
-    It is put where TRITON_LIBCUDA_PATH says, if nothing is there: so that Triton can link to it later, too, in an image
-    that is to find what is baked by one path on every node. Otherwise it is in `scratch`.
+    If TRITON_LIBCUDA_PATH is set and has no library, the stub is written there, so that Triton in this image can link
+    to the same path later. Otherwise it is written to `scratch`.
 
     Raises:
         RuntimeError: there is no C compiler.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise RuntimeError("baking needs a C compiler, as Triton does: install gcc, or name one in CC")
+        raise RuntimeError("baking needs a C compiler, as Triton does: install gcc, or set CC")
     backend = Path(import_module("triton.backends.nvidia").__file__ or "").parent
     sources = [path.read_text(encoding="utf-8") for path in backend.iterdir() if path.suffix in (".py", ".c", ".h")]
-    # Defined, so that the linker has something to link to and keeps the library among those that are needed.
+    # Without these definitions the linker would drop the library from the needed ones.
     names = sorted(set(re.findall(r"\bcu[A-Z]\w+", "\n".join(sources))))
     given = knobs.nvidia.libcuda_path
     library = (Path(given) if given and not (Path(given) / _SONAME).exists() else scratch) / _SONAME
     library.parent.mkdir(parents=True, exist_ok=True)
-    source = scratch / "stand_in.c"
+    source = scratch / "stub.c"
     source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in names), encoding="utf-8")
     command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_SONAME}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -149,10 +150,10 @@ def build_library(scratch: Path) -> Path:
 
 
 def load_library(library: Path) -> None:
-    """Let this process link extensions to the stand-in, and load them."""
-    # Where the linker looks after the folders that it is given, which need not exist.
+    """Let this process link extensions to the stub library, and load them."""
+    # The linker searches this after the folders on its command line, which need not exist.
     os.environ["LIBRARY_PATH"] = str(library.parent)
-    # A library of this soname that is loaded satisfies those that are loaded later.
+    # Extensions that are loaded later use the loaded library of this soname.
     ctypes.CDLL(str(library))
 
 
@@ -169,12 +170,13 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def prepare(item: Specialization, target: GPUTarget) -> tuple[Any, str | None]:
-    """(the kernel compiled for `target` or found in the cache, why it has no launcher); see `StandIn.launchable`."""
-    with standing_in(target) as stand_in:
+def compile_for_target(item: Specialization, target: GPUTarget) -> tuple[Any, str | None]:
+    """The kernel, compiled for `target` or found in the cache, and the reason if it has no launcher; see
+    `StubDriver.build_launchers`."""
+    with stub_driver(target) as stub:
         compiled = item.compile()
         try:
-            stand_in.launchable(compiled)
+            stub.build_launchers(compiled)
         except NoLauncherError as error:
             return compiled, str(error)
         return compiled, None

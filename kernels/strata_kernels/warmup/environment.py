@@ -1,4 +1,4 @@
-"""What the keys of Triton's cache have in common in one process: the folder of a store."""
+"""The environment of a process in a store: the part that all of its Triton cache keys have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime.cache import triton_key
 
 
 def current_target() -> GPUTarget:
-    """The current GPU, as Triton names it, without a driver of Triton's, which is itself compiled."""
+    """The current GPU as a target of Triton. Triton's own driver would have to compile its helper first."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if torch.version.hip is not None:
         return GPUTarget("hip", properties.gcnArchName.partition(":")[0], properties.warp_size)
@@ -21,11 +21,12 @@ def current_target() -> GPUTarget:
 
 
 def environment(target: GPUTarget) -> str:
-    """A path of two folders, `triton-3.9.0-<hash>/cpython-312-x86_64-linux-gnu-cuda-90-<hash>`.
+    """The environment for a target: a path of two folders.
 
-    The first is Triton: its version, and a hash of its sources and its compiled library. The second is Python's binary
-    interface, which launchers are built for, and the chip with the version of its assembler. Nothing else is in there:
-    neither the driver nor the name of the GPU nor PyTorch is part of Triton's keys.
+    An example is `triton-3.9.0-<hash>/cpython-312-x86_64-linux-gnu-cuda-90-<hash>`. The first identifies Triton: its
+    version, and a hash of its sources and its compiled library. The second has Python's ABI, for which launchers are
+    built, and the chip with the version of its assembler. The driver, the GPU's name and PyTorch are not part of
+    Triton's keys, so they are not part of the environment.
     """
     interface = str(sysconfig.get_config_var("SOABI"))
     backend = make_backend(target)

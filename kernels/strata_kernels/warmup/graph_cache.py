@@ -1,13 +1,12 @@
-"""What `torch.compile` keeps of the graphs that it has compiled, as files that travel from pod to pod.
+"""Inductor's cache of compiled graphs (`torch.compile`), as files that an archive carries from pod to pod.
 
-Inductor, AOTAutograd and its cache of FX graphs share one folder, which TORCHINDUCTOR_CACHE_DIR names: pickles of
-graphs, the Python and C++ that was made of them, libraries, and the Triton kernels that belong to a graph. All of it
-stands for itself below any path. PyTorch finds an entry by a key that holds the graph, its inputs, PyTorch's sources,
-the device and the settings. What that key leaves out has to be in the names under which such folders are kept:
-`environment` has the processor, which C++ is compiled for, and the sources of this package, whose operators a graph
-holds by their names alone while their backward formulas are compiled into it.
+Inductor, AOTAutograd and the FX graph cache share one folder, TORCHINDUCTOR_CACHE_DIR. It contains pickled graphs, the
+Python and C++ generated from them, shared objects, and the Triton kernels of the graphs. None of it depends on the path
+of the folder. PyTorch finds an entry by a key of the graph, its inputs, PyTorch's sources, the device and the settings.
+The archive's name covers what this key leaves out. `environment` has the processor, for which C++ is compiled, and the
+sources of this package: a graph refers to operators by name, but contains their compiled backward formulas.
 
-**Loading it is running it**, pickles and shared objects alike; see `store`.
+**Loading a graph executes it**, pickles and shared objects alike; see `store`.
 """
 
 from __future__ import annotations
@@ -24,41 +23,43 @@ import torch
 import triton
 
 from . import triton_cache
-from .store import Kind
+from .store import ArchiveKind
 
 _SOURCES = Path(__file__).parents[1]
 Files = triton_cache.Files
-# Locks are of the processes that hold them.
-_PASSED_OVER = frozenset({"locks"})
+# Locks belong to running processes.
+_SKIPPED = frozenset({"locks"})
 
 
 @dataclass(frozen=True)
-class Graphs:
-    """Graphs that this process has asked PyTorch's cache for: a layer's forward pass is one, its backward another.
+class GraphCounts:
+    """Lookups of this process in PyTorch's graph cache. Forward and backward of a layer are a graph each.
 
-    found, compiled: those that the cache had, and had not.
-    not_kept: those that PyTorch does not keep.
+    found: hits.
+    compiled: misses.
+    bypassed: graphs that PyTorch does not cache.
     """
 
     found: int
     compiled: int
-    not_kept: int
+    bypassed: int
 
 
-def counted() -> Graphs:
-    """Up to now."""
-    # Takes seconds, unless the process compiles, which has imported it.
+def graph_counts() -> GraphCounts:
+    """The lookups of this process so far."""
+    # The import takes seconds, but a process that compiles has done it already.
     from torch._dynamo.utils import counters
 
-    of = counters["inductor"]
-    return Graphs(*(of[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")))
+    inductor = counters["inductor"]
+    return GraphCounts(*(inductor[f"fxgraph_cache_{result}"] for result in ("hit", "miss", "bypass")))
 
 
 def environment() -> str:
-    """A path of two folders, `torch-2.15.0-<hash>/cpython-312-x86_64-linux-gnu-NVIDIA-H200-<hash>`.
+    """The environment of the archives: a path of two folders.
 
-    The first is PyTorch: its version, and a hash of its build, of Triton's version and of this package's sources. The
-    second is Python's binary interface and what is compiled for: the current GPU and the processor.
+    An example is `torch-2.15.0-<hash>/cpython-312-x86_64-linux-gnu-NVIDIA-H200-<hash>`. The first identifies PyTorch:
+    its version, and a hash of its build, Triton's version and this package's sources. The second has Python's ABI and
+    the targets of the compilation: the current GPU and the processor.
     """
     release = torch.__version__.partition("+")[0]
     build = f"{torch.__version__} {torch.version.git_version} {triton.__version__} {sources(_SOURCES)}"
@@ -69,7 +70,7 @@ def environment() -> str:
 
 @cached
 def sources(folder: Path) -> str:
-    """A hash of the Python files of a folder, or of one file."""
+    """A hash of the Python files in a folder, or of one file."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
         text = path.read_bytes()
@@ -78,20 +79,20 @@ def sources(folder: Path) -> str:
 
 
 def read(folder: Path) -> triton_cache.Files:
-    """The files below a folder by their paths in it; what a writer has not finished is left out."""
+    """Read all files below a folder, by relative path, except those that are still being written."""
     files = {}
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _PASSED_OVER and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]
         for name in names:
             path = Path(parent, name)
-            # A process that writes renames from such a name, or removes what it no longer needs.
+            # Writers use hidden names and rename; a file may disappear meanwhile.
             if not name.startswith(".") and path.is_file():
                 files[path.relative_to(folder).as_posix()] = path.read_bytes()
     return files
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """The inverse of `read`; the folder is new. Raises OSError."""
+    """The inverse of `read`, for a new folder. Raises OSError."""
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,18 +101,18 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _check(key: str, files: Mapping[str, bytes]) -> None:
     if not files:
-        raise triton_cache.Damaged("it is empty")
+        raise triton_cache.CorruptEntry("it is empty")
     for name, data in files.items():
         if name.endswith(".so"):
             triton_cache.check_elf(name, data)
 
 
-GRAPHS = Kind(_check, most_files=100_000, folders=True)
-"""Archives of such folders."""
+GRAPHS = ArchiveKind(_check, max_files=100_000, subfolders=True)
+"""Archives of Inductor's cache folders."""
 
 
 def _processor() -> str:
-    """The first core's model and instructions."""
+    """Model and instruction sets of the first core."""
     wanted = ("model name", "flags", "Features", "CPU part")
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]

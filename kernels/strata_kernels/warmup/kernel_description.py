@@ -1,4 +1,4 @@
-"""What one compilation of a kernel has that another does not: the readable part of Triton's key."""
+"""Describe a compiled kernel by the readable part of Triton's cache key, and compare two descriptions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .compile_counter import listening
+from .compile_counter import compile_listener
 
-# Options of a launch that differ between kernels; the others are constants of a Triton version and a chip.
+# Launch options that differ between kernels; the others depend on Triton's version and the chip only.
 _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "launch_cooperative_grid")
 
 
 @dataclass(frozen=True)
-class Description:
-    """A kernel's name and what it was specialized for: types, divisibility, constants and options, by argument."""
+class KernelDescription:
+    """A kernel's name and its specialization: by argument, type and divisibility, constant, or option."""
 
     name: str
     values: Mapping[str, str]
@@ -25,13 +25,13 @@ class Description:
         return {"name": self.name, "values": dict(self.values)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Description:
+    def from_dict(cls, data: Mapping[str, Any]) -> KernelDescription:
         """The inverse of `to_dict`."""
         return cls(data["name"], data["values"])
 
 
-def describe(source: Any, metadata: Mapping[str, Any]) -> Description:
-    """Of what Triton tells its listener: the source that is compiled, and the metadata."""
+def describe_kernel(source: Any, metadata: Mapping[str, Any]) -> KernelDescription:
+    """Describe a kernel from `src` and `metadata` of an event of `compile_listener`."""
     values = {}
     for index, (name, kind) in enumerate(source.signature.items()):
         constant = source.constants.get((index,))
@@ -40,35 +40,35 @@ def describe(source: Any, metadata: Mapping[str, Any]) -> Description:
         else:
             traits = [trait for trait, _ in source.attrs.get((index,), ())]
             values[name] = " ".join([str(kind), *(_TRAITS.get(trait, trait) for trait in traits)])
-    return Description(source.name, values | {name: str(metadata[name]) for name in _OPTIONS if name in metadata})
+    return KernelDescription(source.name, values | {name: str(metadata[name]) for name in _OPTIONS if name in metadata})
 
 
 _TRAITS = {"tt.divisibility": "(multiple of 16)", "tt.pointer_range": "(32 bit)"}
 
 
 @contextmanager
-def hearing_misses(heard: Callable[[Description], None]) -> Iterator[None]:
-    """Call `heard` for each kernel that Triton compiles in this process, by any thread, while the context is open."""
+def on_cache_miss(callback: Callable[[KernelDescription], None]) -> Iterator[None]:
+    """Call `callback` for each kernel that Triton compiles in this process, by any thread, in this context."""
 
-    def note(**event: Any) -> None:
+    def listener(**event: Any) -> None:
         if not event["cache_hit"]:
-            heard(describe(event["src"], event["metadata"]))
+            callback(describe_kernel(event["src"], event["metadata"]))
 
-    with listening(note):
+    with compile_listener(listener):
         yield
 
 
-def difference(missed: Description, planned: Iterable[Description]) -> str:
-    """How a kernel that was not planned differs from the planned one that is most like it."""
+def difference(missed: KernelDescription, planned: Iterable[KernelDescription]) -> str:
+    """How a kernel that was not planned differs from the most similar planned one."""
     named = [kernel for kernel in planned if kernel.name == missed.name]
     if not named:
         return "no kernel of this name was planned"
-    differences = [_between(missed.values, kernel.values) for kernel in named]
-    fewest = min(differences, key=len)
-    return ", ".join(fewest) or "nothing that shows: the source, Triton, the chip or the environment differ"
+    lists = [_differences(missed.values, kernel.values) for kernel in named]
+    fewest = min(lists, key=len)
+    return ", ".join(fewest) or "no visible difference: the source, Triton, the chip or the environment differs"
 
 
-def _between(missed: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
+def _differences(missed: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
     names = dict.fromkeys((*missed, *planned))
     return [
         f"{name}={missed.get(name, 'none')} (planned: {planned.get(name, 'none')})"

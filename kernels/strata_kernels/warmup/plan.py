@@ -1,12 +1,12 @@
-"""What a step compiles, found by running it on meta tensors.
+"""The kernels that a training step compiles, found by running the step on meta tensors.
 
 Triton compiles a kernel once per specialization: the types of its arguments, the values of its constexprs and options,
 whether each pointer is 16-byte aligned, and whether each integer is 1, a multiple of 16 or neither; for AMD also
-whether a tensor's memory is within 2 GiB. A plan holds the distinct ones. An argument is kept as a stand-in of its
-class, so equal specializations compare equal.
+whether a tensor's memory is within 2 GiB. A plan contains the distinct specializations. It replaces each argument by a
+representative of its class, so that equal specializations compare equal.
 
-Nothing in a plan depends on the chip: kernels learn the number of multiprocessors as an argument that is not
-specialized, or as the size of their grid, never as a constexpr.
+Nothing in a plan depends on the chip: the number of multiprocessors reaches a kernel as an argument that is not
+specialized, or as the size of the grid, never as a constexpr.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from triton.runtime.jit import JITFunction
 
 from strata_kernels.ops._launch import Call, keywords_on, recording
 
-# An integer of another type than i32, and the classes of one that Triton tells apart.
+# An integer that needs 64 bits, and the multiple that Triton specializes integers and pointers for.
 _WIDE = 2**35
 _ALIGNMENT = 16
-# Memory that 32-bit offsets reach all of.
+# The largest memory that 32-bit offsets can address.
 _NEAR = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor argument as Triton's compiler sees it; `near` when its memory is within 2 GiB."""
+    """A tensor argument as Triton's compiler sees it; `near` if its memory is within 2 GiB."""
 
     dtype: torch.dtype
     aligned: bool
     near: bool = True
 
     def data_ptr(self) -> int:
-        """An address of this alignment."""
+        """An address with this alignment."""
         return 0 if self.aligned else 1
 
     def ptr_range(self) -> int:
-        """Bytes of memory of this class, which Triton asks for when it compiles for AMD."""
+        """A memory size of this class; Triton calls this when it compiles for AMD."""
         return _NEAR if self.near else _NEAR + 1
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """One kernel to compile: its arguments by name, as stand-ins of their class, and its options."""
+    """One kernel to compile: its arguments by name, as representatives of their classes, and its options."""
 
     kernel: JITFunction[Any]
     arguments: tuple[tuple[str, Any], ...]
@@ -70,14 +70,15 @@ class Specialization:
         return self.kernel.warmup(grid=(1,), **dict(self.arguments), **dict(self.options))
 
     def on(self, backend: str) -> Specialization:
-        """What `backend`, "cuda" or "hip", compiles for this one; equal for those that it does not tell apart."""
+        """The specialization that `backend`, "cuda" or "hip", compiles; equal if the backend does not distinguish
+        two."""
         keywords = keywords_on(backend, dict((*self.arguments, *self.options)))
         arguments = tuple((name, _on(backend, keywords[name])) for name, _ in self.arguments)
         options = tuple((name, keywords[name]) for name, _ in self.options if name in keywords)
         return replace(self, arguments=arguments, options=options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the kernel by its module and name."""
+        """Plain data for JSON, with the kernel's module and name."""
         return {
             "kernel": f"{self.kernel.fn.__module__}:{self.kernel.fn.__qualname__}",
             "arguments": {name: _to_plain(value) for name, value in self.arguments},
@@ -89,7 +90,7 @@ class Specialization:
         """The inverse of `to_dict`; imports the kernel's module.
 
         Raises:
-            ValueError: there is no such kernel.
+            ValueError: the kernel does not exist.
         """
         module, _, name = data["kernel"].partition(":")
         try:
@@ -97,7 +98,7 @@ class Specialization:
         except ModuleNotFoundError:
             kernel = None
         if not isinstance(kernel, JITFunction):
-            raise ValueError(f"the plan names a kernel {data['kernel']!r} that is not here; take it anew")
+            raise ValueError(f"the plan contains the kernel {data['kernel']!r}, which is missing; record a new plan")
         arguments = tuple((name, _from_plain(value)) for name, value in data["arguments"].items())
         return cls(kernel, arguments, tuple(data["options"].items()))
 
@@ -112,30 +113,30 @@ class Plan:
         return len(self.specializations)
 
     def __add__(self, other: Plan) -> Plan:
-        """Both plans without repetition, for runs with several shapes of batch."""
+        """The union of both plans, for runs with several batch shapes."""
         return Plan(tuple(dict.fromkeys((*self.specializations, *other.specializations))))
 
     def on(self, backend: str) -> Plan:
-        """The distinct ones that `backend`, "cuda" or "hip", compiles."""
+        """The distinct specializations that `backend`, "cuda" or "hip", compiles."""
         return Plan(tuple(dict.fromkeys(item.on(backend) for item in self.specializations)))
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what is planned, in whatever order; not of the kernels' sources."""
+        """SHA-256 of the specializations in any order, without the kernels' sources."""
         lines = sorted(json.dumps(item.to_dict(), sort_keys=True) for item in self.specializations)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as text, for a file."""
+        """The plan as JSON."""
         kernels = [item.to_dict() for item in self.specializations]
         return json.dumps({"plan": self.hash, "kernels": kernels}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of `to_json`; imports the modules that the plan names, so it must be of a source you trust.
+        """The inverse of `to_json`. Imports the modules that the plan names, so load only plans that you trust.
 
         Raises:
-            ValueError: it is no plan, was changed, or names kernels that are not here.
+            ValueError: the text is not a plan, was edited, or contains kernels that do not exist.
         """
         try:
             data = json.loads(text)
@@ -144,18 +145,19 @@ class Plan:
             raise ValueError(f"this is not a plan of kernels ({type(error).__name__}: {error})") from error
         plan = cls(tuple(Specialization.from_dict(item) for item in kernels))
         if plan.hash != expected:
-            raise ValueError(f"the plan was changed: its hash is {plan.hash}, it says {expected}; take it anew")
+            raise ValueError(f"the plan was edited: its hash is {plan.hash}, not {expected}; record a new plan")
         return plan
 
 
 def record(step: Callable[[], object]) -> Plan:
-    """Run `step` with launches noted instead of made, and return what they would compile.
+    """Run `step` without launching kernels, and return the plan of its launches.
 
-    step: forward and backward of the real patched model, with parameters and batch on the meta device in the dtypes
-        and shapes of the run. Meta tensors start at address 0: views are aligned here as they are on a GPU, whose
-        allocator aligns to 512 bytes. Kernels of other libraries and of `torch.compile` are not seen.
+    Under TRITON_INTERPRET=1 Triton compiles nothing, so the plan is empty.
 
-    Under TRITON_INTERPRET=1 nothing is ever compiled and the plan is empty.
+    Args:
+        step: forward and backward of the real patched model, with parameters and batch on the meta device in the dtypes
+            and shapes of the run. Meta tensors start at address 0, so views are aligned as on a GPU, whose allocator
+            aligns to 512 bytes. Kernels of other libraries and of `torch.compile` are not recorded.
     """
     with recording() as calls:
         step()
@@ -167,13 +169,13 @@ def _specialize(call: Call) -> Specialization:
     values: dict[str, Any] = dict(zip(kernel.arg_names, call.args, strict=False))
     options = {name: value for name, value in call.kwargs.items() if name not in kernel.arg_names}
     values |= {name: value for name, value in call.kwargs.items() if name in kernel.arg_names}
-    arguments = tuple((param.name, _stand_in(param, values)) for param in kernel.params if param.name in values)
-    # In the order of the launch, which is part of the key by which Triton finds a kernel again.
+    arguments = tuple((param.name, _representative(param, values)) for param in kernel.params if param.name in values)
+    # In the order of the launch, which is part of Triton's in-memory key.
     return Specialization(kernel, arguments, tuple(options.items()))
 
 
-def _stand_in(param: Any, values: Mapping[str, Any]) -> Any:
-    """A value that Triton puts in the same class as the given one, the same for all values of that class."""
+def _representative(param: Any, values: Mapping[str, Any]) -> Any:
+    """One value for all values that Triton specializes alike."""
     value = values[param.name]
     if param.is_constexpr or value is None or isinstance(value, bool):
         return value
@@ -183,7 +185,7 @@ def _stand_in(param: Any, values: Mapping[str, Any]) -> Any:
         return Pointer(value.dtype, aligned, plain or value.untyped_storage().nbytes() <= _NEAR)
     if isinstance(value, float):
         return 0.0
-    assert isinstance(value, int), f"{param.name}: no stand-in for {type(value).__name__}"
+    assert isinstance(value, int), f"{param.name}: no representative for {type(value).__name__}"
     wide = not -(2**31) <= value < 2**31
     if not param.do_not_specialize:
         if value == 1:

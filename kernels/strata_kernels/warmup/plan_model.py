@@ -1,4 +1,4 @@
-"""The plan of a model of transformers: from its configuration alone, without weights and without a GPU."""
+"""Plan the kernels of a transformers model from its configuration, without weights and without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops.adamw import adamw_step, weight_step
 from ..ops.adamw.shard import Shard
 from ..ops.adamw.step_plan import Rounding
 from ..patch import patch_model
-from ..row_buckets import rounded_counts
+from ..row_buckets import row_buckets
 from .plan import Plan, record
 
 if TYPE_CHECKING:
@@ -24,16 +24,16 @@ _PRESETS = Path(__file__).parent / "models"
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the configurations that come with this package."""
+    """The names of the model configurations in this package."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """A model's configuration: a preset, a folder with a config.json, or such a file. Nothing is downloaded.
+    """Load a model's configuration from a preset, a folder with a config.json, or a file. Downloads nothing.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     path = _PRESETS / f"{source}.json" if source in presets() else Path(source)
     if path.is_dir():
@@ -51,22 +51,23 @@ def plan_model(
 ) -> Plan:
     """Every kernel that a training step of the patched model launches: forward, loss, backward, optimizer step.
 
-    The strategy is in `dtype`, that in which layers compute (under FSDP not that of the weights); how weights are split
-    and what is recomputed launch nothing else.
+    The plan is valid for every parallel strategy and with or without recomputation, because these launch no other
+    kernels.
 
     Args:
-        config: from `load_config`, or of any causal model of transformers that `patch_model` knows.
-        dtype: that of weights and hidden states while layers compute: bf16 | fp16 | fp32.
+        config: from `load_config`, or of any causal model of transformers that `patch_model` supports.
+        dtype: the dtype of weights and hidden states in the layers (with FSDP, of the gathered weights): bf16 | fp16 |
+            fp32.
         batch: rows of a micro-batch.
         length: tokens of a row.
-        adapter: whether the linear layers alone learn, as under LoRA, and not norms, embeddings and head.
+        adapter: only the linear layers are trained, as with LoRA, not norms, embeddings and head.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: `patch_model` does not know the model.
+        ValueError: `patch_model` does not support the model.
     """
     with torch.device("meta"):
-        # Attention is not this package's, and this one runs on meta tensors.
+        # Attention launches no kernels of this package; this implementation runs on meta tensors.
         model = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
     patch_model(model)
@@ -78,10 +79,12 @@ def plan_model(
 
 
 def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False, columns: bool = False) -> Plan:
-    """Every kernel that `adamw_step` launches on aligned bf16 tensors, whatever their number and shapes.
+    """Every kernel that `adamw_step` launches on aligned bf16 tensors of any number and shapes.
 
-    weights_alone: those of `weight_step` as well, which adds updates that another optimizer has computed.
-    columns: also for shards of rows that are cut, as tensor parallelism has them.
+    Args:
+        rounding: as in `adamw_step`.
+        weights_alone: also the kernels of `weight_step`, which applies updates of another optimizer.
+        columns: also for shards with parts of rows, as in tensor parallelism.
     """
     tensor, step = torch.zeros(16, dtype=torch.bfloat16, device="meta"), torch.zeros((), device="meta")
     remainders = [torch.zeros(16, dtype=torch.int16, device="meta")] if rounding == "master" else None
@@ -90,21 +93,22 @@ def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False
     one, shards = [tensor], [Shard(0)]
     plan = record(lambda: adamw_step(one, one, one, one, remainders, [step], shards, **settings, **moments))
     if columns:
-        cut = [Shard(0, row=8, whole_row=16)]
-        plan += record(lambda: adamw_step(one, one, one, one, remainders, [step], cut, **settings, **moments))
+        sharded_rows = [Shard(0, row=8, whole_row=16)]
+        plan += record(lambda: adamw_step(one, one, one, one, remainders, [step], sharded_rows, **settings, **moments))
     if weights_alone:
         plan += record(lambda: weight_step(one, one, remainders, shards, **settings, steps=[step]))
     return plan
 
 
 def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:
-    """What the model's forward pass, its loss and its backward pass launch.
+    """Plan the model's forward pass, its loss and its backward pass.
 
-    model: on the meta device, patched, in training mode.
-    tokens: [rows, length], int64, on the meta device.
+    Args:
+        model: on the meta device, patched, in training mode.
+        tokens: [rows, length], int64, on the meta device.
     """
     rows, length = tokens.shape
-    # Given whole, because transformers makes the mask of packed rows by looking at their values, and here are none.
+    # An explicit mask, because transformers derives the mask of packed rows from values, which meta tensors lack.
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
     targets = torch.zeros((), dtype=torch.int64, device="meta")
 
@@ -115,35 +119,36 @@ def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:
         )  # fmt: skip
         output.loss.backward()
 
-    return record_counts(model, rows * length, step)
+    return record_row_buckets(model, rows * length, step)
 
 
-def record_counts(model: PreTrainedModel, positions: int, step: Callable[[int | None], object]) -> Plan:
-    """What `step` launches with every `max_targets` that `rounded_targets` may give it.
+def record_row_buckets(model: PreTrainedModel, positions: int, step: Callable[[int | None], object]) -> Plan:
+    """Plan `step` with every `max_targets` that `row_bucket` may return.
 
-    model: on the meta device; the layers in `model.base_model` run in the first step alone, and the others are given
-        what came out.
-    positions: of the batch of a step.
-    step: forward and backward pass with so many targets at most.
+    Args:
+        model: on the meta device. The layers in `model.base_model` run in the first step only; later steps reuse their
+            output.
+        positions: of the batch of a step.
+        step: called with `max_targets`; runs forward and backward pass.
     """
     plan = record(lambda: step(None))
-    with _remembered(model):
-        for count in rounded_counts(positions):
-            plan += record(lambda count=count: step(count))  # type: ignore[misc]
+    with _layers_run_once(model):
+        for bucket in row_buckets(positions):
+            plan += record(lambda bucket=bucket: step(bucket))  # type: ignore[misc]
     return plan
 
 
 @contextmanager
-def _remembered(model: PreTrainedModel) -> Iterator[None]:
-    """The layers of `model` give the outcome of their first pass again, as if it were new."""
+def _layers_run_once(model: PreTrainedModel) -> Iterator[None]:
+    """Let the layers of `model` return the output of their first pass in all later ones, detached."""
     layers = model.base_model
     original = layers.forward
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.append(original(*args, **kwargs))
-        output = copy(found[0])
+        if not outputs:
+            outputs.append(original(*args, **kwargs))
+        output = copy(outputs[0])
         hidden = output.last_hidden_state
         output.last_hidden_state = hidden.detach().requires_grad_(hidden.requires_grad)
         return output
@@ -161,7 +166,7 @@ def _train_linear_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             module.weight.requires_grad_()
-            # An adapter in its place is called as well, not fused with what is before it.
+            # With an adapter in its place the layer is called, not fused with the activation before it.
             module.register_forward_hook(lambda *_: None)
 
 
@@ -170,7 +175,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "the plan of a model is taken from transformers, which strata-kernels itself does not need: "
-            "pip install 'transformers>=5.17,<5.24', or give a saved plan"
+            "planning a model needs transformers, which strata-kernels does not install: "
+            "pip install 'transformers>=5.17,<5.24', or use a saved plan"
         ) from error
     return transformers

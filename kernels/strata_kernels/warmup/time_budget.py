@@ -1,4 +1,4 @@
-"""Waiting for others for so long, and no longer."""
+"""Limits on the time that calls to a store may take."""
 
 from __future__ import annotations
 
@@ -9,90 +9,92 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
-class Budget:
-    """Seconds that calls may take in all. Time in which several of them are under way counts once."""
+class TimeBudget:
+    """Seconds that calls may take in total. Time in which several calls overlap counts once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._running = 0
         self._since = self._spent = 0.0
 
     @property
     def spent(self) -> float:
-        """Seconds in which a call was under way."""
+        """Seconds in which at least one call was running."""
         with self._lock:
             return self._so_far()
 
-    def call(self, function: Callable[[], Answer]) -> Answer:
-        """What the function returns or raises.
+    def call(self, function: Callable[[], T]) -> T:
+        """Return or raise what the function returns or raises.
 
         Raises:
-            TimeoutError: the budget is spent. The call is left to a thread that does not keep the process alive.
+            TimeoutError: the budget is spent. The call continues in a daemon thread, which does not delay the end of
+                the process.
         """
         with self._lock:
-            if self._under_way == 0:
+            if self._running == 0:
                 self._since = time.monotonic()
             left = self._seconds - self._so_far()
-            self._under_way += 1
+            self._running += 1
         try:
-            answer: Future[Answer] = Future()
+            result: Future[T] = Future()
             if left > 0:
-                threading.Thread(target=_run, args=(function, answer), daemon=True).start()
-            return answer.result(max(left, 0.0))
+                threading.Thread(target=_run, args=(function, result), daemon=True).start()
+            return result.result(max(left, 0.0))
         finally:
             with self._lock:
-                self._under_way -= 1
-                if self._under_way == 0:
+                self._running -= 1
+                if self._running == 0:
                     self._spent += time.monotonic() - self._since
 
     def _so_far(self) -> float:
-        return self._spent + (time.monotonic() - self._since if self._under_way else 0.0)
+        return self._spent + (time.monotonic() - self._since if self._running else 0.0)
 
 
-def _run(function: Callable[[], Answer], answer: Future[Answer]) -> None:
+def _run(function: Callable[[], T], result: Future[T]) -> None:
     try:
-        answer.set_result(function())
+        result.set_result(function())
     except BaseException as error:
-        answer.set_exception(error)
+        result.set_exception(error)
 
 
 @dataclass
-class Patience:
-    """With a store: it has so many `seconds` for all questions, and is left alone when it has failed once.
+class CircuitBreaker:
+    """Calls to a store, until the first one fails or all of them together take longer than `seconds`.
 
-    It would fail anew for every kernel. Why it failed goes to `problems`.
+    After that, calls return None at once: a store that is down would otherwise fail again for every kernel. The reason
+    is added to `problems`.
     """
 
     seconds: float = 60.0
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._budget = Budget(self.seconds)
+        self._budget = TimeBudget(self.seconds)
         self._lock = threading.Lock()
-        self._lasts = True
+        self._open = False
 
     @property
     def spent(self) -> float:
-        """Seconds in which a question was under way."""
+        """Seconds in which at least one call was running."""
         return self._budget.spent
 
-    def ask(self, what: str, question: Callable[[], Answer]) -> Answer | None:
-        """The store's answer; None when there is none. `what` is done to the store: "read", "push to"."""
-        if not self._lasts:
+    def call(self, action: str, function: Callable[[], T]) -> T | None:
+        """The result of the function; None if it fails or the breaker is open. `action`: "read", "push to", ..."""
+        if self._open:
             return None
         try:
-            return self._budget.call(question)
+            return self._budget.call(function)
         except TimeoutError:
             reason = f"no answer within {self.seconds:g} s in all"
-        # Whatever a client of some store may raise is a line of the report.
+        # Store clients raise errors of many classes; all go into the report.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         with self._lock:
-            if self._lasts:
-                self._lasts = False
-                self.problems.append(f"could not {what} the store, which was left alone then: {reason}")
+            if not self._open:
+                self._open = True
+                self.problems.append(f"could not {action} the store, so it is not used again: {reason}")
         return None

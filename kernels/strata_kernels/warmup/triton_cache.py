@@ -1,13 +1,13 @@
-"""What Triton's cache directory holds, as data: read it, check it, write it, move it.
+"""Read, check, write and move the entries of Triton's cache directory.
 
 The directory has a folder per key. A kernel's folder holds the files of its compilation and a group file,
-`__grp__<name>.json`, which Triton writes last and which names the others by their absolute paths: without it, or with
-one path that leads nowhere, Triton compiles again. Launchers, the driver's helper and the choices of the autotuner are
-looked up by name, without a group file.
+`__grp__<name>.json`. Triton writes the group file last. It contains the absolute paths of the other files; if it is
+missing, or one of its paths is wrong, Triton compiles again. Triton looks up launchers, the driver helper and choices
+of the autotuner by name, without a group file.
 
-Triton believes what it finds. A file that a crashed machine left half written breaks the run that reads it. So an entry
-written here has a seal beside its files, their SHA-256, and `load` returns nothing that it has not checked: against the
-seal, or, in an entry that Triton alone has written, as far as its files can show by themselves that they are whole.
+Triton does not check what it reads: a file that a crashed machine left half written breaks the run that reads it. So
+this module writes a digest file beside an entry's files, with their SHA-256. `load` returns checked files only. An
+entry that Triton alone has written has no digest file; `load` then checks everything that the files themselves show.
 """
 
 from __future__ import annotations
@@ -24,97 +24,101 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 GROUP = "__grp__"
-SEAL = "__strata__.json"
+DIGESTS = "__strata__.json"
+"""The digest file of an entry."""
 
-ALONE = (".so", ".autotune.json")
-"""Ends of the names of files that Triton looks up by name, without a group."""
+UNGROUPED = (".so", ".autotune.json")
+"""Suffixes of the files that Triton looks up by name, without a group file."""
 
 _ELF = (".so", ".cubin", ".hsaco")
-# Type of an ELF section that takes no room in the file.
+# SHT_NOBITS: an ELF section that takes no space in the file.
 _NO_BITS = 8
 
 Files = dict[str, bytes]
-"""An entry's files by name. The paths in its group file are names, too, so that equal entries are equal bytes."""
+"""An entry's files by name. In memory a group file holds names instead of paths, so equal entries have equal bytes."""
 
 
-class Damaged(ValueError):
-    """An entry that must not be used; the message says why."""
+_INCOMPLETE = "it has no group file: its compilation did not finish"
+
+
+class CorruptEntry(ValueError):
+    """An entry must not be used; the message says why."""
 
 
 def keys(directory: Path) -> list[str]:
-    """The keys that a cache directory has folders for, sorted; [] for a directory that is not there."""
+    """The keys of a cache directory, sorted; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def key_of(digest: bytes) -> str:
-    """The name of the folder for a SHA-256 of Triton's, such as the `hash` of a kernel's metadata."""
+def entry_key(digest: bytes) -> str:
+    """The folder name for a SHA-256 of Triton, such as `hash` in a kernel's metadata."""
     return base64.b32encode(digest).decode().rstrip("=")
 
 
 def load(directory: Path, key: str) -> Files | None:
-    """The files of an entry, checked; None where there is none, or one whose compilation never ended.
+    """Read and check an entry; None if there is none or its compilation did not finish.
 
     Raises:
-        Damaged: a file is missing, cut, or not what the seal or the key says.
+        CorruptEntry: a file is missing or truncated, or does not match its digest or the key.
     """
-    files = _read(directory / key)
-    if not _names_an_entry(files):
+    files = _read_folder(directory / key)
+    if not _is_complete(files):
         return None
-    groups = {name: _with_names(data) for name, data in files.items() if name.startswith(GROUP)}
+    groups = {name: _with_names_only(data) for name, data in files.items() if name.startswith(GROUP)}
     if groups:
-        # What an earlier, other compilation left is not of this entry.
-        wanted = {SEAL, *(child for data in groups.values() for child in _children(data))}
+        # Other files are left over from an earlier compilation.
+        wanted = {DIGESTS, *(child for data in groups.values() for child in _children(data))}
         files = {name: files[name] for name in files if name in wanted} | groups
     check(key, files)
     return files
 
 
 def check(key: str, files: Mapping[str, bytes]) -> None:
-    """Hold the files of an entry against its key, its seal and each other. Raises Damaged."""
-    if not _names_an_entry(files):
-        raise Damaged("it has no group file: its compilation did not end")
-    _check_seal(files)
+    """Check an entry's files against its key, its digests and each other. Raises CorruptEntry."""
+    if not _is_complete(files):
+        raise CorruptEntry(_INCOMPLETE)
+    _check_digests(files)
     for name, data in files.items():
         if name.startswith(GROUP):
             children = _children(data)
             missing = sorted(children.keys() - files.keys())
             if missing or not children:
-                raise Damaged(f"{name} names {', '.join(missing) or 'no file'}, which is not there")
+                raise CorruptEntry(f"{name} lists {', '.join(missing) or 'no file'}, which does not exist")
             _check_key(key, name.removeprefix(GROUP), files)
         elif not data:
-            raise Damaged(f"{name} is empty")
+            raise CorruptEntry(f"{name} is empty")
         elif name.endswith(_ELF):
             check_elf(name, data)
 
 
 def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
-    """Write an entry with its seal. Readers and other writers of the same entry may be at work: every file appears
-    whole, and the group file, which makes the entry count, last.
+    """Write an entry and its digests, safely beside readers and other writers of the entry.
 
-    Raises OSError where the directory takes no more.
+    Each file is written atomically, and the group file, which makes the entry valid, last.
+
+    Raises OSError if the directory cannot be written.
     """
     folder = Path(os.path.abspath(directory)) / key
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {name: data for name, data in files.items() if name != SEAL and not name.startswith(GROUP)}
-    with changing(directory, key):
-        # New files must not count one by one, by an old group.
+    contents = {name: data for name, data in files.items() if name != DIGESTS and not name.startswith(GROUP)}
+    with locked_entry(directory, key):
+        # Otherwise an old group file would be valid for a mix of old and new files.
         _empty_groups(folder)
         for name, data in contents.items():
-            _replace(folder / name, data)
-        write_seal(directory, key, contents)
+            _write_atomically(folder / name, data)
+        write_digests(directory, key, contents)
         for name, data in files.items():
             if name.startswith(GROUP):
-                _replace(folder / name, _group({child: str(folder / child) for child in _children(data)}))
+                _write_atomically(folder / name, _group({child: str(folder / child) for child in _children(data)}))
 
 
 @contextmanager
-def changing(directory: Path, key: str) -> Iterator[None]:
-    """While the context is open, no other thread or process that asks for the same stores or invalidates the entry.
+def locked_entry(directory: Path, key: str) -> Iterator[None]:
+    """Lock an entry against other threads and processes that store or invalidate it.
 
-    Raises OSError for a key without a folder. Where the file system has no locks for folders, as NFS has none, nobody
-    is held up.
+    On file systems without locks for folders, such as NFS, this does nothing. Raises OSError if the key has no folder.
     """
     folder = os.open(directory / key, os.O_RDONLY)
     try:
@@ -125,92 +129,80 @@ def changing(directory: Path, key: str) -> Iterator[None]:
         os.close(folder)
 
 
-def seal(directory: Path, key: str) -> None:
-    """Vouch for an entry as it is now; for whoever has just made it. Raises Damaged, and OSError where it cannot."""
+def add_digests(directory: Path, key: str) -> None:
+    """Write the digest file of an entry that this process has just compiled.
+
+    Raises:
+        CorruptEntry: the entry is not valid.
+        OSError: the directory cannot be written.
+    """
     files = load(directory, key)
     if files is None:
-        raise Damaged("it has no group file: its compilation did not end")
-    write_seal(directory, key, files)
+        raise CorruptEntry(_INCOMPLETE)
+    write_digests(directory, key, files)
 
 
-def write_seal(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
-    """Vouch for these files of an entry, also before they make one: before the group file, or a file of no group, is
-    written.
-    """
-    _replace(directory / key / SEAL, _seal(files))
+def write_digests(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
+    """Write the digest file for `files`. Call it before the file that makes the entry valid is written."""
+    _write_atomically(directory / key / DIGESTS, _digest_file(files))
 
 
 def relocate(directory: Path) -> int:
-    """Let every group file name the files beside it, after the directory was moved or copied; returns how many changed.
+    """Update the paths in all group files after the directory was moved or copied; returns the number of changed files.
 
-    An entry whose files are not all there stays as it is: to Triton it is a miss.
+    An entry with missing files is not changed; Triton compiles it again.
     """
     return sum(relocate_entry(directory, key) for key in keys(directory))
 
 
 def relocate_entry(directory: Path, key: str) -> int:
-    """As `relocate`, one entry."""
+    """`relocate` for one entry."""
     folder = Path(os.path.abspath(directory)) / key
     changed = 0
     for name, data in _groups(folder).items():
         try:
             children = _children(data)
-        except Damaged:
+        except CorruptEntry:
             continue
         here = {child: str(folder / child) for child in children}
         if here != children and all((folder / child).is_file() for child in children):
-            _replace(folder / name, _group(here))
+            _write_atomically(folder / name, _group(here))
             changed += 1
     return changed
 
 
 def invalidate(directory: Path, key: str) -> None:
-    """Make a damaged entry a miss; one that others have mended meanwhile stays, for they may be about to open it. The
-    seal stays, or another process that is reading just now would take torn files for ones that nobody has sealed.
+    """Make Triton compile a corrupt entry again. An entry that another process has repaired meanwhile is not changed.
 
-    Raises OSError where the directory cannot be written.
+    The digest file stays, so that a process that is reading the entry at this moment still finds it corrupt.
+
+    Raises OSError if the directory cannot be written.
     """
     folder = directory / key
-    with changing(directory, key):
+    with locked_entry(directory, key):
         try:
             load(directory, key)
-        except Damaged:
+        except CorruptEntry:
             _empty_groups(folder)
             for name in os.listdir(folder):
-                # Triton takes one that is gone for one that does not load: it builds it.
-                if name.endswith(ALONE):
+                # If such a file is gone, Triton builds it.
+                if name.endswith(UNGROUPED):
                     (folder / name).unlink(missing_ok=True)
 
 
 def _empty_groups(folder: Path) -> None:
-    """Triton looks for a group file before it opens it: an empty one is a miss, one that is gone by then an error."""
+    """Make the group files list no files: a miss. Triton would fail if one were removed after it looked for it."""
     for name, data in _groups(folder).items():
         if data != _group({}):
-            _replace(folder / name, _group({}))
+            _write_atomically(folder / name, _group({}))
 
 
 def _groups(folder: Path) -> Files:
-    return {name: data for name, data in _read(folder).items() if name.startswith(GROUP)}
+    return {name: data for name, data in _read_folder(folder).items() if name.startswith(GROUP)}
 
 
-def repair(directory: Path) -> dict[str, str]:
-    """Mend the entries whose files moved, and make every damaged one a miss; returns the damages by key.
-
-    Raises OSError where the directory cannot be written and has to be.
-    """
-    relocate(directory)
-    damages = {}
-    for key in keys(directory):
-        try:
-            load(directory, key)
-        except Damaged as damage:
-            invalidate(directory, key)
-            damages[key] = str(damage)
-    return damages
-
-
-def _read(folder: Path) -> Files:
-    """The files of a folder. What vanishes while it is read, as the temporary files of a writer do, is not there."""
+def _read_folder(folder: Path) -> Files:
+    """Read the files of a folder, except those that disappear meanwhile, such as a writer's temporary files."""
     files = {}
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
@@ -224,75 +216,75 @@ def _read(folder: Path) -> Files:
     return files
 
 
-def _names_an_entry(files: Mapping[str, bytes]) -> bool:
-    """Whether Triton could find something: a group that was not emptied, or files that need none."""
+def _is_complete(files: Mapping[str, bytes]) -> bool:
+    """Whether Triton would use the entry: it has a group file that lists files, or only files that need none."""
     groups = [data for name, data in files.items() if name.startswith(GROUP)]
     if groups:
         return any(data != _group({}) for data in groups)
-    names = files.keys() - {SEAL}
-    return bool(names) and all(name.endswith(ALONE) for name in names)
+    names = files.keys() - {DIGESTS}
+    return bool(names) and all(name.endswith(UNGROUPED) for name in names)
 
 
 def _children(group: bytes) -> dict[str, str]:
-    """Name to path, from a group file. Raises Damaged."""
+    """The paths in a group file by name. Raises CorruptEntry."""
     try:
         children = json.loads(group)["child_paths"]
         if all(isinstance(path, str) and os.path.basename(name) == name for name, path in children.items()):
             return dict(children)
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise Damaged("its group file is not one")
+    raise CorruptEntry("its group file is not valid")
 
 
 def _group(children: Mapping[str, str]) -> bytes:
     return json.dumps({"child_paths": dict(children)}).encode()
 
 
-def _with_names(group: bytes) -> bytes:
+def _with_names_only(group: bytes) -> bytes:
     return _group({name: name for name in _children(group)})
 
 
-def _seal(files: Mapping[str, bytes]) -> bytes:
+def _digest_file(files: Mapping[str, bytes]) -> bytes:
     digests = {
         name: hashlib.sha256(data).hexdigest()
         for name, data in sorted(files.items())
-        if name != SEAL and not name.startswith(GROUP)
+        if name != DIGESTS and not name.startswith(GROUP)
     }
     return json.dumps({"sha256": digests}).encode()
 
 
-def _check_seal(files: Mapping[str, bytes]) -> None:
-    if SEAL not in files:
+def _check_digests(files: Mapping[str, bytes]) -> None:
+    if DIGESTS not in files:
         return
     try:
-        digests = dict(json.loads(files[SEAL])["sha256"])
+        digests = dict(json.loads(files[DIGESTS])["sha256"])
     except (ValueError, TypeError, KeyError):
-        raise Damaged("its seal is not one") from None
+        raise CorruptEntry("its digest file is not valid") from None
     for name, digest in digests.items():
         if name not in files:
-            raise Damaged(f"{name} is not there")
+            raise CorruptEntry(f"{name} is missing")
         if hashlib.sha256(files[name]).hexdigest() != digest:
-            raise Damaged(f"{name} is not what was sealed")
-    extra = [name for name in files if name != SEAL and not name.startswith(GROUP) and name not in digests]
+            raise CorruptEntry(f"{name} does not match its digest")
+    extra = [name for name in files if name != DIGESTS and not name.startswith(GROUP) and name not in digests]
     if extra:
-        raise Damaged(f"{', '.join(extra)} is not sealed")
+        raise CorruptEntry(f"{', '.join(extra)} has no digest")
 
 
 def _check_key(key: str, metadata: str, files: Mapping[str, bytes]) -> None:
-    """Triton keeps in a kernel's metadata the hash that its folder is named after."""
+    """A kernel's metadata contains the hash that names its folder."""
     try:
         digest = bytes.fromhex(json.loads(files[metadata])["hash"])
     except (ValueError, TypeError, KeyError):
-        raise Damaged(f"{metadata} is not a kernel's metadata") from None
-    if key_of(digest) != key:
-        raise Damaged(f"{metadata} is of another kernel")
+        raise CorruptEntry(f"{metadata} is not a kernel's metadata") from None
+    if entry_key(digest) != key:
+        raise CorruptEntry(f"{metadata} belongs to another kernel")
 
 
 def check_elf(name: str, data: bytes) -> None:
-    """Nothing that the header of a 64-bit little-endian ELF file speaks of may be beyond the end of the file."""
+    """Raise CorruptEntry unless a 64-bit little-endian ELF file is as long as its headers say."""
     try:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise Damaged(f"{name} is not an ELF file")
+            raise CorruptEntry(f"{name} is not an ELF file")
         at = struct.unpack_from("<QQ", data, 0x20)
         size, number, section_size, sections = struct.unpack_from("<HHHH", data, 0x36)
         ends = [at[0] + size * number, at[1] + section_size * sections]
@@ -300,13 +292,13 @@ def check_elf(name: str, data: bytes) -> None:
             kind, offset, length = struct.unpack_from("<4xI16xQQ", data, at[1] + section_size * i)
             ends.append(offset + (0 if kind == _NO_BITS else length))
     except struct.error:
-        raise Damaged(f"{name} is cut") from None
+        raise CorruptEntry(f"{name} is truncated") from None
     if max(ends) > len(data):
-        raise Damaged(f"{name} is cut: {len(data)} of {max(ends)} bytes")
+        raise CorruptEntry(f"{name} is truncated: {len(data)} of {max(ends)} bytes")
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file that others see whole or not at all."""
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old contents or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(data)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from strata_kernels.row_buckets import rounded_targets
+from strata_kernels.row_buckets import row_bucket
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
@@ -128,7 +128,7 @@ class Job:
         """
         counts = [torch.stack([self.objective.count(batch), target_tokens(batch)]) for batch in batches]
         for batch, (_, targets) in zip(batches, counts, strict=True):
-            self._max_targets.append(rounded_targets(int(targets), batch["input_ids"].numel()))
+            self._max_targets.append(row_bucket(int(targets), batch["input_ids"].numel()))
         total = torch.stack(counts).sum(dim=0).to(self.processes.device, non_blocking=True)
         if self.processes.world_size > 1:
             dist.all_reduce(total)

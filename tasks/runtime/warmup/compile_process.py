@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from strata_kernels.warmup import Plan, warmup
-from strata_kernels.warmup.cache_filler import Seeder
+from strata_kernels.warmup.cache_filler import CacheFiller
 from strata_kernels.warmup.environment import current_target, environment
-from strata_kernels.warmup.kernel_description import Description
+from strata_kernels.warmup.kernel_description import KernelDescription
 from strata_kernels.warmup.store import KERNELS
-from strata_kernels.warmup.time_budget import Patience
+from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.warmup import inductor_cache
@@ -32,43 +32,43 @@ from tasks.runtime.warmup.store import open_store
 log = logging.getLogger("tasks.runtime.warmup.compile_process")
 
 
-def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, list[Description]]:
+def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, list[KernelDescription]]:
     """Compile or fetch every kernel that a step of `spec` launches.
 
     Returns:
         The facts of the warm-up, the plan, and a description of each of its kernels.
     """
-    patience = Patience(spec.kernels.store.timeout)
+    breaker = CircuitBreaker(spec.kernels.store.timeout)
     with ThreadPoolExecutor(1) as executor:
         # A thread fetches graphs meanwhile: it only waits for the store.
-        graphs = executor.submit(inductor_cache.fetch_graphs, spec, images, patience) if caches_graphs(spec) else None
+        graphs = executor.submit(inductor_cache.fetch_graphs, spec, images, breaker) if caches_graphs(spec) else None
         start = time.perf_counter()
         plan = plan_kernels(spec) if spec.kernels.enabled else Plan(())
         plan_seconds = time.perf_counter() - start
-        seeder = _seeder(spec, images, patience)
-        with seeder.at_work():
+        filler = _cache_filler(spec, images, breaker)
+        with filler.installed():
             report = warmup(plan)
-        seeder.push()
+        filler.push()
     log.info("warm-up: %s", report.summary())
     if report.skipped is None:
-        counts = ", ".join(f"{number} {origin}" for origin, number in seeder.counts().items())
-        log.info("warm-up: kernels by origin: %s; %d entries uploaded to the store", counts, seeder.pushed)
-    facts = WarmupFacts.model_validate(report.to_dict() | seeder.to_dict()).updated(
+        counts = ", ".join(f"{number} {origin}" for origin, number in filler.counts().items())
+        log.info("warm-up: kernels by origin: %s; %d entries uploaded to the store", counts, filler.pushed)
+    facts = WarmupFacts.model_validate(report.to_dict() | filler.to_dict()).updated(
         WarmupFacts() if graphs is None else graphs.result(),
         plan_seconds=plan_seconds,
         compile_seconds=sum(kernel.seconds for kernel in report.compiled if not kernel.hit),
         load_seconds=sum(kernel.seconds for kernel in report.compiled if kernel.hit),
     )
-    return facts, plan, seeder.kernels
+    return facts, plan, filler.kernels
 
 
-def _seeder(spec: RunSpec, images: list[Path], patience: Patience) -> Seeder:
+def _cache_filler(spec: RunSpec, images: list[Path], breaker: CircuitBreaker) -> CacheFiller:
     directory = Path(os.environ["TRITON_CACHE_DIR"])
     if not torch.cuda.is_available():
-        return Seeder(directory, patience=patience)
+        return CacheFiller(directory, breaker=breaker)
     target = current_target()
-    store = open_store(spec.kernels.store, environment(target), KERNELS, patience.problems)
-    return Seeder(directory, _for_chip(images, target.arch), store, patience)
+    store = open_store(spec.kernels.store, environment(target), KERNELS, breaker.problems)
+    return CacheFiller(directory, _for_chip(images, target.arch), store, breaker)
 
 
 def _for_chip(images: list[Path], arch: int | str) -> list[Path]:

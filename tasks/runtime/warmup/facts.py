@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from strata_kernels.warmup import Plan
-from strata_kernels.warmup.kernel_description import Description
+from strata_kernels.warmup.kernel_description import KernelDescription
 from tasks.runtime.run_folder.record import write_json
 
 
@@ -130,7 +130,7 @@ class WarmupFiles:
         for path in (self.report, self.kernels, self.plan):
             path.unlink(missing_ok=True)
 
-    def write(self, facts: WarmupFacts, plan: Plan, kernels: Sequence[Description]) -> None:
+    def write(self, facts: WarmupFacts, plan: Plan, kernels: Sequence[KernelDescription]) -> None:
         """Write all three. The report comes last: where it exists, so do the others."""
         write_json(self.kernels, [kernel.to_dict() for kernel in kernels])
         self.plan.write_text(plan.to_json(), encoding="utf-8")
@@ -140,9 +140,9 @@ class WarmupFiles:
         """Raises OSError if there is no report, and ValueError if it is not one."""
         return WarmupFacts.model_validate_json(self.report.read_bytes())
 
-    def read_kernels(self) -> list[Description]:
+    def read_kernels(self) -> list[KernelDescription]:
         """Descriptions of the planned kernels; [] if nothing was planned."""
         try:
-            return [Description.from_dict(data) for data in json.loads(self.kernels.read_text(encoding="utf-8"))]
+            return [KernelDescription.from_dict(data) for data in json.loads(self.kernels.read_text(encoding="utf-8"))]
         except FileNotFoundError:
             return []

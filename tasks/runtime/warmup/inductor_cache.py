@@ -20,9 +20,9 @@ from pathlib import Path
 from threading import Thread
 
 from strata_kernels.warmup import graph_cache
-from strata_kernels.warmup.blob_storage import Folder
+from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store
-from strata_kernels.warmup.time_budget import Patience
+from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.warmup.facts import WarmupFacts
@@ -104,39 +104,41 @@ def graphs_key(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def fetch_graphs(spec: RunSpec, images: Sequence[Path], patience: Patience) -> WarmupFacts:
+def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker) -> WarmupFacts:
     """Fill this start's folder from the first archive that exists. Returns facts; empty ones if there is no folder."""
     start = time.perf_counter()
     folder, environment, key = _folder(), graph_cache.environment(), graphs_key(spec)
     if folder is None:
         return WarmupFacts()
     origin, count = None, 0
-    for name, store in _places(spec, environment, images, patience):
+    for name, store in _places(spec, environment, images, breaker):
         if name == "store":
-            files = patience.ask("read", partial(store.pull, key))
+            files = breaker.call("read", partial(store.pull, key))
         else:
-            files = _pull(store, key, patience.problems)
-        patience.problems += store.refusals()
+            files = _pull(store, key, breaker.problems)
+        breaker.problems += store.rejections()
         if files:
             try:
                 graph_cache.write(folder, files)
             except OSError as error:
-                patience.problems.append(f"{folder} takes no graphs: {error}")
+                breaker.problems.append(f"{folder} takes no graphs: {error}")
                 # The last file may be incomplete.
                 _empty(folder)
                 break
             origin, count = name, len(files)
             if name == "store":
-                patience.ask("renew marks in", store.renew)
+                breaker.call("refresh entries of", store.refresh_used)
             break
     return WarmupFacts(graphs_from=origin, graph_files=count, graph_seconds=time.perf_counter() - start)
 
 
-def _places(spec: RunSpec, environment: str, images: Sequence[Path], patience: Patience) -> Iterator[tuple[str, Store]]:
+def _places(
+    spec: RunSpec, environment: str, images: Sequence[Path], breaker: CircuitBreaker
+) -> Iterator[tuple[str, Store]]:
     yield "cache", _of_pod(environment)
     for image in images:
         yield "image", _of_machine(image / IN_IMAGE, environment)
-    store = open_store(spec.kernels.store, environment, graph_cache.GRAPHS, patience.problems)
+    store = open_store(spec.kernels.store, environment, graph_cache.GRAPHS, breaker.problems)
     if store is not None:
         yield "store", store
 
@@ -148,7 +150,7 @@ def _of_pod(environment: str) -> Store:
 
 def _of_machine(folder: Path, environment: str) -> Store:
     """An archive that needs no signature: whoever can write there can already change what runs."""
-    return Store(Folder(folder), environment, size_limit=_POD_LIMIT, kind=graph_cache.GRAPHS, trusted=True)
+    return Store(FolderStorage(folder), environment, size_limit=_POD_LIMIT, kind=graph_cache.GRAPHS, trusted=True)
 
 
 def _pull(store: Store, key: str, problems: list[str]) -> graph_cache.Files | None:
@@ -166,9 +168,9 @@ class GraphArchiver:
         self._spec, self._processes = spec, processes
         self._folder = _folder()
         self._steps = self._given = 0
-        self._before = graph_cache.counted()
+        self._before = graph_cache.graph_counts()
         self._thread: Thread | None = None
-        self._patience = Patience(spec.kernels.store.timeout)
+        self._breaker = CircuitBreaker(spec.kernels.store.timeout)
         self._pushed = 0
 
     def step_ended(self) -> None:
@@ -185,17 +187,17 @@ class GraphArchiver:
 
     def facts(self) -> WarmupFacts:
         """Graphs that this process found and compiled, and archives that it uploaded."""
-        now = graph_cache.counted()
+        now = graph_cache.graph_counts()
         return WarmupFacts(
             graphs_found=now.found - self._before.found,
             graphs_compiled=now.compiled - self._before.compiled,
-            graphs_not_kept=now.not_kept - self._before.not_kept,
+            graphs_not_kept=now.bypassed - self._before.bypassed,
             graphs_pushed=self._pushed,
-            graph_problems=tuple(self._patience.problems),
+            graph_problems=tuple(self._breaker.problems),
         )
 
     def _give(self) -> None:
-        compiled = graph_cache.counted().compiled - self._before.compiled
+        compiled = graph_cache.graph_counts().compiled - self._before.compiled
         if compiled == self._given or self._processes.local_rank != 0 or self._folder is None:
             return
         if self._thread is not None:
@@ -206,7 +208,7 @@ class GraphArchiver:
 
     def _archive(self, folder: Path) -> None:
         environment, key = graph_cache.environment(), graphs_key(self._spec)
-        problems = self._patience.problems
+        problems = self._breaker.problems
         files: graph_cache.Files = {}
         try:
             files = graph_cache.read(folder)
@@ -221,7 +223,7 @@ class GraphArchiver:
             log.warning("graphs: %s", problem)
 
     def _push(self, environment: str, key: str, files: graph_cache.Files) -> None:
-        store = open_store(self._spec.kernels.store, environment, graph_cache.GRAPHS, self._patience.problems)
+        store = open_store(self._spec.kernels.store, environment, graph_cache.GRAPHS, self._breaker.problems)
         if store is None:
             return
 
@@ -229,6 +231,6 @@ class GraphArchiver:
             store.replace(key, files)
             return True
 
-        if self._patience.ask("push to", push):
+        if self._breaker.call("push to", push):
             self._pushed += 1
-            self._patience.ask("trim", store.trim)
+            self._breaker.call("trim", store.trim)

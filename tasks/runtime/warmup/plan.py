@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from strata_kernels.warmup import Plan, record
-from strata_kernels.warmup.plan_model import plan_optimizer, record_counts
+from strata_kernels.warmup.plan_model import plan_optimizer, record_row_buckets
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
@@ -42,7 +42,7 @@ def plan_kernels(spec: RunSpec) -> Plan:
 
     with _sharded_as_in_training(model, spec):
         tokens = first["input_ids"].numel()
-        plan = record_counts(model, tokens, partial(forward_backward, first))
+        plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
             plan += record(partial(forward_backward, batch))
     return plan + _optimizer_plan(spec)

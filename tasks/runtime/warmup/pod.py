@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from strata_kernels.warmup.kernel_description import Description, difference, hearing_misses
-from strata_kernels.warmup.time_budget import Patience
+from strata_kernels.warmup.kernel_description import KernelDescription, difference, on_cache_miss
+from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
@@ -92,13 +92,13 @@ def late_compiles(folder: RunFolder) -> Iterator[list[LateCompile]]:
     planned = warmup_files(folder).read_kernels()
     found: list[LateCompile] = []
 
-    def heard(kernel: Description) -> None:
+    def on_miss(kernel: KernelDescription) -> None:
         if kernel.name.startswith(_GENERATED):
             return
         found.append(LateCompile(kernel=kernel.name, difference=difference(kernel, planned)))
         log.warning("compiled during training: %s: %s", kernel.name, found[-1].difference)
 
-    with hearing_misses(heard):
+    with on_cache_miss(on_miss):
         yield found
 
 
@@ -116,9 +116,9 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
     else:
         report = WarmupFacts(skipped=reason)
         if not problems:
-            patience = Patience(spec.kernels.store.timeout, problems)
-            fetched = inductor_cache.fetch_graphs(spec, _baked(), patience)
-            report = report.updated(fetched, store_seconds=patience.spent)
+            breaker = CircuitBreaker(spec.kernels.store.timeout, problems)
+            fetched = inductor_cache.fetch_graphs(spec, _baked(), breaker)
+            report = report.updated(fetched, store_seconds=breaker.spent)
     if problems:
         log.warning("warm-up: %s", "; ".join(problems))
         report = _with_problems(report, problems)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from strata_kernels.warmup.blob_storage import open_blobs
-from strata_kernels.warmup.store import Kind, Store
+from strata_kernels.warmup.blob_storage import open_storage
+from strata_kernels.warmup.store import ArchiveKind, Store
 from strata_platform.spec import KernelStore
 
 _SHORTEST_KEY = 32
@@ -14,7 +14,7 @@ _SHORTEST_KEY = 32
 URL, SIGNING_KEY = "STRATA_KERNEL_STORE", "KERNEL_STORE_KEY"
 
 
-def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[str]) -> Store | None:
+def open_store(spec: KernelStore, environment: str, kind: ArchiveKind, problems: list[str]) -> Store | None:
     """The store's archives for an environment; None without a store, or with a new entry in `problems` if opening
     fails.
 
@@ -26,7 +26,7 @@ def open_store(spec: KernelStore, environment: str, kind: Kind, problems: list[s
     key = spec.signing_key if spec.url else f"env:{SIGNING_KEY}"
     try:
         return Store(
-            open_blobs(url),
+            open_storage(url),
             environment,
             signing_key=None if key is None else read_secret(key),
             allow_unsigned=spec.allow_unsigned,

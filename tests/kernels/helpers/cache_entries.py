@@ -5,7 +5,7 @@ import json
 import random
 import struct
 
-from strata_kernels.warmup.triton_cache import key_of
+from strata_kernels.warmup.triton_cache import entry_key
 
 
 def elf(body: bytes) -> bytes:
@@ -26,10 +26,10 @@ def kernel_entry(seed: int, size: int = 300) -> tuple[str, dict[str, bytes]]:
         f"kernel_{seed}.cubin": elf(body),
     }
     group = json.dumps({"child_paths": {name: name for name in files}}).encode()
-    return key_of(digest), {**files, f"__grp__kernel_{seed}.json": group}
+    return entry_key(digest), {**files, f"__grp__kernel_{seed}.json": group}
 
 
 def launcher_entry(seed: int) -> tuple[str, dict[str, bytes]]:
     """Key and the one file of a launcher's entry, which has no group."""
     digest = hashlib.sha256(f"launcher {seed}".encode()).digest()
-    return key_of(digest), {"__triton_launcher.cpython-312-x86_64-linux-gnu.so": elf(digest * 9)}
+    return entry_key(digest), {"__triton_launcher.cpython-312-x86_64-linux-gnu.so": elf(digest * 9)}

@@ -28,8 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 from strata_kernels.warmup import triton_cache
-from strata_kernels.warmup.blob_storage import Folder
-from strata_kernels.warmup.cache_filler import Seeder
+from strata_kernels.warmup.blob_storage import FolderStorage
+from strata_kernels.warmup.cache_filler import CacheFiller
 from strata_kernels.warmup.store import Store
 from tests.kernels.helpers.cache_entries import kernel_entry, launcher_entry
 
@@ -98,11 +98,11 @@ def want_real(order: random.Random) -> None:
 def run(root: Path, want: Callable[[random.Random], None], seed: int) -> None:
     """One process."""
     os.environ["TRITON_CACHE_DIR"] = str(root / "cache")
-    store = Store(Folder(root / "store"), "environment", signing_key=SIGNING_KEY, size_limit=20_000)
-    seeder = Seeder(root / "cache", [root / "image"], store)
-    with seeder.at_work():
+    store = Store(FolderStorage(root / "store"), "environment", signing_key=SIGNING_KEY, size_limit=20_000)
+    filler = CacheFiller(root / "cache", [root / "image"], store)
+    with filler.installed():
         want(random.Random(seed))
-    seeder.push()
+    filler.push()
 
 
 def race(root: Path, want: Callable[[random.Random], None], seed: int, processes: int, within: float) -> list[str]:

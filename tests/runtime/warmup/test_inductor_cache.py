@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from strata_kernels.warmup import graph_cache
-from strata_kernels.warmup.blob_storage import Folder
-from strata_kernels.warmup.store import Refused, Store, pack, unpack
-from strata_kernels.warmup.time_budget import Patience
+from strata_kernels.warmup.blob_storage import FolderStorage
+from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack
+from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
@@ -48,9 +48,9 @@ def take(spec: RunSpec, directory: Path, images: list[Path] = ()) -> tuple[dict,
     """What a start in a pod with this directory reports, and its problems."""
     os.environ.pop(inductor_cache.FOLDER, None)
     inductor_cache.use_new_folder(directory, "run")
-    patience = Patience(5.0)
-    report = inductor_cache.fetch_graphs(spec, images, patience)
-    return report.to_dict(), patience.problems
+    breaker = CircuitBreaker(5.0)
+    report = inductor_cache.fetch_graphs(spec, images, breaker)
+    return report.to_dict(), breaker.problems
 
 
 def here() -> Path:
@@ -59,7 +59,11 @@ def here() -> Path:
 
 def shared(tmp_path: Path, key: bytes | None = SECRET.encode()) -> Store:
     return Store(
-        Folder(tmp_path / "store"), graph_cache.environment(), key, allow_unsigned=key is None, kind=graph_cache.GRAPHS
+        FolderStorage(tmp_path / "store"),
+        graph_cache.environment(),
+        key,
+        allow_unsigned=key is None,
+        kind=graph_cache.GRAPHS,
     )
 
 
@@ -68,7 +72,10 @@ def test_a_start_takes_what_is_nearest(tmp_path):
     key = inductor_cache.graphs_key(spec)
     # A copy of the store's archive, whose signature says nothing in an image.
     image = Store(
-        Folder(tmp_path / "image" / "graphs"), graph_cache.environment(), b"of another team", kind=graph_cache.GRAPHS
+        FolderStorage(tmp_path / "image" / "graphs"),
+        graph_cache.environment(),
+        b"of another team",
+        kind=graph_cache.GRAPHS,
     )
     assert take(spec, tmp_path / "pod")[0]["graphs_from"] is None
     shared(tmp_path).replace(key, FILES)
@@ -121,12 +128,12 @@ def test_what_is_torn_or_not_signed_is_refused_and_replaced(tmp_path, spoil, sai
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a/.hidden", "a//b", ".hidden/a"])
 def test_names_that_lead_elsewhere_are_refused(name):
-    with pytest.raises(Refused, match="no plain file of this entry"):
+    with pytest.raises(RejectedArchive, match="no plain file of this entry"):
         unpack("key", pack("key", {name: b""}), graph_cache.GRAPHS)
 
 
 def test_a_library_that_is_cut_is_refused():
-    with pytest.raises(Refused, match="is cut"):
+    with pytest.raises(RejectedArchive, match="is cut"):
         unpack("key", pack("key", {"a/b.so": elf(b"text")[:-1]}), graph_cache.GRAPHS)
 
 
@@ -149,13 +156,13 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     spec = make_spec(tmp_path)
     monkeypatch.setenv(inductor_cache.FOLDER, str(tmp_path / "torchinductor_user"))
     graph_cache.write(here(), FILES)
-    counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 3)
-    monkeypatch.setattr(graph_cache, "counted", lambda: next(counts))
+    counts = iter([graph_cache.GraphCounts(0, 0, 0)] + [graph_cache.GraphCounts(0, 2, 0)] * 3)
+    monkeypatch.setattr(graph_cache, "graph_counts", lambda: next(counts))
     archiver = inductor_cache.GraphArchiver(spec, Processes())
     archiver.close()
     assert archiver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
     shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
-    assert inductor_cache.fetch_graphs(spec, [], Patience()).to_dict() == {} and graph_cache.read(here()) == FILES
+    assert inductor_cache.fetch_graphs(spec, [], CircuitBreaker()).to_dict() == {} and graph_cache.read(here()) == FILES
 
 
 def test_a_store_that_is_not_there_costs_its_graphs_alone(tmp_path):
@@ -283,14 +290,14 @@ def test_what_one_process_compiled_the_next_one_finds(tmp_path):
 
 def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatch):
     spec = make_spec(tmp_path)
-    counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 20)
-    monkeypatch.setattr(graph_cache, "counted", lambda: next(counts))
+    counts = iter([graph_cache.GraphCounts(0, 0, 0)] + [graph_cache.GraphCounts(0, 2, 0)] * 20)
+    monkeypatch.setattr(graph_cache, "graph_counts", lambda: next(counts))
     take(spec, tmp_path / "pod")
     graph_cache.write(here(), FILES)
 
     def given(processes: Processes) -> list[Path]:
         nonlocal counts
-        counts = iter([graph_cache.Graphs(0, 0, 0)] + [graph_cache.Graphs(0, 2, 0)] * 20)
+        counts = iter([graph_cache.GraphCounts(0, 0, 0)] + [graph_cache.GraphCounts(0, 2, 0)] * 20)
         archiver = inductor_cache.GraphArchiver(spec, processes)
         archiver.step_ended()
         archiver.step_ended()

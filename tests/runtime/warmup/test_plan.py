@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strata_kernels.patch import patch_model
-from strata_kernels.row_buckets import rounded_counts, rounded_targets
+from strata_kernels.row_buckets import row_bucket, row_buckets
 from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.plan_model import load_config, plan_model, plan_optimizer
 from strata_platform.spec import RunSpec
@@ -110,10 +110,10 @@ def test_processes_that_share_rows_compile_for_their_parts():
 
 @pytest.mark.parametrize("positions", [1, 15, 16, 250, 1024, 8192])
 def test_a_number_of_targets_is_rounded_up_to_one_of_few(positions):
-    counts = rounded_counts(positions)
+    counts = row_buckets(positions)
     assert len(counts) <= 8 and counts[0] is None
     for count in range(positions + 1):
-        rounded = rounded_targets(count, positions)
+        rounded = row_bucket(count, positions)
         assert rounded in counts and (rounded or positions) >= count
         # No smaller one would do.
         assert all(other < count for other in counts[1:] if other < (rounded or positions) and count)
@@ -136,7 +136,7 @@ def test_a_plan_holds_every_number_of_targets(folder):
     items = torch.zeros((), dtype=torch.int64, device="meta")
     whole, *fewer = (
         kernels(record(lambda: model(**step, num_items_in_batch=items, max_targets=count).loss.backward()))  # noqa: B023
-        for count in rounded_counts(8192)
+        for count in row_buckets(8192)
     )
     assert any(not launched <= whole for launched in fewer), "the shape no longer tells counts apart"
     assert kernels(plan) == whole.union(*fewer) | kernels(plan_optimizer())

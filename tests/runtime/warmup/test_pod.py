@@ -14,7 +14,7 @@ import torch
 import triton
 
 from strata_kernels.warmup import Plan
-from strata_kernels.warmup.kernel_description import Description, hearing_misses
+from strata_kernels.warmup.kernel_description import KernelDescription, on_cache_miss
 from strata_kernels.warmup.store import KERNELS
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
@@ -248,10 +248,10 @@ def test_a_run_that_names_no_store_has_the_clusters(tmp_path, monkeypatch):
     monkeypatch.setenv("KERNEL_STORE_KEY", "s" * 32)
     store = open_store(KernelStore(size_limit_mb=2), "triton", KERNELS, problems)
     assert (store.signing_key, store.allow_unsigned, store.size_limit) == (b"s" * 32, False, 2 << 20)
-    store.blobs.write("a", b"kernel")
+    store.storage.write("a", b"kernel")
     assert list((tmp_path / "clusters").rglob("a"))
     own = open_store(KernelStore(url=str(tmp_path / "own"), allow_unsigned=True), "triton", KERNELS, problems)
-    own.blobs.write("a", b"kernel")
+    own.storage.write("a", b"kernel")
     assert own.signing_key is None and list((tmp_path / "own").rglob("a")) and problems == []
 
 
@@ -260,7 +260,7 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     copy_kernel.device_caches.clear()
     planned = []
-    with hearing_misses(planned.append):
+    with on_cache_miss(planned.append):
         copy_kernel.warmup(Pointer, Pointer, D=16, enable_fp_fusion=True, grid=(1,))
     kernels = tmp_path / f"warmup-{socket.gethostname()}.kernels.json"
     kernels.write_text(json.dumps([kernel.to_dict() for kernel in planned]))
@@ -285,8 +285,8 @@ def test_facts_are_the_same_after_their_way_through_the_files(tmp_path):
         }
     )
     plan = Plan(())
-    files.write(facts, plan, [Description("a", {"D": "16"})])
-    assert files.read_report() == facts and files.read_kernels() == [Description("a", {"D": "16"})]
+    files.write(facts, plan, [KernelDescription("a", {"D": "16"})])
+    assert files.read_report() == facts and files.read_kernels() == [KernelDescription("a", {"D": "16"})]
     assert Plan.from_json(files.plan.read_text()) == plan
     # A field that is not known is absent; one that is known to be nothing is null.
     assert set(json.loads(files.report.read_text())) == {"device", "planned", "compiled", "failed", "graphs_from"}
