@@ -20,7 +20,7 @@ SLOW = (
     "runtime/models/test_quantization", "workflows/test_elastic", "kernels/test_bake", "workflows/test_finetune",
     "workflows/test_sweep", "runtime/warmup/test_inductor_cache", "runtime/process/test_watchdog",
     "runtime/parallel/test_parallel", "runtime/process/test_ranks", "test_notebook", "runtime/models/test_lora",
-    "platform/test_client", "test_house", "runtime/test_random_kills", "kernels/test_store",
+    "platform/test_client", "test_house", "runtime/test_random_kills", "kernels/test_cache_filler",
     "runtime/checkpoint/test_storage", "runtime/checkpoint/test_upload", "runtime/test_same_as_trl",
     "runtime/verification/test_verification",
 )  # fmt: skip

@@ -159,3 +159,27 @@ def far(device: torch.device) -> Callable[..., torch.Tensor]:
         return memory.as_strided(shape, (2**30 + 16, *noise.stride()[1:])).copy_(noise)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """An S3 server of its own, and a bucket in it."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    import boto3
+
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "user",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="kernels")
+        yield "s3://kernels/strata"
+    server.stop()

@@ -248,11 +248,11 @@ def test_no_arch(arch):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--arch", "sm_90"], "--model is missing: give one or more of llama-3.1-8b, qwen3-4b"),
+        (["--arch", "sm_90"], "--model is missing: pass one or more of llama-3.1-8b, qwen3-4b"),
         (["--arch", "sm_90", "--model", "gpt-5"], "model 'gpt-5' is neither a preset"),
-        (["--arch", "sm_90", "--model", "qwen3-4b", "--plan", "x"], "--plan contradicts --model"),
-        (["--arch", "sm_90", "--batch", "2", "--plan", "x"], "--plan contradicts --batch"),
-        (["--arch", "h100", "--model", "qwen3-4b"], "arch 'h100' is no target"),
+        (["--arch", "sm_90", "--model", "qwen3-4b", "--plan", "x"], "--plan and --model exclude each other"),
+        (["--arch", "sm_90", "--batch", "2", "--plan", "x"], "--plan and --batch exclude each other"),
+        (["--arch", "h100", "--model", "qwen3-4b"], "arch 'h100' is unknown"),
         (["--arch", ",", "--model", "qwen3-4b"], "give at least one architecture"),
         (["--arch", "sm_90", "--batch", "0"], "'0' is not a list of positive integers"),
         (["--arch", "sm_90", "--learns", "some"], "'some' is not a list of all and adapter"),
@@ -305,7 +305,7 @@ def test_without_a_c_compiler_nothing_is_baked(monkeypatch, tmp_path):
 
 
 def test_an_empty_plan_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nothing to bake"):
+    with pytest.raises(ValueError, match="no kernel to bake"):
         bake(Plan(()), ["sm_90"], tmp_path)
 
 
