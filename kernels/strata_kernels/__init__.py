@@ -1,7 +1,7 @@
 """Fused operators for training language models: Triton on a GPU, plain PyTorch elsewhere.
 
-Importing this starts neither CUDA nor a compiler and needs only torch and triton. `AutoModelForCausalLM` is here too,
-but imports transformers when it is first asked for.
+Importing this package starts neither CUDA nor a compiler and needs only torch and triton. `AutoModelForCausalLM`
+imports transformers when it is first accessed.
 """
 
 from typing import TYPE_CHECKING, Any

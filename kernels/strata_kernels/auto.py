@@ -1,4 +1,4 @@
-"""transformers' AutoModelForCausalLM, with the fused operators in the model that it returns."""
+"""transformers' AutoModelForCausalLM, which patches the models that it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "strata_kernels.auto builds on transformers, which strata-kernels itself does not need: "
+        "strata_kernels.auto needs transformers, which strata-kernels does not install: "
         "pip install 'transformers>=5.17,<5.24'"
     ) from error
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[misc]
     """`transformers.AutoModelForCausalLM`, then `patch_model`.
 
-    Takes what the base class takes, and `exclude`: operators to leave as the model has them.
+    Methods have the arguments of the base class, and `exclude` of `patch_model`.
 
     Raises:
         ValueError: as `patch_model`.

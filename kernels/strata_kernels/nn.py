@@ -1,6 +1,6 @@
-"""The operators as modules, which only store and call: parameters, and the settings that do not change.
+"""The operators as modules. A module stores parameters and settings and calls the operator.
 
-Names and shapes of parameters are those of transformers' Llama-type models, so that their state dicts load.
+Names and shapes of parameters equal those of transformers' Llama models, so their state dicts load.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import Cast, rms_norm
 from .ops.relu_squared import relu_squared
 from .ops.swiglu import swiglu, swiglu_packed
-from .patch.structure import projected
+from .patch.structure import activate_and_project
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-# The operator on two tensors, the one on a packed tensor, and their options.
+# The operator on two tensors, the operator on a packed tensor, and their options.
 _GATED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any]]] = {
     "silu": (swiglu, swiglu_packed, {}),
     "gelu": (geglu, geglu_packed, {"approximate": "none"}),
@@ -34,12 +34,12 @@ _GATED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, 
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` over the last axis, with a weight that starts so that `offset + weight` is one.
+    """`rms_norm` over the last axis. The weight is initialized so that `offset + weight` is one.
 
     Args:
         features: size of the last axis, D.
         eps, offset, cast: as in `rms_norm`. Gemma's norm is `offset=1.0, cast="gemma"`.
-        weight: False for none.
+        weight: False for no weight.
 
     Example:
         >>> RMSNorm(4)(torch.ones(2, 4)).shape
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start again with what does not scale."""
+        """Set the weight so that `offset + weight` is one."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
@@ -72,15 +72,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
     def extra_repr(self) -> str:
-        """The settings, as `repr` shows them."""
+        """The settings for `repr`."""
         weight = "" if self.weight is not None else ", weight=False"
         return f"{self.features}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}{weight}"
 
 
 class AddRMSNorm(RMSNorm):
-    """`add_rms_norm`: a layer's result is added to the residual stream, and the sum is normalized for the next layer.
+    """`add_rms_norm`: add a layer's result to the residual stream, and normalize the sum for the next layer.
 
-    Args: as of `RMSNorm`.
+    Args: as in `RMSNorm`.
 
     Example:
         >>> y, residual = AddRMSNorm(4)(torch.ones(2, 4), torch.ones(2, 4))
@@ -97,7 +97,7 @@ class LayerNorm(nn.Module):
     Args:
         features: size of the last axis, D.
         eps: added to the variance.
-        weight, bias: False for none.
+        weight, bias: False for no such parameter.
 
     Example:
         >>> LayerNorm(4, bias=False)(torch.ones(2, 4)).shape
@@ -121,7 +121,7 @@ class LayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start again with what changes nothing but mean and variance."""
+        """Set the weight to one and the bias to zero."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
@@ -132,7 +132,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """The settings, as `repr` shows them."""
+        """The settings for `repr`."""
         return f"{self.features}, eps={self.eps}, weight={self.weight is not None}, bias={self.bias is not None}"
 
 
@@ -140,15 +140,15 @@ class GatedMLP(nn.Module):
     """The gated feed-forward layer, `down_proj(activation(gate_proj(x)) * up_proj(x))`.
 
     Args:
-        features: size of the last axis of x and y, D.
-        hidden: features between, F.
+        features: size of the last axis of input and output, D.
+        hidden: size of the hidden layer, F.
         activation: "silu" (Llama, Qwen), "gelu", or "gelu_tanh" (Gemma).
-        packed: gate and up come from one `gate_up_proj` (Phi-3, GLM), the gate first: one larger product in place of
-            two, and no tensor is cut or put together for it.
-        bias: whether the projections have one.
+        packed: gate and up are one `gate_up_proj` (Phi-3, GLM), the gate first: one larger matrix product instead of
+            two, without splitting or concatenating tensors.
+        bias: whether the projections have a bias.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: the activation is unknown.
 
     Example:
         >>> GatedMLP(8, 16, activation="gelu_tanh", packed=True)(torch.ones(2, 8)).shape
@@ -181,11 +181,11 @@ class GatedMLP(nn.Module):
         """[..., D] → [..., D]."""
         gated, packed, options = _GATED[self.activation]
         if self.packed:
-            return projected(partial(packed, self.gate_up_proj(x), **options), self.down_proj)
-        return projected(partial(gated, self.gate_proj(x), self.up_proj(x), **options), self.down_proj)
+            return activate_and_project(partial(packed, self.gate_up_proj(x), **options), self.down_proj)
+        return activate_and_project(partial(gated, self.gate_proj(x), self.up_proj(x), **options), self.down_proj)
 
     def extra_repr(self) -> str:
-        """The settings, as `repr` shows them."""
+        """The settings for `repr`."""
         return f"activation={self.activation!r}"
 
 
@@ -222,7 +222,7 @@ class _Loss(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """The settings, as `repr` shows them."""
+        """The settings for `repr`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
@@ -242,7 +242,7 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`linear_cross_entropy` with its options; the head's weight is an argument, so that it may be tied.
+    """`linear_cross_entropy` with its options. The head's weight is an argument, so it may be tied.
 
     Args: the keyword arguments of `linear_cross_entropy` from `ignore_index` to `reduction`.
 

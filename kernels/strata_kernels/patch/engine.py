@@ -1,8 +1,8 @@
-"""Patching a model: one engine for every row of the table.
+"""Patch a model: one engine for every row of the table.
 
-A module is patched by giving it a subclass of its class that overrides `forward`. Nothing is stored on the module: its
-parameters, buffers, hooks and state dict stay as they are, copies are patched like the original, other models never see
-it, and giving the class back undoes it.
+The engine sets a module's class to a subclass that overrides `forward`. It stores nothing on the module: parameters,
+buffers, hooks and state dict do not change, copies are patched too, and other models are not affected. Unpatching sets
+the original class.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Give every module of `model` its own class back; a model that is not patched stays as it is.
+    """Set every module of `model` to its original class; does nothing to a model that is not patched.
 
     Raises:
-        ValueError: a patched class was derived from since. Nothing is changed then.
+        ValueError: another class was derived from a patched one. The model is not changed.
     """
     for module, cls in [(module, original_class(module)) for module in model.modules()]:
         module.__class__ = cls
@@ -173,17 +173,17 @@ def _find_by_row(model: nn.Module, row: Row, operators: Iterable[str]) -> Found:
 
 
 def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
-    """Raise where replacing the forward of `module` would change what it computes, or not take effect."""
+    """Raise if replacing the forward of `module` would change its results or have no effect."""
     cls: Any = original_class(module)
     if "forward" in vars(module):
         raise ValueError(
             f"{path} has a forward of its own, set by hooks or by another patch; patch the model before they are added"
         )
     home = _home(cls)
-    stood_for = {f"{cls.__name__}.forward": cls.forward}
+    replaced = {f"{cls.__name__}.forward": cls.forward}
     if isinstance(recipe, Rope):
-        stood_for |= {name: getattr(import_module(home), name) for name, _ in recipe.functions}
-    for name, function in stood_for.items():
+        replaced |= {name: getattr(import_module(home), name) for name, _ in recipe.functions}
+    for name, function in replaced.items():
         if not is_own(function, home):
             raise ValueError(
                 f"{operator} stands for {name} of {home}, which something has replaced by {function}; "
@@ -211,14 +211,14 @@ def _home(cls: type[nn.Module]) -> str:
 
 @cache
 def _patched(cls: Any, operator: str, recipe: Recipe) -> Any:
-    """The subclass of `cls` that runs `operator`, under the same name: configs and wrapping policies go by the name."""
+    """The subclass of `cls` that runs `operator`. It has the same name, which configs and wrapping policies look up."""
     namespace = {
         "forward": _forward(cls, recipe),
         "_strata_original": cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        # Pickles name a class by its module and name, under which the original would be found.
+        # A pickle would find the original class by its module and name.
         "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, operator, recipe)),
     }
     return type(cls)(cls.__name__, (cls,), namespace)

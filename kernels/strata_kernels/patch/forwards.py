@@ -1,4 +1,4 @@
-"""The forward functions that patched modules run, each the family's own with one step replaced."""
+"""The forward functions of patched modules: the family's own with one step replaced."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..ops.relu_squared import relu_squared
 from ..ops.rotary.heads import Layout
 from ..ops.rotary.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
-from .structure import activation_options, linear_head, projected
+from .structure import activate_and_project, activation_options, linear_head
 from .table import Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
-# hidden states [B, T, H], the head's weight and bias, the cap on its logits → whatever the caller makes of them
+# (hidden states [B, T, H], weight and bias of the head, cap on its logits) → the output's loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
 
@@ -49,7 +49,7 @@ def norm_forward(norm: Norm) -> Forward:
 
 
 def mlp_forward(mlp: Mlp) -> Forward:
-    """The feed-forward layer with its activation fused, and with its projection where that is a plain one."""
+    """The feed-forward layer with its activation fused, and its projection too if it is a plain linear layer."""
     gated, packed = {"swiglu": (swiglu, swiglu_packed), "geglu": (geglu, geglu_packed)}.get(mlp.operator, (None, None))
 
     def activate(self: Any, x: Tensor, **projection: Any) -> Tensor:
@@ -66,8 +66,8 @@ def mlp_forward(mlp: Mlp) -> Forward:
         return gated(getattr(self, mlp.gate)(x), getattr(self, mlp.up)(x), **options, **projection)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = projected(partial(activate, self, x), getattr(self, mlp.down))
-        # Not in the operator: the projection may have a bias.
+        y = activate_and_project(partial(activate, self, x), getattr(self, mlp.down))
+        # After the projection, which may have a bias.
         return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
 
     return forward
@@ -147,10 +147,10 @@ ROTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
-    """The model's forward; with labels, the loss is computed from the hidden states where logits are not asked for.
+    """The model's forward. With labels and `skip_logits` the loss is computed from hidden states, without logits.
 
-    With `head_loss`, it is what that makes of the hidden states and the head, inside the forward pass: where a strategy
-    that splits weights has those of the head whole.
+    With `head_loss` the loss is its result. It is called inside the forward pass, where FSDP has gathered the weight of
+    the head.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
     output = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
@@ -166,7 +166,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         config = self.config.get_text_config()
         routed = kwargs.get("output_router_logits")
         routed = head_loss is None and (getattr(config, "output_router_logits", False) if routed is None else routed)
-        # A loss function that was set on the model after it was patched is the one that counts.
+        # A loss function that was set on the model after the patch takes precedence.
         keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
         if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
             return original(self, **kwargs)
@@ -178,11 +178,11 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]
         head, softcap = linear_head(getattr(self, recipe.head)), getattr(config, recipe.softcap or "", None)
-        # The logits are scaled by scaling all that is added up in them.
+        # Logits are linear in hidden states and bias, so scaling both scales the logits.
         hidden = _scaled(hidden, config, recipe)
         bias = None if head.bias is None else _scaled(head.bias, config, recipe)
-        cut = is_dtensor(head.weight) and not is_dtensor(hidden)
-        if cut:
+        sharded = is_dtensor(head.weight) and not is_dtensor(hidden)
+        if sharded:
             hidden = _on_mesh_of(head.weight, hidden)
         loss: Any
         if head_loss is None:
@@ -195,8 +195,8 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
             imbalance = balance(routers, self.num_experts, self.num_experts_per_tok, mask)
             loss = loss + self.router_aux_loss_coef * imbalance.to(loss.device)
         return output(
-            # A copy: FSDP hooks on to what a model returns, and warns of views.
-            loss=loss.to_local().clone() if cut else loss,
+            # A copy, because FSDP registers hooks on outputs and warns about views.
+            loss=loss.to_local().clone() if sharded else loss,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -207,7 +207,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
 
 
 def _scaled(x: Tensor, config: Any, recipe: Head) -> Tensor:
-    """x divided and multiplied as the family does it with the head's logits."""
+    """x with the family's divisor and multiplier of logits."""
     if recipe.divisor:
         x = x / getattr(config, recipe.divisor)
     if recipe.multiplier:
@@ -216,7 +216,7 @@ def _scaled(x: Tensor, config: Any, recipe: Head) -> Tensor:
 
 
 def _on_mesh_of(weight: Any, hidden: Tensor) -> Tensor:
-    """Hidden states that all processes which hold a head in parts have whole, as its DTensor needs them."""
+    """Hidden states, equal on all ranks of the head's mesh, as a replicated DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
@@ -236,10 +236,10 @@ def _causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What transformers' `ForCausalLMLoss` gives for the logits of a head: position t predicts label t + 1.
+    """transformers' `ForCausalLMLoss` from hidden states: position t predicts label t + 1.
 
-    A batch may bring `max_targets`: at most how many of its positions predict a label that is not ignored. The others
-    are dropped before the head.
+    `max_targets` is an upper bound on the number of positions with a label that is not ignored. Other positions are
+    dropped before the head.
     """
     if shift_labels is None:
         assert labels is not None

@@ -1,4 +1,4 @@
-"""Reading the parts of a model: what is inside its wrappers, the linear layer that is its head, its activations."""
+"""Find the parts of a model: the model inside its wrappers, the linear layer of its head, its activations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where decorators of modeling files are defined. Those of the package `kernels` put a module in place of a function.
+# Modules of the decorators in modeling files. Those of the package `kernels` replace a function by a module.
 _DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")
 
 
@@ -37,7 +37,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_own(function: Any, module: str) -> bool:
-    """Whether `function` is that of the modeling file `module`, in nothing but the decorators that it has there."""
+    """Whether `function` comes from the modeling file `module`, inside no other decorators than the file's own."""
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         if home != module and not home.startswith(_DECORATORS):
@@ -47,10 +47,10 @@ def is_own(function: Any, module: str) -> bool:
 
 
 def linear_head(head: nn.Module) -> nn.Linear:
-    """The plain linear layer that calling `head` runs: itself, or that which PEFT has there at the moment.
+    """The linear layer that calling `head` runs: `head` itself, or the module that PEFT currently uses in its place.
 
     Raises:
-        ValueError: the head does more than a matrix product with its own weight, or is hooked to.
+        ValueError: the head is not a plain linear layer, or has hooks.
     """
     linear = _in_use(head)
     if type(linear) is not nn.Linear:
@@ -58,7 +58,7 @@ def linear_head(head: nn.Module) -> nn.Linear:
             f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(linear).__name__}; "
             "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
         )
-    # Its weight is read and its forward not called: what hangs on the call (offloading, weight_norm) would be left out.
+    # The loss reads the head's weight without calling it, so hooks (offloading, weight_norm) would not run.
     if any("forward" in m.__dict__ or m._forward_pre_hooks or m._forward_hooks for m in (head, linear)):
         raise ValueError(
             "linear_cross_entropy does not call the output head, which has hooks or a forward of its own; "
@@ -68,9 +68,10 @@ def linear_head(head: nn.Module) -> nn.Linear:
 
 
 def _in_use(module: nn.Module) -> nn.Module:
-    """What calling `module` comes to: where PEFT keeps copies that it trains, that of the adapter which is switched on.
+    """The module that calling `module` runs. PEFT keeps trained copies of a module, one per adapter.
 
-    As in PEFT's forward, that is the original where adapters are switched off, and where the active one has no copy.
+    As in PEFT's forward, that is the copy of the active adapter, or the original if adapters are disabled or the active
+    one has no copy.
     """
     if not (type(module).__module__.startswith("peft.") and hasattr(module, "modules_to_save")):
         return module
@@ -84,26 +85,27 @@ def _in_use(module: nn.Module) -> nn.Module:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling `module` is `torch.nn.functional.linear` with its weight and bias, and nothing hangs on the call.
+    """Whether calling `module` is `torch.nn.functional.linear` with its weight and bias, without hooks.
 
-    Not so where PEFT or a quantization stands in its place, a strategy has cut its weight, or hooks fetch it.
+    False if PEFT or a quantization replaces it, a parallel strategy shards its weight, or hooks gather it.
     """
     plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
     return plain and not _is_hooked(module)
 
 
-def projected(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
-    """`projection(activate())`, in one where nothing hangs on the call of the projection.
+def activate_and_project(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
+    """`projection(activate())`, fused into one operator if the projection has no hooks.
 
-    A layer that computes with a part of its weight may offer `project_activation(activate)`, which passes the part.
+    A layer that computes with a shard of its weight may have a method `project_activation(activate)`, which passes the
+    shard.
 
-    activate: an operator that takes weight and bias along, with all else given.
+    activate: an activation with all arguments bound except `weight` and `bias`, which fuse a projection.
     """
     if is_plain_linear(projection):
         return activate(weight=projection.weight, bias=projection.bias)
-    together: Callable[..., Tensor] | None = getattr(projection, "project_activation", None)
-    if together is not None and not _is_hooked(projection):
-        return together(activate)
+    fused: Callable[..., Tensor] | None = getattr(projection, "project_activation", None)
+    if fused is not None and not _is_hooked(projection):
+        return fused(activate)
     y: Tensor = projection(activate())
     return y
 
@@ -115,7 +117,7 @@ def _is_hooked(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(hooks)
 
 
-# "gelu_new" is the tanh approximation written out.
+# "gelu_new", NewGELUActivation, is the tanh approximation in PyTorch code.
 ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
     "swiglu": {"transformers.activations.SiLUActivation": {}, "torch.nn.modules.activation.SiLU": {}},
     "geglu": {
@@ -128,7 +130,7 @@ ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
-    """The keyword arguments with which `operator` computes `activation`; None if it does not."""
+    """The keyword arguments for `operator` to compute `activation`; None if it cannot."""
     cls = type(activation)
     return ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
 

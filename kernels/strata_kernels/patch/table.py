@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ..ops.norm.rms_norm import Cast
 
-# What may stand in the feed-forward layer, one of them in a family.
+# Activations of feed-forward layers; a family has one of them.
 ACTIVATIONS = ("swiglu", "geglu", "relu_squared")
 OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "linear_cross_entropy")
 
@@ -90,11 +90,11 @@ Recipe = Norm | Mlp | Rope | Head
 class Row:
     """One model family.
 
-    mlp: None where the feed-forward layer is another.
-    interleaved: its rotation pairs neighboring features instead of the halves of a head.
-    softcap: the config's field with the cap on the head's logits, where it has one.
-    divisor, multiplier: the config's field by which the head's logits are divided or multiplied, where there is one.
-    folder: of the modeling file, where its name is not the model type.
+    mlp: None for a feed-forward layer of another kind.
+    interleaved: the rotation pairs adjacent features instead of the halves of a head.
+    softcap: the config's field with the cap on the logits; None for no cap.
+    divisor, multiplier: the config's fields by which logits are divided and multiplied; None for neither.
+    folder: the folder of the modeling file, if it differs from the model type.
     """
 
     model_type: str
@@ -126,7 +126,7 @@ class Row:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The operators that the family has a place for."""
+        """The operators that the engine replaces in this family."""
         return tuple(
             name
             for name in OPERATORS
@@ -135,7 +135,7 @@ class Row:
 
     @property
     def unsupported(self) -> tuple[str, ...]:
-        """The operators that it has no place for: neither for them nor for another of their kind."""
+        """The activations, if the family has a feed-forward layer of another kind."""
         return () if self.mlp is not None else ACTIVATIONS
 
 

@@ -109,8 +109,8 @@ class StubDriver:
 
 def library_folders() -> tuple[str, ...]:
     """The folders of the driver library in pods: TRITON_LIBCUDA_PATH if it is set, otherwise the usual ones."""
-    given = knobs.nvidia.libcuda_path
-    return (given,) if given else _LIBRARY_FOLDERS
+    path = knobs.nvidia.libcuda_path
+    return (path,) if path else _LIBRARY_FOLDERS
 
 
 @contextmanager
@@ -139,8 +139,8 @@ def build_library(scratch: Path) -> Path:
     sources = [path.read_text(encoding="utf-8") for path in backend.iterdir() if path.suffix in (".py", ".c", ".h")]
     # Without these definitions the linker would drop the library from the needed ones.
     names = sorted(set(re.findall(r"\bcu[A-Z]\w+", "\n".join(sources))))
-    given = knobs.nvidia.libcuda_path
-    library = (Path(given) if given and not (Path(given) / _SONAME).exists() else scratch) / _SONAME
+    path = knobs.nvidia.libcuda_path
+    library = (Path(path) if path and not (Path(path) / _SONAME).exists() else scratch) / _SONAME
     library.parent.mkdir(parents=True, exist_ok=True)
     source = scratch / "stub.c"
     source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in names), encoding="utf-8")

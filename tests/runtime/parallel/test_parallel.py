@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from strata_kernels.patch.structure import projected
+from strata_kernels.patch.structure import activate_and_project
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
@@ -32,7 +32,7 @@ def test_what_is_cut_by_rows_takes_the_activation_before_it_along(monkeypatch):
     linear = torch.nn.Linear(2, 2)
     linear.__class__ = RowParallelLinear
     monkeypatch.setattr(RowParallelLinear, "project_activation", lambda self, activate: (self, activate))
-    assert projected(activate := object(), linear) == (linear, activate)
+    assert activate_and_project(activate := object(), linear) == (linear, activate)
 
 
 def test_unequal_parts_are_refused():

@@ -237,15 +237,15 @@ def read_cos_sin(
 
 def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
     """R, from the caller or from the width of cos."""
-    given = cos.shape[-1] if cos.dim() else 0
+    width = cos.shape[-1] if cos.dim() else 0
     if cos.is_complex():
-        given *= 2
+        width *= 2
     if rotary_dim is None:
-        rotary_dim = given
+        rotary_dim = width
     if rotary_dim % 2 or not 0 < rotary_dim <= features:
         raise ValueError(f"rotary_dim must be even and from 2 to {features}, got {rotary_dim}, cos: {describe(cos)}")
     allowed = (rotary_dim,) if cos.is_complex() else (rotary_dim // 2, rotary_dim)
-    if given not in allowed:
+    if width not in allowed:
         raise ValueError(
             f"with rotary_dim {rotary_dim} cos and sin must be {rotary_dim // 2} wide, or {rotary_dim} where each angle"
             f" comes twice, got {describe(cos)}"
