@@ -241,7 +241,7 @@ def test_other_chips_are_compiled_for_and_told_apart(monkeypatch, tmp_path, libr
 
 @pytest.mark.parametrize("arch", ["h100", "sm_9", "sm90", "gfx", ""])
 def test_no_arch(arch):
-    with pytest.raises(ValueError, match="give the like of sm_90"):
+    with pytest.raises(ValueError, match=r"use e\.g\. sm_90"):
         target_of(arch)
 
 
@@ -253,14 +253,14 @@ def test_no_arch(arch):
         (["--arch", "sm_90", "--model", "qwen3-4b", "--plan", "x"], "--plan and --model exclude each other"),
         (["--arch", "sm_90", "--batch", "2", "--plan", "x"], "--plan and --batch exclude each other"),
         (["--arch", "h100", "--model", "qwen3-4b"], "arch 'h100' is unknown"),
-        (["--arch", ",", "--model", "qwen3-4b"], "give at least one architecture"),
+        (["--arch", ",", "--model", "qwen3-4b"], "pass at least one architecture"),
         (["--arch", "sm_90", "--batch", "0"], "'0' is not a list of positive integers"),
         (["--arch", "sm_90", "--learns", "some"], "'some' is not a list of all and adapter"),
         (["--arch", "sm_90", "--batch", "two"], "invalid _numbers value: 'two'"),
         (["--arch", "sm_90", "--plan", "/no/plan"], "No such file or directory: '/no/plan'"),
     ],
 )
-def test_what_is_asked_wrongly_is_said(arguments, problem, tmp_path, capsys):
+def test_wrong_arguments_are_reported(arguments, problem, tmp_path, capsys):
     try:
         code = main(["bake", "--out", str(tmp_path / "out"), *arguments])
     except SystemExit as end:
@@ -277,7 +277,7 @@ def test_a_saved_plan_names_what_to_bake(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{len(plan)} kernels, plan {plan.hash[:12]}, in ")
 
 
-def test_the_stand_in_is_put_where_triton_will_look_and_never_over_the_real_one(monkeypatch, tmp_path):
+def test_the_stub_library_is_written_where_triton_looks_and_never_over_the_real_one(monkeypatch, tmp_path):
     place = tmp_path / "driver"
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(place))
     library = build_library(tmp_path)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the in
 
 
 def warm(filler: CacheFiller) -> dict[str, str]:
-    """Want every entry, as Triton does; returns where each came from."""
+    """Look up every entry as Triton does; returns the origin of each."""
     with filler.installed():
         for key, files in ENTRIES:
             manager = get_cache_manager(hex_of(key))
@@ -59,7 +59,7 @@ def test_the_image_comes_before_the_store_and_the_compiler_last(tmp_path, pod):
     assert set(warm(CacheFiller(pod)).values()) == {"cache"}
 
 
-def test_what_is_torn_is_found_elsewhere_and_reported(tmp_path, pod):
+def test_a_corrupt_entry_comes_from_another_source_and_is_reported(tmp_path, pod):
     for root in (pod, tmp_path / "image"):
         triton_cache.store(root, KEY, FILES)
         (root / KEY / "kernel_0.cubin").write_bytes(b"\x7fELF")
@@ -71,7 +71,7 @@ def test_what_is_torn_is_found_elsewhere_and_reported(tmp_path, pod):
     ]
 
 
-def test_a_torn_archive_is_refused_compiled_and_replaced(tmp_path, pod):
+def test_a_truncated_archive_is_rejected_and_replaced(tmp_path, pod):
     signed(tmp_path / "store").push(KEY, FILES)
     (torn,) = archives(tmp_path / "store")
     torn.write_bytes(torn.read_bytes()[:100])
@@ -82,7 +82,7 @@ def test_a_torn_archive_is_refused_compiled_and_replaced(tmp_path, pod):
     assert signed(tmp_path / "store").pull(KEY) == FILES
 
 
-def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
+def test_concurrent_builds_of_one_helper_leave_a_valid_one(pod):
     """Every thread that needs the driver's helper first builds it, and a C compiler's outputs differ."""
     key, files = ENTRIES[-1]
     (name,) = files
@@ -96,7 +96,7 @@ def test_builds_of_one_helper_side_by_side_leave_a_whole_one(pod):
     assert loaded is not None and loaded[name] in builds
 
 
-def test_what_another_pod_has_mended_meanwhile_stays(pod, monkeypatch):
+def test_an_entry_that_another_pod_has_repaired_meanwhile_stays(pod, monkeypatch):
     """It loads its launcher by the path that it has just written."""
     key, files = ENTRIES[-1]
     (name,) = files
@@ -170,7 +170,7 @@ def test_triton_hits_what_another_pod_has_compiled(tmp_path, monkeypatch):
     assert start("fourth") == {"cache": 2, "image": 0, "store": 0, "compiled": 0}
 
 
-def test_a_store_that_never_answers_costs_its_time_and_no_more(tmp_path, pod, s3, monkeypatch):
+def test_a_store_that_never_answers_costs_no_more_than_its_time_budget(tmp_path, pod, s3, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         slow = Store(open_storage(s3), "triton/python", signing_key=SECRET)
@@ -181,7 +181,7 @@ def test_a_store_that_never_answers_costs_its_time_and_no_more(tmp_path, pod, s3
     assert 0.4 < filler.to_dict()["store_seconds"] < 30
 
 
-def test_a_store_that_is_not_there_is_asked_once(tmp_path, pod):
+def test_an_unreachable_store_is_called_once(tmp_path, pod):
     class Gone(FolderStorage):
         asked = 0
 
@@ -195,7 +195,7 @@ def test_a_store_that_is_not_there_is_asked_once(tmp_path, pod):
     assert "OSError: [Errno 116] Stale file handle" in filler.problems[0]
 
 
-def test_a_disk_that_is_full_is_reported(tmp_path, pod):
+def test_a_full_disk_is_reported(tmp_path, pod):
     """A limit on the size of files stands for it: writing fails in the same place."""
     triton_cache.store(tmp_path / "image", *kernel_entry(0, size=200_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

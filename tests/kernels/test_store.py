@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the in
 
 
 @pytest.mark.parametrize(("key", "files"), [ENTRIES[0], ENTRIES[-1]], ids=["kernel", "launcher"])
-def test_an_archive_has_the_entry_and_nothing_else(key, files):
+def test_an_archive_contains_the_entry_only(key, files):
     assert unpack(key, pack(key, files)) == files
     assert pack(key, dict(reversed(files.items())) | {triton_cache.DIGESTS: b"of another place"}) == pack(key, files)
 
@@ -40,7 +40,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         ([member("../outside")], "not a regular file of this entry"),
         ([member("/etc/passwd")], "not a regular file of this entry"),
@@ -58,12 +58,12 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
         ([], "no group file"),
     ],
 )
-def test_an_archive_of_anything_else_is_refused(members, said):
-    with pytest.raises(RejectedArchive, match=said):
+def test_an_archive_of_anything_else_is_rejected(members, message):
+    with pytest.raises(RejectedArchive, match=message):
         unpack(KEY, archive_of(*members))
 
 
-def test_an_archive_that_inflates_to_too_much_is_refused(monkeypatch):
+def test_an_archive_that_is_too_large_uncompressed_is_rejected(monkeypatch):
     monkeypatch.setattr(store, "_MAX_BYTES", 1 << 20)
     bomb = archive_of(member(f"{KEY}/kernel.json"), data=bytes(2 << 20))
     assert len(bomb) < 10_000
@@ -71,8 +71,8 @@ def test_an_archive_that_inflates_to_too_much_is_refused(monkeypatch):
         unpack(KEY, bomb)
 
 
-def test_a_hundred_damaged_archives_are_refused(tmp_path):
-    """Each twice: as a torn file under its old name, and as one whose name was made to fit, if that is possible."""
+def test_a_hundred_damaged_archives_are_rejected(tmp_path):
+    """Each twice: under the old name, whose SHA-256 differs, and under a name with the right one."""
     shared, open_to_all = (
         signed(tmp_path / "a"),
         Store(FolderStorage(tmp_path / "b"), "triton/python", allow_unsigned=True),
@@ -102,11 +102,11 @@ def test_a_hundred_damaged_archives_are_refused(tmp_path):
         assert open_to_all.pull(KEY) in (None, FILES)
         open_to_all.storage.remove(name)
     assert len(open_to_all.rejected) > 90
-    assert shared.push(KEY, FILES) is False, "not known to be torn: this pod has not read it"
+    assert shared.push(KEY, FILES) is False, "this pod has not read it, so it does not know that it is truncated"
     assert shared.pull(KEY) is None and shared.push(KEY, FILES) is True and shared.pull(KEY) == FILES
 
 
-def test_what_was_pushed_is_pulled_by_others(tmp_path):
+def test_other_pods_pull_a_pushed_entry(tmp_path):
     for key, files in ENTRIES:
         assert signed(tmp_path).push(key, files) is True and signed(tmp_path).push(key, files) is False
     for key, files in ENTRIES:
@@ -141,7 +141,7 @@ def test_a_signature_is_good_for_one_key_in_one_environment(tmp_path):
     assert signed(tmp_path).pull(ENTRIES[1][0]) is None and elsewhere.pull(KEY) is None
 
 
-def test_what_was_not_used_for_longest_is_removed(tmp_path):
+def test_trim_removes_the_least_recently_used(tmp_path):
     full = signed(tmp_path)
     for age, (key, files) in enumerate(ENTRIES):
         full.push(key, files)
