@@ -16,11 +16,11 @@ import re
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata_platform.file_io import require_regular_file
 from tasks.runtime.data.messages import Messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
+from tasks.runtime.data.template_renderer import TemplateLimit, TemplateRejection, render_templates
 from tasks.runtime.data.tools import COLUMN, Tools, called_functions, is_double_encoded, offered_functions
 
 # Built-in templates by name, with the special tokens that each needs.
@@ -106,8 +106,10 @@ def _choices() -> str:
 class ChatTemplate:
     """A chat template with a tokenizer's special tokens, applied to checked messages."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> None:
+        """name: what `data.chat_template` says; None for the tokenizer's own template."""
         self.source = source
+        self._named = "the tokenizer's own template" if name is None else repr(name)
         self._tokenizer = tokenizer
         self._marked = _GENERATION.search(source) is not None
         self._reads_tools = re.search(r"\btools\b", source) is not None
@@ -146,9 +148,16 @@ class ChatTemplate:
                     )
                 spans = [span for index, span in zip(turns, spans, strict=True) if index in learned]
             return [(text, spans)]
-        whole = self._render(messages, where, tools)
+        # All at once: each request to the process that renders takes longer than the template.
+        ends = [index + 1 for index in learned]
+        chats = [(messages, False), *((messages[:index], True) for index in learned)]
+        texts = self._apply([*chats, *((messages[:end], False) for end in ends)], where, tools)
+        whole, *others = (text for text, _ in texts)
         self._require_tools(tools, whole, where)
-        rendered = [self._turn(messages, index, where, whole, tools) for index in learned]
+        rendered = [
+            self._turn(messages, index, where, prompt, text)
+            for index, prompt, text in zip(learned, others[: len(learned)], others[len(learned) :], strict=True)
+        ]
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
@@ -163,10 +172,8 @@ class ChatTemplate:
                     "data.chat_template to a template that supports tools, or rename the column"
                 )
 
-    def _turn(self, messages: Messages, index: int, where: str, whole: str, tools: Tools | None) -> tuple[str, Span]:
-        """The chat up to and including a turn, and the turn's span. whole: the rendering of the whole chat."""
-        prompt = self._render(messages[:index], where, tools, add_generation_prompt=True)
-        text = whole if index == len(messages) - 1 else self._render(messages[: index + 1], where, tools)
+    def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
+        """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""
         if not text.startswith(prompt):
             raise ValueError(
                 f"{where}: the chat template's output for message {index + 1} does not begin with its own generation "
@@ -182,13 +189,8 @@ class ChatTemplate:
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(self._special) else end
 
-    def _render(
-        self, messages: Messages, where: str, tools: Tools | None, *, add_generation_prompt: bool = False
-    ) -> str:
-        return self._apply(messages, where, tools, add_generation_prompt=add_generation_prompt)[0]
-
     def _render_marked(self, messages: Messages, where: str, tools: Tools | None) -> tuple[str, list[Span]]:
-        text, spans = self._apply(messages, where, tools, return_assistant_tokens_mask=True)
+        ((text, spans),) = self._apply([(messages, False)], where, tools, return_assistant_tokens_mask=True)
         # The token that ends the turn carries loss even if the marks omit it, or the model would never stop.
         end_tokens = [token for token in self._special if text.rstrip().endswith(token)]
         end_token = max(end_tokens, key=len, default="")
@@ -197,22 +199,28 @@ class ChatTemplate:
             for begin, end in spans
         ]
 
-    def _apply(self, messages: Messages, where: str, tools: Tools | None, **options: bool) -> tuple[str, list[Span]]:
-        """The rendered text and the spans that the template marks. transformers runs templates in a sandbox."""
+    def _apply(
+        self, chats: list[tuple[Messages, bool]], where: str, tools: Tools | None, **options: bool
+    ) -> list[tuple[str, list[Span]]]:
+        """The rendered texts, and the spans that the template marks. transformers runs templates in a sandbox.
+
+        chats: messages, and whether the generation prompt follows them.
+        """
+        common = {"tools": tools, "chat_template": self.source, **options, **self._tokenizer.special_tokens_map}
         try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                **options,
-                **self._tokenizer.special_tokens_map,
+            found = render_templates(
+                common, [{"conversations": [chat], "add_generation_prompt": prompted} for chat, prompted in chats]
             )
-        # A template can raise any error.
-        except Exception as error:
+        except TemplateRejection as error:
             raise RowError(f"{where}: the chat template rejects these messages: {error}") from error
+        except TemplateLimit as error:
+            raise ValueError(
+                f"data.chat_template: {self._named} {error} ({where}); correct it, or set data.chat_template to another"
+            ) from error
         # Texts of tools and calls were not checked before.
-        require_valid_unicode(texts[0], f"{where}: the chat template's output")
-        return texts[0], spans[0] if spans else []
+        for text, _ in found:
+            require_valid_unicode(text, f"{where}: the chat template's output")
+        return found
 
 
 def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:

@@ -176,7 +176,8 @@ def _builder(name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizer
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data) -> Render:
     plain, with_tools = (
-        ChatTemplate(resolve_template(data.chat_template, tokenizer, tools=tools), tokenizer) for tools in (False, True)
+        ChatTemplate(resolve_template(data.chat_template, tokenizer, tools=tools), tokenizer, data.chat_template)
+        for tools in (False, True)
     )
 
     def render(messages: Messages, row: Row) -> list[tuple[str, list[Span]]]:

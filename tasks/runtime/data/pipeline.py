@@ -27,6 +27,7 @@ from tasks.runtime.data.formats import Format, choose_format, make_format, raw_t
 from tasks.runtime.data.prepared_manifest import Manifest, Split
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.data.text_files import pieces
 from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, trains_tokenizer
 from tasks.runtime.data.validation import hold_out, uniform
@@ -62,7 +63,10 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report) -> PreparedData:
             report(f"the data of recipe {recipe.hash()} is already prepared in {out}")
             return found
         with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
-            _build(recipe, folder, report)
+            try:
+                _build(recipe, folder, report)
+            finally:
+                stop_rendering()
     return PreparedData.load(out)
 
 
