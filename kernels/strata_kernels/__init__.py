@@ -13,9 +13,8 @@ from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
-from .ops.norm.add_rms_norm import add_rms_norm
 from .ops.norm.layer_norm import layer_norm
-from .ops.norm.rms_norm import rms_norm
+from .ops.norm.rms_norm import add_rms_norm, rms_norm
 from .ops.relu_squared import relu_squared
 from .ops.rotary.qk_norm_rope import qk_norm_rope
 from .ops.rotary.rope import rope

@@ -16,9 +16,8 @@ from .ops.cross_entropy import cross_entropy
 from .ops.cross_entropy.reduction import Reduction
 from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.norm.add_rms_norm import add_rms_norm
 from .ops.norm.layer_norm import layer_norm
-from .ops.norm.rms_norm import Cast, rms_norm
+from .ops.norm.rms_norm import Cast, add_rms_norm, rms_norm
 from .ops.relu_squared import relu_squared
 from .ops.swiglu import swiglu, swiglu_packed
 from .patch.structure import activate_and_project

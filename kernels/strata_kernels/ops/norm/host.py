@@ -1,4 +1,4 @@
-"""What rms_norm, add_rms_norm and layer_norm share: how their kernels are launched, and the same in plain PyTorch."""
+"""The launch tables of the norms, and the host functions that launch their kernels or call the reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import accumulator, launch, multiprocessors, takes_kernel
+from .._launch import launch, multiprocessors, takes_kernel
 from .kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
+from .reference import COUNTERS, norm_backward_reference, norm_reference, normalized_like, statistics_like, unfilled
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ _BACKWARD = (
     Tile(row=2**15, block=2**14, warps=32, keep=False),
     Tile(row=2**40, block=2**13, warps=16, keep=False),
 )
-# Zeros behind the statistics: one for all groups of programs, one for each.
-_COUNTERS = 16
 # Sums (of dw and db) that one program keeps in registers where rows are walked over again.
 _OWN_SUMS = 20480
 # An input of up to so many bytes is done sooner than another kernel could be started.
@@ -87,7 +86,7 @@ def _cut(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) 
 def _forward_plan(width: int, itemsize: int, cast: str, center: bool, interpreted: bool) -> dict[str, Any]:
     """The constexprs of the forward kernel."""
     _, cut = _cut(_FORWARD, width, itemsize, interpreted)
-    return {**cut, "CAST": cast, "CENTER": center, "COUNTERS": _COUNTERS}
+    return {**cut, "CAST": cast, "CENTER": center, "COUNTERS": COUNTERS}
 
 
 @cache
@@ -118,29 +117,6 @@ def _rows_if_any(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 def _dense(weight: Tensor | None) -> Tensor | None:
     return weight if weight is None or weight.is_contiguous() else weight.contiguous()
-
-
-def unfilled(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous tensor of the shape and device of x, and of its dtype unless another one is given."""
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def normalized_like(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
-    """An unfilled y: as eager PyTorch promotes; "gemma" rounds after the weight, so it keeps the dtype of x."""
-    if weight is None or weight.dtype == x.dtype or cast == "gemma":
-        return unfilled(x)
-    return unfilled(x, torch.promote_types(x.dtype, weight.dtype))
-
-
-def statistics_like(x: Tensor, center: bool) -> Tensor:
-    """An unfilled vector of what the backward pass needs: rstd of every row, the mean of every row, counters."""
-    n_rows = x.numel() // x.shape[-1]
-    return x.new_empty(n_rows * (1 + center) + _COUNTERS, dtype=accumulator(x.dtype))
-
-
-def gradient_like(weight: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
-    """An unfilled gradient of a weight or bias, empty where there is none to be computed."""
-    return unfilled(weight) if weight is not None and wanted else x.new_empty(0)
 
 
 def norm_forward(
@@ -178,7 +154,7 @@ def norm_backward(
             if gradient is not None:
                 gradient.zero_()
         return unfilled(x)
-    run = _backward_triton if takes_kernel(x) else _backward_reference
+    run = _backward_triton if takes_kernel(x) else norm_backward_reference
     return run(dy, dh, x, weight, stats, offset, center, dw, db)
 
 
@@ -210,52 +186,3 @@ def _backward_triton(
             partial, dw, db, programs, D=width, WIDTH=width * gradients, ROWS=4096 // block, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dx
-
-
-def norm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float, offset: float, cast: str, center: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`norm_forward` in plain PyTorch, differentiable."""
-    h = x if residual is None else x + residual
-    wide = h.to(accumulator(x.dtype))
-    mean = wide.mean(-1, keepdim=True) if center else None
-    wide = wide if mean is None else wide - mean
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = wide * (rstd.to(x.dtype) if cast == "none" else rstd)
-    y = y if cast == "gemma" else y.to(x.dtype)
-    if weight is not None:
-        y = y * _scale(weight, offset)
-    if bias is not None:
-        y = y + bias
-    means = [] if mean is None else [mean.reshape(-1)]
-    stats = torch.cat([rstd.reshape(-1), *means, rstd.new_zeros(_COUNTERS)])
-    return y.to(normalized_like(x, weight, cast).dtype).contiguous(), h.contiguous(), stats
-
-
-def _backward_reference(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, center: bool,
-    dw: Tensor | None, db: Tensor | None,
-) -> Tensor:  # fmt: skip
-    n_rows = x.numel() // x.shape[-1]
-    rstd = stats[:n_rows].view(*x.shape[:-1], 1)
-    xhat = x.to(stats.dtype)
-    if center:
-        xhat = xhat - stats[n_rows : 2 * n_rows].view(*x.shape[:-1], 1)
-    xhat = xhat * rstd
-    g = dy.to(stats.dtype)
-    if dw is not None:
-        dw.copy_((g * xhat).reshape(-1, x.shape[-1]).sum(0))
-    if db is not None:
-        db.copy_(g.reshape(-1, x.shape[-1]).sum(0))
-    if weight is not None:
-        g = g * _scale(weight, offset)
-    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
-    if center:
-        dx = dx - g.mean(-1, keepdim=True)
-    dx = dx * rstd
-    return (dx if dh is None else dx + dh).to(x.dtype).contiguous()
-
-
-def _scale(weight: Tensor, offset: float) -> Tensor:
-    return weight if offset == 0.0 else weight.to(accumulator(weight.dtype)) + offset

@@ -6,7 +6,7 @@
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
 
-The kernels are those of `host`. Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
 """
 
 from __future__ import annotations
@@ -18,80 +18,73 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
-from .._operator import is_transformed, plain_gradients, register
-from .host import (
-    gradient_like,
-    norm_backward,
-    norm_forward,
-    norm_reference,
-    normalized_like,
-    statistics_like,
-    unfilled,
-)
+from .._operator import Operator, is_transformed, operator, plain_gradients
+from .host import norm_backward, norm_forward
+from .reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
 
 # Rounded once, at the end, to the dtype of x.
 _CAST = "gemma"
 
 
-def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return normalized_like(x, weight, _CAST), statistics_like(x, center=True)
+@operator(
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool weight_grad, bool bias_grad)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+class _LayerNormBackward(Operator):
+    """dx, dw and db."""
+
+    @staticmethod
+    def forward(
+        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+        weight_grad: bool, bias_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dw, db = gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
+        wanted = dw if weight_grad else None, db if bias_grad else None
+        return norm_backward(dy, None, x, weight, stats, 0.0, True, *wanted), dw, db
+
+    @staticmethod
+    def fake(
+        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+        weight_grad: bool, bias_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return unfilled(x), gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
 
 
-def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, stats = norm_forward(x, None, weight, bias, eps, 0.0, _CAST, center=True)
-    return y, stats
+@operator("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)")
+class _LayerNorm(Operator):
+    """y and the statistics that the backward pass needs."""
 
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        y, _, stats = norm_forward(x, None, weight, bias, eps, 0.0, _CAST, center=True)
+        return y, stats
 
-def _backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return unfilled(x), gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
+    @staticmethod
+    def fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        return normalized_like(x, weight, _CAST), statistics_like(x, center=True)
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, ctx.eps = inputs
+        stats = output[1]
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, stats)
 
-def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dw, db = gradient_like(weight, weight_grad, x), gradient_like(bias, bias_grad, x)
-    wanted = dw if weight_grad else None, db if bias_grad else None
-    return norm_backward(dy, None, x, weight, stats, 0.0, True, *wanted), dw, db
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.eps = inputs
-    stats = output[1]
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, bias, stats)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None
+        if torch.is_grad_enabled():
+            *inputs, _ = ctx.saved_tensors
+            return *plain_gradients(partial(_plain, eps=ctx.eps), inputs, dy), None
+        _, weight_grad, bias_grad, _ = ctx.needs_input_grad
+        dx, dw, db = _LayerNormBackward.apply(dy, *ctx.saved_tensors, weight_grad, bias_grad)
+        return dx, dw if weight_grad else None, db if bias_grad else None, None
 
 
 def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return norm_reference(x, None, weight, bias, eps, 0.0, _CAST, center=True)[0]
-
-
-def _autograd(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
-    if torch.is_grad_enabled():
-        *inputs, _ = ctx.saved_tensors
-        return *plain_gradients(partial(_plain, eps=ctx.eps), inputs, dy), None
-    _, weight_grad, bias_grad, _ = ctx.needs_input_grad
-    dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, weight_grad, bias_grad)
-    return dx, dw if weight_grad else None, db if bias_grad else None, None
-
-
-_layer_norm_bwd = register(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool weight_grad, bool bias_grad)"
-    " -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-)
-_layer_norm = register(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-    setup_context=_setup_context,
-    backward=_autograd,
-)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -127,5 +120,5 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
             raise ValueError(f"{name} is on {given.device} and x on {x.device}: move one of them")
     if is_transformed():
         return _plain(x, weight, bias, eps)
-    y: Tensor = _layer_norm(x, weight, bias, eps)[0]
+    y: Tensor = _LayerNorm.apply(x, weight, bias, eps)[0]
     return y

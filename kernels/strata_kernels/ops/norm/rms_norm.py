@@ -1,12 +1,14 @@
-"""Root-mean-square normalization over the last axis.
+"""Root-mean-square normalization over the last axis, alone or of a sum with a residual connection.
 
-    rstd = 1 / sqrt(mean(x²) + eps)         x̂ = x · rstd         y = x̂ · (offset + w)
+    h    = x + residual, rounded to their dtype; without a residual h is x
+    rstd = 1 / sqrt(mean(h²) + eps)         ĥ = h · rstd         y = ĥ · (offset + w)
     g    = dy · (offset + w)
-    dx   = rstd · (g - x̂ · mean(g · x̂))                          dw = Σ_rows dy · x̂
+    dx   = rstd · (g - ĥ · mean(g · ĥ)) + dh = dresidual          dw = Σ_rows dy · ĥ
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
 
-The kernels are those of `host`. Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+Bytes moved per element at the least: rms_norm 2·itemsize forward and 3·itemsize backward, add_rms_norm 4·itemsize each
+way.
 """
 
 from __future__ import annotations
@@ -19,15 +21,8 @@ from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
 from .._operator import Operator, is_transformed, operator, plain_gradients
-from .host import (
-    gradient_like,
-    norm_backward,
-    norm_forward,
-    norm_reference,
-    normalized_like,
-    statistics_like,
-    unfilled,
-)
+from .host import norm_backward, norm_forward
+from .reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
 
 Cast = Literal["llama", "gemma", "none"]
 
@@ -82,26 +77,68 @@ class _RMSNorm(Operator):
             return None, None, None, None, None
         x, weight, stats = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *rms_norm_gradients(dy, x, weight, *ctx.settings), None, None, None
+            return *_differentiable_gradients(dy, x, weight, *ctx.settings), None, None, None
         weight_grad = ctx.needs_input_grad[1]
         _, offset, _ = ctx.settings
         dx, dw = _RMSNormBackward.apply(dy, None, x, weight, stats, offset, weight_grad)
         return dx, dw if weight_grad else None, None, None, None
 
 
+@operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+class _AddRMSNorm(Operator):
+    """y, h and the statistics. If the gradient of only one output arrives, no zeros are made for the other."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return norm_forward(x, residual, weight, None, eps, offset, cast, center=False)
+
+    @staticmethod
+    def fake(
+        x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return normalized_like(x, weight, cast), unfilled(x), statistics_like(x, center=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, _, weight, *ctx.settings = inputs
+        _, h, stats = output
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h, weight, stats)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dh, dh, None, None, None, None
+        h, weight, stats = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, dw = _differentiable_gradients(dy, h, weight, *ctx.settings)
+            dx = dx if dh is None else dx + dh
+            return dx, dx, dw, None, None, None
+        weight_grad = ctx.needs_input_grad[2]
+        _, offset, _ = ctx.settings
+        dx, dw = _RMSNormBackward.apply(dy, dh, h, weight, stats, offset, weight_grad)
+        return dx, dx, dw if weight_grad else None, None, None, None
+
+
 def _plain(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
     return norm_reference(x, None, weight, None, eps, offset, cast, center=False)[0]
 
 
-def rms_norm_gradients(
+def _differentiable_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[Any, ...]:
     """dx and dw in plain PyTorch, differentiable."""
     return plain_gradients(partial(_plain, eps=eps, offset=offset, cast=cast), (x, weight), dy)
 
 
-def check(x: Tensor, weight: Tensor | None, cast: str) -> None:
-    """Raise the `ValueError` of `rms_norm`."""
+def _check(x: Tensor, weight: Tensor | None, cast: str) -> None:
+    """Raise ValueError for arguments that do not fit."""
     if not has_dtype(x) or x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must be {DTYPES} of shape [..., D] with D > 0, got {describe(x)}")
     if weight is not None:
@@ -142,8 +179,50 @@ def rms_norm(
         >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
         tensor([0.8485, 1.1314])
     """
-    check(x, weight, cast)
+    _check(x, weight, cast)
     if is_transformed():
         return _plain(x, weight, eps, offset, cast)
     y: Tensor = _RMSNorm.apply(x, weight, eps, offset, cast)[0]
     return y
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: Cast = "llama",
+) -> tuple[Tensor, Tensor]:
+    """`h = x + residual; y = rms_norm(h, weight, eps, offset=offset, cast=cast)`, fused; returns y and h.
+
+    h is rounded as PyTorch rounds the sum, and y is computed from the rounded h. It is plain PyTorch under
+    `torch.func`.
+
+    Args:
+        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
+        residual: the same shape, dtype and device.
+        weight: [D], or None for no weight.
+        eps, offset, cast: as in `rms_norm`.
+
+    Returns:
+        y, [..., D], contiguous, in the dtype that `rms_norm` gives; h, [..., D], contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: x and residual differ in shape, dtype or device, or what `rms_norm` raises.
+
+    Example:
+        >>> add_rms_norm(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 3.0]), eps=0.0)
+        (tensor([0.8485, 1.1314]), tensor([3., 4.]))
+    """
+    _check(x, weight, cast)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        shapes = f"{describe(x)} and {describe(residual)}"
+        raise ValueError(f"x and residual must have one shape and one dtype, got {shapes}")
+    if residual.device != x.device:
+        raise ValueError(f"residual is on {residual.device} and x on {x.device}: move one of them")
+    if is_transformed():
+        return norm_reference(x, residual, weight, None, eps, offset, cast, center=False)[:2]
+    y, h, _ = _AddRMSNorm.apply(x, residual, weight, eps, offset, cast)
+    return y, h
