@@ -7,18 +7,18 @@ imports transformers when it is first accessed.
 from typing import TYPE_CHECKING, Any
 
 from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
+from .ops.activation.geglu import geglu, geglu_packed
+from .ops.activation.relu_squared import relu_squared
+from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
-from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
-from .ops.relu_squared import relu_squared
 from .ops.rotary.qk_norm_rope import qk_norm_rope
 from .ops.rotary.rope import rope
-from .ops.swiglu import swiglu, swiglu_packed
 from .patch import PatchReport, patch_model, unpatch_model
 
 if TYPE_CHECKING:

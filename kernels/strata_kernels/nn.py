@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .ops.activation.geglu import geglu, geglu_packed
+from .ops.activation.relu_squared import relu_squared
+from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.cross_entropy import cross_entropy
 from .ops.cross_entropy.reduction import Reduction
-from .ops.geglu import geglu, geglu_packed
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import Cast, add_rms_norm, rms_norm
-from .ops.relu_squared import relu_squared
-from .ops.swiglu import swiglu, swiglu_packed
 from .patch.structure import activate_and_project
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]

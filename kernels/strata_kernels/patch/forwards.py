@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.geglu import geglu, geglu_packed
+from ..ops.activation.geglu import geglu, geglu_packed
+from ..ops.activation.relu_squared import relu_squared
+from ..ops.activation.swiglu import swiglu, swiglu_packed
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
 from ..ops.norm.layer_norm import layer_norm
 from ..ops.norm.rms_norm import rms_norm
-from ..ops.relu_squared import relu_squared
 from ..ops.rotary.heads import Layout
 from ..ops.rotary.rope import rope
-from ..ops.swiglu import swiglu, swiglu_packed
 from .structure import activate_and_project, activation_options, linear_head
 from .table import Head, Mlp, Norm, Rope
 

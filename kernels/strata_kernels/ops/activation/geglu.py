@@ -1,6 +1,6 @@
 """The gated activation of Gemma-type feed-forward layers: `gelu(gate) * up`.
 
-The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
+The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202); Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016 (arXiv:1606.08415).
@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ._activation import GATED, PACKED, check_gated, check_packed
-from ._projected import define_projected
+from .host import GATED, PACKED, check_gated, check_packed
+from .linear import define_projected
 
 Approximate = Literal["none", "tanh"]
 

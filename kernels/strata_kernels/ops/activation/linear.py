@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._activation import Activation, Form, define
-from ._launch import describe
-from ._launch_cache import TENSOR_TYPES
-from ._operator import is_observed, is_recorded
+from .._launch import describe
+from .._launch_cache import TENSOR_TYPES
+from .._operator import is_observed, is_recorded
+from .host import Activation, Form, define
 
 # Elements of the largest matrix in a product.
 _LARGEST = 2**31 - 1

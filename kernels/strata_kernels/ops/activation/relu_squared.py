@@ -1,6 +1,6 @@
 """The squared ReLU of Primer and Nemotron feed-forward layers, which have no gate.
 
-The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
+The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
 
 Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._activation import SINGLE
-from ._launch import DTYPES, describe, has_dtype
-from ._projected import define_projected
+from .._launch import DTYPES, describe, has_dtype
+from .host import SINGLE
+from .linear import define_projected
 
 _relu_squared = define_projected("relu_squared", "relu2", SINGLE)
 

@@ -1,6 +1,6 @@
 """Activations of feed-forward layers as operators: given gate and up, alone or as halves, launched and registered.
 
-The formulas and the kernels are in `_activation_kernels.py`.
+The formulas and the kernels are in `kernels.py`.
 """
 # mypy: allow-untyped-calls
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._activation_kernels import activation_bwd_kernel, activation_fwd_kernel
-from ._launch import DTYPES, describe, has_dtype, launch, takes_kernel
-from ._operator import _library, register
+from .._launch import DTYPES, describe, has_dtype, launch, takes_kernel
+from .._operator import _library, register
+from .kernels import activation_bwd_kernel, activation_fwd_kernel
 
 # Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
 _VECTOR = 8

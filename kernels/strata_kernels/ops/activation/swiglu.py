@@ -1,6 +1,6 @@
 """The gated activation of Llama-type feed-forward layers: `silu(gate) * up`.
 
-The formulas and the kernels are in `_activation_kernels.py`, how they are launched in `_activation.py`.
+The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._activation import GATED, PACKED, check_gated, check_packed
-from ._projected import define_projected
+from .host import GATED, PACKED, check_gated, check_packed
+from .linear import define_projected
 
 _swiglu = define_projected("swiglu", "silu", GATED)
 _swiglu_packed = define_projected("swiglu_packed", "silu", PACKED)
