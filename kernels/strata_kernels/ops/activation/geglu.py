@@ -8,20 +8,19 @@ Linear Units", 2016 (arXiv:1606.08415).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
-from .host import GATED, PACKED, check_gated, check_packed
-from .linear import define_projected
+from .host import GATED, PACKED, Activation, check_gated, check_packed, define
+from .linear import activation_linear
 
 Approximate = Literal["none", "tanh"]
 
-_geglu = {"none": define_projected("geglu", "gelu", GATED), "tanh": define_projected("geglu_tanh", "gelu_tanh", GATED)}
-_geglu_packed = {
-    "none": define_projected("geglu_packed", "gelu", PACKED),
-    "tanh": define_projected("geglu_tanh_packed", "gelu_tanh", PACKED),
+_GEGLU = {"none": define("geglu", "gelu", GATED), "tanh": define("geglu_tanh", "gelu_tanh", GATED)}
+_GEGLU_PACKED = {
+    "none": define("geglu_packed", "gelu", PACKED),
+    "tanh": define("geglu_tanh_packed", "gelu_tanh", PACKED),
 }
 
 
@@ -60,8 +59,10 @@ def geglu(
         tensor([0.0000, 1.6827])
     """
     check_gated(gate, up)
-    y: Tensor = _chosen(_geglu, approximate)(gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
-    return y
+    activation = _selected(_GEGLU, approximate)
+    if weight is None and bias is None:
+        return activation.forward(gate, up, gate_multiplier, multiplier)
+    return activation_linear(activation, gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 
 def geglu_packed(
@@ -93,13 +94,13 @@ def geglu_packed(
         tensor([0.0000, 1.6824])
     """
     check_packed(x)
-    y: Tensor = _chosen(_geglu_packed, approximate)(
-        x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias
-    )
-    return y
+    activation = _selected(_GEGLU_PACKED, approximate)
+    if weight is None and bias is None:
+        return activation.forward(x, gate_first, gate_multiplier, multiplier)
+    return activation_linear(activation, x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 
-def _chosen(operators: dict[str, Callable[..., Any]], approximate: str) -> Callable[..., Any]:
-    if approximate not in operators:
+def _selected(activations: dict[str, Activation], approximate: str) -> Activation:
+    if approximate not in activations:
         raise ValueError(f"approximate must be one of {', '.join(get_args(Approximate))}, got {approximate!r}")
-    return operators[approximate]
+    return activations[approximate]

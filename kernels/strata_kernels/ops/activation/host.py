@@ -1,7 +1,4 @@
-"""Activations of feed-forward layers as operators: given gate and up, alone or as halves, launched and registered.
-
-The formulas and the kernels are in `kernels.py`.
-"""
+"""Activations as operators: the launch table, the host functions, and how gate and up are given."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -12,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .._launch import DTYPES, describe, has_dtype, launch, takes_kernel
-from .._operator import _library, register
+from .._operator import Operator, operator
 from .kernels import activation_bwd_kernel, activation_fwd_kernel
+from .reference import backward_reference, forward_reference
 
 # Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
 _VECTOR = 8
@@ -34,18 +31,18 @@ _FORWARD = Launch(block=1024, warps=4)
 _BACKWARD = Launch(block=1024, warps=4)
 
 
-def _forward_triton(activation: str, y: Tensor, gate: Tensor, up: Tensor | None, *multipliers: float) -> None:
+def _launch_forward(function: str, y: Tensor, gate: Tensor, up: Tensor | None, *multipliers: float) -> None:
     n_rows, n_cols, (g, u), strides = _rows(gate, up)
     launch(
         activation_fwd_kernel, (_programs(n_rows, n_cols, _FORWARD),),
         g, u, y, n_rows, n_cols, *strides, *multipliers,
-        ACTIVATION=activation, PRECISE=gate.dtype == torch.float32,
+        ACTIVATION=function, PRECISE=gate.dtype == torch.float32,
         BLOCK=_FORWARD.block, VECTOR=_VECTOR, num_warps=_FORWARD.warps,
     )  # fmt: skip
 
 
-def _backward_triton(
-    activation: str,
+def _launch_backward(
+    function: str,
     d_gate: Tensor,
     d_up: Tensor | None,
     y: Tensor | None,
@@ -58,13 +55,13 @@ def _backward_triton(
     launch(
         activation_bwd_kernel, (_programs(n_rows, n_cols, _BACKWARD),),
         *rows, y, n_rows, n_cols, *strides, *multipliers,
-        ACTIVATION=activation, PRECISE=gate.dtype == torch.float32,
+        ACTIVATION=function, PRECISE=gate.dtype == torch.float32,
         BLOCK=_BACKWARD.block, VECTOR=_VECTOR, num_warps=_BACKWARD.warps,
     )  # fmt: skip
 
 
 def _rows(first: Tensor, *others: Tensor | None) -> tuple[int, int, list[Tensor | None], list[int]]:
-    """R, D, the tensors with adjacent features, and how far apart their rows are.
+    """R, D, the tensors with adjacent features, and the strides of their rows.
 
     All is one row where everything is dense and D is not whole vectors. The tensors are copied only where the features
     are not adjacent, or leading axes do not make rows; those that are written to never are.
@@ -85,7 +82,7 @@ def _rows(first: Tensor, *others: Tensor | None) -> tuple[int, int, list[Tensor 
 
 
 def _row_stride(x: Tensor) -> int | None:
-    """How far apart the rows of x are; None if its features are not adjacent or its leading axes do not make rows."""
+    """The stride of the rows of x; None if its features are not adjacent or its leading axes do not make rows."""
     shape, strides = x.shape, x.stride()
     apart = any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
     return None if apart or strides[-1] != 1 else strides[-2]
@@ -98,49 +95,17 @@ def _programs(n_rows: int, n_cols: int, settings: Launch) -> int:
     return -(-vectors * _VECTOR // settings.block)
 
 
-# f, and (dy, x) -> dy · f'(x), in plain PyTorch.
-_PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu": (functional.silu, torch.ops.aten.silu_backward),
-    "gelu": (functional.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": (
-        lambda x: functional.gelu(x, approximate="tanh"),
-        lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
-    ),
-    "relu2": (lambda x: torch.relu(x).square(), lambda dy, x: dy * (2 * torch.relu(x))),
-}
-
-
-def _forward_reference(
-    activation: str, gate: Tensor, up: Tensor | None, gate_multiplier: float, multiplier: float
-) -> Tensor:
-    y = _PLAIN[activation][0](_times(gate, gate_multiplier))
-    return _times(y if up is None else y * up, multiplier).contiguous()
-
-
-def _backward_reference(
-    activation: str, dy: Tensor, gate: Tensor, up: Tensor | None, gate_multiplier: float, multiplier: float
-) -> tuple[Tensor, Tensor | None]:
-    f, pull = _PLAIN[activation]
-    x, dy = _times(gate, gate_multiplier), _times(dy, multiplier)
-    d_gate = _times(pull(dy if up is None else dy * up, x), gate_multiplier).contiguous()
-    return d_gate, None if up is None else (dy * f(x)).contiguous()
-
-
-def _times(x: Tensor, multiplier: float) -> Tensor:
-    return x if multiplier == 1.0 else x * multiplier
-
-
 @dataclass(frozen=True)
 class Form:
-    """How an operator is given gate and up.
+    """How gate and up are given to an operator.
 
-    inputs: its parameters as the schema names them, tensors first; the last two, if any but tensors, are multipliers.
+    schema: its inputs, tensors first; the last two, if any but tensors, are multipliers.
     tensors: how many of them are tensors.
-    split: the parameters → gate and up, views of the tensors; the same with gradients in the place of the tensors.
+    split: the inputs → gate and up, views of the tensors; the same with gradients in the place of the tensors.
     join: the inverse, with copies.
     """
 
-    inputs: str
+    schema: str
     tensors: int
     split: Callable[..., tuple[Tensor, Tensor | None]]
     join: Callable[..., tuple[Tensor, ...]]
@@ -159,7 +124,7 @@ def _joined(gate: Tensor, up: Tensor, gate_first: bool, *_: float) -> tuple[Tens
     return (torch.cat((gate, up) if gate_first else (up, gate), dim=-1),)
 
 
-SINGLE = Form("Tensor x", 1, lambda x: (x, None), lambda dx, _: (dx,))
+UNGATED = Form("Tensor x", 1, lambda x: (x, None), lambda dx, _: (dx,))
 GATED = Form(
     "Tensor gate, Tensor up, float gate_multiplier, float multiplier",
     2,
@@ -169,131 +134,161 @@ GATED = Form(
 PACKED = Form("Tensor x, bool gate_first, float gate_multiplier, float multiplier", 1, _halves, _joined)
 
 
-def _dense(x: Tensor) -> Tensor:
+def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _one_or_all(values: tuple[Any, ...]) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
 @dataclass(frozen=True)
-class _Operator:
-    """The functions that an operator is registered with; `inputs` are its parameters, tensors first."""
+class _HostFunctions:
+    """Of an activation function; `inputs` are those of the form, tensors first."""
 
-    activation: str
+    function: str
     form: Form
 
-    def fake(self, *inputs: Any) -> Tensor:
-        return _dense(self.form.split(*inputs)[0])
+    def empty(self, inputs: tuple[Any, ...]) -> Tensor:
+        """y, unfilled."""
+        return _contiguous_like(self.form.split(*inputs)[0])
 
-    def plain(self, *inputs: Any) -> Tensor:
-        return _forward_reference(self.activation, *self.form.split(*inputs), *self.form.multipliers(inputs))
+    def reference(self, *inputs: Any) -> Tensor:
+        """y in plain PyTorch."""
+        return forward_reference(self.function, *self.form.split(*inputs), *self.form.multipliers(inputs))
 
-    def run(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
+        """y."""
         if not takes_kernel(inputs[0]):
-            return self.plain(*inputs)
-        y = self.fake(*inputs)
+            return self.reference(*inputs)
+        y = self.empty(inputs)
         if y.numel() != 0:
-            _forward_triton(self.activation, y, *self.form.split(*inputs), *self.form.multipliers(inputs))
+            _launch_forward(self.function, y, *self.form.split(*inputs), *self.form.multipliers(inputs))
         return y
 
-    def backward_fake(self, dy: Tensor, *inputs: Any) -> Any:
-        return _one_or_all(self._empty_gradients(inputs))
+    def empty_gradients(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the tensors, unfilled."""
+        return tuple(map(_contiguous_like, inputs[: self.form.tensors]))
 
-    def backward_run(self, dy: Tensor, *inputs: Any) -> Any:
-        return _one_or_all(self._pull(dy, inputs, None))
-
-    def backward_and_output_fake(self, dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return *self._empty_gradients(inputs), self.fake(*inputs)
-
-    def backward_and_output_run(self, dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        if not takes_kernel(dy):
-            return *self._pull(dy, inputs, None), self.plain(*inputs)
-        y = self.fake(*inputs)
-        return *self._pull(dy, inputs, y), y
-
-    def _empty_gradients(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        return tuple(map(_dense, inputs[: self.form.tensors]))
-
-    def _pull(self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None) -> tuple[Tensor, ...]:
-        """The gradients; y, if any, is filled as well."""
+    def gradients(self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The gradients of the tensors. The kernel also fills y, if it is given."""
         settings = inputs[self.form.tensors :]
         gate, up = self.form.split(*inputs)
         if not takes_kernel(dy):
-            halves = _backward_reference(self.activation, dy, gate, up, *self.form.multipliers(inputs))
+            halves = backward_reference(self.function, dy, gate, up, *self.form.multipliers(inputs))
             return self.form.join(*halves, *settings)
-        gradients = self._empty_gradients(inputs)
+        gradients = self.empty_gradients(inputs)
         if dy.numel() != 0:
             d_gate, d_up = self.form.split(*gradients, *settings)
-            _backward_triton(self.activation, d_gate, d_up, y, dy, gate, up, *self.form.multipliers(inputs))
+            _launch_backward(self.function, d_gate, d_up, y, dy, gate, up, *self.form.multipliers(inputs))
         return gradients
 
-    def backward_twice(self, ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        """The second derivative, which training does not ask for, in plain PyTorch."""
-
-        def once(dy: Tensor, *tensors: Tensor) -> Any:
-            return torch.func.vjp(lambda *tensors: self.plain(*tensors, *ctx.settings), *tensors)[1](dy)
-
-        return *torch.func.vjp(once, *ctx.saved_tensors)[1](cotangents), *(None for _ in ctx.settings)
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An activation's operators, all of which take the parameters of its form.
-
-    forward: y, differentiable any number of times.
-    backward: dy before them; the gradients.
-    backward_and_output: dy before them; the gradients, then y, of the same bits as forward's. Not differentiable.
-    """
-
-    form: Form
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    backward_and_output: Callable[..., Any]
+    def gradients_and_output(self, dy: Tensor, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the tensors, then y."""
+        if not takes_kernel(dy):
+            return *self.gradients(dy, inputs), self.reference(*inputs)
+        y = self.empty(inputs)
+        return *self.gradients(dy, inputs, y), y
 
 
-def define(name: str, activation: str, form: Form) -> Activation:
-    """Register `strata::<name>` and its backward operators."""
-    functions = _Operator(activation, form)
-    one = form.tensors == 1
+class _Elementwise(Operator):
+    """An operator of which the inputs have one shape each: under vmap it runs over one more leading axis."""
 
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        def lead(x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        results = cls.apply(*map(lead, inputs, in_dims))
+        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+
+class _Differentiable(_Elementwise):
+    """It keeps its tensors in `ctx.saved_tensors` and its other inputs in `ctx.settings`."""
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(*tensors)
         ctx.settings = inputs[len(tensors) :]
 
-    def pull(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        gradients = backward_operator(dy, *inputs)
-        return (gradients,) if one else gradients
 
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return *pull(dy, *ctx.saved_tensors, *ctx.settings), *(None for _ in ctx.settings)
+@dataclass(frozen=True)
+class Activation:
+    """The operators of an activation, all of which take the inputs of its form.
 
-    backward_operator = _register_batched(
-        f"{name}_bwd(Tensor dy, {form.inputs}) -> {'Tensor' if one else '(Tensor, Tensor)'}",
-        functions.backward_run,
-        functions.backward_fake,
-        setup_context=setup_context,
-        backward=functions.backward_twice,
-    )
-    backward_and_output = _register_batched(
-        f"{name}_bwd_and_output(Tensor dy, {form.inputs}) -> (Tensor, Tensor{'' if one else ', Tensor'})",
-        functions.backward_and_output_run,
-        functions.backward_and_output_fake,
-    )
-    operator = _register_batched(
-        f"{name}({form.inputs}) -> Tensor",
-        functions.run,
-        functions.fake,
-        setup_context=setup_context,
-        backward=backward,
-    )
+    forward: y, differentiable any number of times.
+    backward: (dy, *inputs) → the gradients of the tensors.
+    backward_and_output: (dy, *inputs) → the gradients, then y with the bits of forward's. Not differentiable.
+    """
+
+    name: str
+    form: Form
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor, ...]]
+    backward_and_output: Callable[..., tuple[Tensor, ...]]
+
+
+# By name.
+ACTIVATIONS: dict[str, Activation] = {}
+
+
+def define(name: str, function: str, form: Form) -> Activation:
+    """Define `strata::<name>`, `strata::<name>_bwd` and `strata::<name>_bwd_and_output`."""
+    host = _HostFunctions(function, form)
+    gradients = ", ".join(["Tensor"] * form.tensors)
+    is_one = form.tensors == 1
+
+    @operator(f"{name}_bwd(Tensor dy, {form.schema}) -> {gradients if is_one else f'({gradients})'}")
+    class Backward(_Differentiable):
+        @staticmethod
+        def forward(dy: Tensor, *inputs: Any) -> Any:
+            found = host.gradients(dy, inputs)
+            return found[0] if is_one else found
+
+        @staticmethod
+        def fake(dy: Tensor, *inputs: Any) -> Any:
+            found = host.empty_gradients(inputs)
+            return found[0] if is_one else found
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+            # The second derivative, which training does not ask for, in plain PyTorch.
+            def once(dy: Tensor, *tensors: Tensor) -> Any:
+                return torch.func.vjp(lambda *tensors: host.reference(*tensors, *ctx.settings), *tensors)[1](dy)
+
+            return *torch.func.vjp(once, *ctx.saved_tensors)[1](cotangents), *(None for _ in ctx.settings)
+
+    @operator(f"{name}_bwd_and_output(Tensor dy, {form.schema}) -> ({gradients}, Tensor)")
+    class BackwardAndOutput(_Elementwise):
+        @staticmethod
+        def forward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+            return host.gradients_and_output(dy, inputs)
+
+        @staticmethod
+        def fake(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+            return *host.empty_gradients(inputs), host.empty(inputs)
+
+    def backward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        found = Backward.apply(dy, *inputs)
+        return (found,) if is_one else found
+
+    @operator(f"{name}({form.schema}) -> Tensor")
+    class Forward(_Differentiable):
+        forward = staticmethod(host.forward)
+
+        @staticmethod
+        def fake(*inputs: Any) -> Tensor:
+            return host.empty(inputs)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+            return *backward(dy, *ctx.saved_tensors, *ctx.settings), *(None for _ in ctx.settings)
 
     def forward(*inputs: Any) -> Any:
-        return functions.plain(*inputs) if _is_pushed_forward() else operator(*inputs)
+        return host.reference(*inputs) if _is_pushed_forward() else Forward.apply(*inputs)
 
-    return Activation(form, forward, pull, backward_and_output)
+    defined = Activation(name, form, forward, backward, BackwardAndOutput.apply)
+    ACTIVATIONS[name] = defined
+    return defined
 
 
 def _is_pushed_forward() -> bool:
@@ -302,23 +297,6 @@ def _is_pushed_forward() -> bool:
         return False
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
-
-
-def _register_batched(schema: str, *parts: Any, **links: Any) -> Callable[..., Any]:
-    """`register`, and how `torch.func.vmap` runs the operator: elementwise, over one more leading axis."""
-    operator = register(schema, *parts, **links)
-
-    def batched(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        def lead(x: Any, dim: int | None) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-        results = operator(*map(lead, inputs, in_dims))
-        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
-
-    torch.library.register_vmap(f"strata::{schema[: schema.index('(')]}", batched, lib=_library)
-    return operator
 
 
 def check_gated(gate: Tensor, up: Tensor) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
-from .host import SINGLE
-from .linear import define_projected
+from .host import UNGATED, define
+from .linear import activation_linear
 
-_relu_squared = define_projected("relu_squared", "relu2", SINGLE)
+_RELU_SQUARED = define("relu_squared", "relu2", UNGATED)
 
 
 def relu_squared(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -37,5 +37,6 @@ def relu_squared(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None
     """
     if not has_dtype(x) or x.dim() == 0:
         raise ValueError(f"x must be {DTYPES} of shape [..., D], got {describe(x)}")
-    y: Tensor = _relu_squared(x, weight=weight, bias=bias)
-    return y
+    if weight is None and bias is None:
+        return _RELU_SQUARED.forward(x)
+    return activation_linear(_RELU_SQUARED, x, weight=weight, bias=bias)

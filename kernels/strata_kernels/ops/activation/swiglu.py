@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .host import GATED, PACKED, check_gated, check_packed
-from .linear import define_projected
+from .host import GATED, PACKED, check_gated, check_packed, define
+from .linear import activation_linear
 
-_swiglu = define_projected("swiglu", "silu", GATED)
-_swiglu_packed = define_projected("swiglu_packed", "silu", PACKED)
+_SWIGLU = define("swiglu", "silu", GATED)
+_SWIGLU_PACKED = define("swiglu_packed", "silu", PACKED)
 
 
 def swiglu(
@@ -49,8 +49,9 @@ def swiglu(
         tensor([0.0000, 1.4621])
     """
     check_gated(gate, up)
-    y: Tensor = _swiglu(gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
-    return y
+    if weight is None and bias is None:
+        return _SWIGLU.forward(gate, up, gate_multiplier, multiplier)
+    return activation_linear(_SWIGLU, gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 
 def swiglu_packed(
@@ -81,5 +82,6 @@ def swiglu_packed(
         tensor([0.0000, 1.4621])
     """
     check_packed(x)
-    y: Tensor = _swiglu_packed(x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
-    return y
+    if weight is None and bias is None:
+        return _SWIGLU_PACKED.forward(x, gate_first, gate_multiplier, multiplier)
+    return activation_linear(_SWIGLU_PACKED, x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
