@@ -52,10 +52,11 @@ def kernel() -> Scale:
 
 @pytest.fixture(autouse=True)
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU as device 0 of a driver without a GPU, with an empty launch cache."""
+    """The CPU as device 0 of a driver without a GPU, with an empty launch cache and no checks."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(_launch_cache, "_cache", {})
+    monkeypatch.setattr(_launch_cache, "_CHECKS", False)
     yield
 
 
