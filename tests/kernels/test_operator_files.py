@@ -1,0 +1,116 @@
+"""An operator's kernels are in its own module or package, and at most two files lie between its function and a launch.
+
+Each operator runs forward and backward on meta tensors while launches are recorded. At every launch the test notes the
+kernel, and the files of `ops` on Python's stack, without those of the general machinery.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import strata_kernels
+from strata_kernels import Shard, StepPlan, adamw_step, ops, weight_step
+from strata_kernels.ops import _launch
+from tests.kernels.helpers.operators import OPERATORS, Operator
+
+OPS = Path(ops.__file__).parent
+MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
+# Where two files are not enough: with a projection `linear.py` is between; the fused loss walks over parts of the rows,
+# and launches the kernels of cross_entropy.
+FILES = {"swiglu and projection": 3, "linear_cross_entropy": 3, "linear_cross_entropy_with_predictions": 3}
+KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_cross_entropy_with_predictions": "cross_entropy"}
+# Their files have no package yet.
+SCATTERED = {"qk_norm_rope", "adamw_step", "weight_step"}
+
+
+def differentiate(operator: Operator) -> None:
+    inputs = [x.to("meta") for x in operator.inputs().values()]
+    operator.differentiate(operator.ours, inputs, [torch.empty(shape, device="meta") for shape in operator.results])
+
+
+def step(function: Callable[..., None], moments: int) -> None:
+    """One step of an optimizer in bf16 with the rest of an fp32 weight."""
+    weight, gradient, *states = (torch.empty(8, dtype=torch.bfloat16, device="meta") for _ in range(2 + moments))
+    remainder = torch.empty(8, dtype=torch.int16, device="meta")
+    lists = [[tensor] for tensor in (weight, gradient, *states, remainder)]
+    settings: dict[str, object] = {"lr": 1e-5, "weight_decay": 0.0}
+    if moments:
+        lists.append([torch.empty((), device="meta")])
+        settings |= {"betas": (0.9, 0.999), "eps": 1e-8}
+    function(*lists, [Shard(key=0)], **settings, rounding="master", seed=0, plan=StepPlan())
+
+
+CALLS = {name: partial(differentiate, operator) for name, operator in OPERATORS.items()}
+CALLS |= {"adamw_step": partial(step, adamw_step, 2), "weight_step": partial(step, weight_step, 0)}
+
+
+class Launches(list[_launch.Call]):
+    """Recorded launches, and the files on the stack of each, relative to `ops`, from the launch up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[list[str]] = []
+
+    def append(self, call: _launch.Call) -> None:
+        super().append(call)
+        self.files.append(list(dict.fromkeys(files_on_stack(sys._getframe(1)))))
+
+
+def files_on_stack(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(OPS) and file.name not in MACHINERY:
+            yield str(file.relative_to(OPS))
+        frame = frame.f_back
+
+
+@contextmanager
+def recording() -> Iterator[Launches]:
+    launches = Launches()
+    token = _launch._calls.set(launches)
+    try:
+        yield launches
+    finally:
+        _launch._calls.reset(token)
+
+
+def home(function: str) -> str:
+    """The module of a public function; its package, if that is one of operators that share kernels."""
+    module: str = getattr(strata_kernels, function).__module__
+    package = sys.modules[module].__package__
+    return module if package == ops.__name__ else package
+
+
+def is_within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.xfail] * (name.split()[0] in SCATTERED)) for name in CALLS],
+)
+def test_an_operator_launches_its_own_kernels_from_two_files(name) -> None:
+    function = name.split()[0]
+    with recording() as launches:
+        CALLS[name]()
+    own = home(KERNELS_OF.get(function, function))
+    assert launches and all(is_within(call.kernel.fn.__module__, own) for call in launches)
+    most = FILES.get(name, FILES.get(function, 2))
+    assert max(map(len, launches.files)) <= most, launches.files
+    modules = {f"{ops.__name__}.{file}".replace("/", ".") for files in launches.files for file in files}
+    assert all(is_within(module, own) or is_within(module, home(function)) for module in modules)
+
+
+def test_every_public_operator_is_called() -> None:
+    public = {name: getattr(strata_kernels, name) for name in strata_kernels.__all__}
+    functions = {name for name, value in public.items() if inspect.isfunction(value)}
+    functions -= {"patch_model", "unpatch_model"}
+    # They only join and split bits, in plain PyTorch.
+    assert functions - {"join_weight", "split_weight"} == {name.split()[0] for name in CALLS}
