@@ -36,10 +36,10 @@ class Scale:
         self.count += 1
 
     def launch(self, x: Tensor, y: Tensor, factor: float, block: int = 4) -> None:
-        """As `_launch.launch` starts and notes it."""
+        """As `_launch.launch` starts and captures it."""
         n = y.numel()
         self.run(3, 1, 1, 0, 0, (), None, None, None, x.data_ptr(), y.data_ptr(), n, factor, None)
-        launched = _launch._launched.get()
+        launched = _launch._captured.get()
         if launched is not None:
             args = {"p_x": x, "p_y": y, "n": n, "factor": factor, "BLOCK": None}
             launched.append(_launch.Launched(self, (3,), args, {"BLOCK": block}))

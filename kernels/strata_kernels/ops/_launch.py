@@ -30,7 +30,7 @@ _NVIDIA_OPTIONS = frozenset({"maxnreg"})
 _NVIDIA_CONSTEXPRS = frozenset({"REPACK"})
 
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
-_launched: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_launched", default=None)
+_captured: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_captured", default=None)
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
         assert isinstance(kernel, InterpretedFunction), "cpu tensors need TRITON_INTERPRET=1"
         kernel[grid](*args, **kwargs)
     elif index == torch._C._cuda_getDevice():
-        _note(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
+        _capture(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
     else:
         with torch.cuda.device(index):
-            _note(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
+            _capture(kernel[grid](*args, **kwargs), kernel, grid, args, kwargs)
 
 
 def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +96,10 @@ def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _note(
+def _capture(
     compiled: CompiledKernel, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    launched = _launched.get()
+    launched = _captured.get()
     if launched is not None:
         assert [param.is_constexpr for param in kernel.params] == [i >= len(args) for i in range(len(kernel.params))], (
             f"{kernel.__name__}: its constexprs, and they alone, must come last and be given by keyword"
@@ -150,7 +150,7 @@ def describe(x: Tensor) -> str:
 
 @contextmanager
 def recording() -> Iterator[list[Call]]:
-    """Note this thread's launches instead of running them; yields the list that fills.
+    """Collect this thread's launches instead of running them; yields the list that fills.
 
     The backward pass of meta tensors runs in the thread that asks for it, so it is noted too.
     """
@@ -163,11 +163,11 @@ def recording() -> Iterator[list[Call]]:
 
 
 @contextmanager
-def noting() -> Iterator[list[Launched]]:
-    """Note this thread's launches on a GPU, which are made all the same; yields the list that fills."""
+def capture_launches() -> Iterator[list[Launched]]:
+    """Collect this thread's launches on a GPU while they happen; yields the list that fills."""
     launched: list[Launched] = []
-    token = _launched.set(launched)
+    token = _captured.set(launched)
     try:
         yield launched
     finally:
-        _launched.reset(token)
+        _captured.reset(token)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from ._launch import Launched, noting
+from ._launch import Launched, capture_launches
 
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
@@ -229,7 +229,7 @@ class _NotReplayableError(Exception):
 
 def _trace(host: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, _Replay | str]:
     """(`host(*args)`, how to replay it)."""
-    with noting() as launched, _Tracer() as tracer:
+    with capture_launches() as launched, _Tracer() as tracer:
         output = host(*args)
     try:
         if tracer.does_more:
