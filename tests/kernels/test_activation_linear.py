@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import geglu, geglu_packed, relu_squared, swiglu, swiglu_packed
 from strata_kernels.nn import GatedMLP
-from strata_kernels.ops.activation import linear
+from strata_kernels.ops.activation import activation_linear
 from strata_kernels.patch.structure import is_plain_linear
 
 WIDTH, FEATURES = 48, 24
@@ -83,7 +83,7 @@ def test_matrices_too_large_for_a_product_are_multiplied_in_parts(features, bias
     expected = two_steps(swiglu, gate, up, **projection)
     expected = (expected, *torch.autograd.grad(expected, learning, d_out))
     # The last part of 10 rows is a single one.
-    monkeypatch.setattr(linear, "_LARGEST", 3 * max(WIDTH, features))
+    monkeypatch.setattr(activation_linear, "_LARGEST", 3 * max(WIDTH, features))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         y = swiglu(gate, up, **projection)
         found = (y, *torch.autograd.grad(y, learning, d_out))
@@ -106,8 +106,8 @@ def test_keeps_nothing_between(name, device) -> None:
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 def test_recomputation_ends_before_the_product(biased, device, monkeypatch) -> None:
     products = []
-    fill = linear._fill
-    monkeypatch.setattr(linear, "_fill", lambda *arguments: (products.append(1), fill(*arguments)))
+    fill = activation_linear._fill
+    monkeypatch.setattr(activation_linear, "_fill", lambda *arguments: (products.append(1), fill(*arguments)))
     inputs, weight, bias = leaves("swiglu", device)
     learning = [*inputs, weight, *[bias] * biased]
     function = partial(swiglu, *inputs, weight=weight, bias=bias if biased else None)

@@ -16,7 +16,7 @@ from strata_kernels import add_rms_norm, layer_norm, rms_norm
 from strata_kernels.ops._launch import recording
 from strata_kernels.warmup import record
 
-norm = sys.modules["strata_kernels.ops.norm.host"]
+norm = sys.modules["strata_kernels.ops.norm.norm_launch"]
 Tile = norm.Tile
 
 EPS = 1e-5

@@ -22,8 +22,8 @@ from tests.kernels.helpers.operators import OPERATORS, Operator
 
 OPS = Path(ops.__file__).parent
 MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
-# Where two files are not enough: with a projection `linear.py` is between; the fused loss walks over parts of the rows,
-# and launches the kernels of cross_entropy.
+# Where two files are not enough: with a projection `activation_linear.py` is between; the fused loss walks over parts
+# of the rows, and launches the kernels of cross_entropy.
 FILES = {"swiglu and projection": 3, "linear_cross_entropy": 3, "linear_cross_entropy_with_predictions": 3}
 KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_cross_entropy_with_predictions": "cross_entropy"}
 # Their files have no package yet.

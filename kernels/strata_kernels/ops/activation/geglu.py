@@ -1,6 +1,6 @@
 """The gated activation of Gemma-type feed-forward layers: `gelu(gate) * up`.
 
-The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
+The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202); Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016 (arXiv:1606.08415).
@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from .host import GATED, PACKED, Activation, check_gated, check_packed, define
-from .linear import activation_linear
+from .activation_linear import activation_linear
+from .activation_operators import GATED, PACKED, Activation, check_gated, check_packed, define
 
 Approximate = Literal["none", "tanh"]
 

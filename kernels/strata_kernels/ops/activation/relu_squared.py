@@ -1,6 +1,6 @@
 """The squared ReLU of Primer and Nemotron feed-forward layers, which have no gate.
 
-The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
+The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
 
 Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
-from .host import UNGATED, define
-from .linear import activation_linear
+from .activation_linear import activation_linear
+from .activation_operators import UNGATED, define
 
 _RELU_SQUARED = define("relu_squared", "relu2", UNGATED)
 

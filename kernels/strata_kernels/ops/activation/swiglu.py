@@ -1,6 +1,6 @@
 """The gated activation of Llama-type feed-forward layers: `silu(gate) * up`.
 
-The formulas and the kernels are in `kernels.py`, how they are launched in `host.py`.
+The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .host import GATED, PACKED, check_gated, check_packed, define
-from .linear import activation_linear
+from .activation_linear import activation_linear
+from .activation_operators import GATED, PACKED, check_gated, check_packed, define
 
 _SWIGLU = define("swiglu", "silu", GATED)
 _SWIGLU_PACKED = define("swiglu_packed", "silu", PACKED)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
 from .._operator import Operator, is_transformed, operator, plain_gradients
-from .host import norm_backward, norm_forward
-from .reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
+from .norm_launch import norm_backward, norm_forward
+from .norm_reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
 
 Cast = Literal["llama", "gemma", "none"]
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from .._launch import describe
 from .._launch_cache import TENSOR_TYPES
 from .._operator import is_observed, is_recorded
-from .host import ACTIVATIONS, Activation
+from .activation_operators import ACTIVATIONS, Activation
 
 # Elements of the largest matrix in a product.
 _LARGEST = 2**31 - 1

@@ -13,7 +13,7 @@ Axes: R rows of D features. A program takes BLOCK elements that follow one anoth
 row: rows may lie apart, as the halves of a packed projection do, and every lane works at every width. Only gate and up
 are kept for the backward pass; f and f' are computed again. Bytes moved per element of y at the least: 3·itemsize
 forward and 5·itemsize backward, without a gate 2 and 3. Where a projection follows, whose gradient needs y, the
-backward kernel writes y as well, for one itemsize more: `linear.py`.
+backward kernel writes y as well, for one itemsize more: `activation_linear.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

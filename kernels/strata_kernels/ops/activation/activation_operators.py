@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype, launch, takes_kernel
 from .._operator import Operator, operator
-from .kernels import activation_bwd_kernel, activation_fwd_kernel
-from .reference import backward_reference, forward_reference
+from .activation_kernels import activation_bwd_kernel, activation_fwd_kernel
+from .activation_reference import backward_reference, forward_reference
 
 # Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
 _VECTOR = 8

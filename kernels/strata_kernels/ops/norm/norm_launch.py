@@ -11,8 +11,15 @@ import triton
 from torch import Tensor
 
 from .._launch import launch, multiprocessors, takes_kernel
-from .kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
-from .reference import COUNTERS, norm_backward_reference, norm_reference, normalized_like, statistics_like, unfilled
+from .norm_kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
+from .norm_reference import (
+    COUNTERS,
+    norm_backward_reference,
+    norm_reference,
+    normalized_like,
+    statistics_like,
+    unfilled,
+)
 
 
 @dataclass(frozen=True)
