@@ -26,8 +26,6 @@ MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
 # of the rows, and launches the kernels of cross_entropy.
 FILES = {"swiglu and projection": 3, "linear_cross_entropy": 3, "linear_cross_entropy_with_predictions": 3}
 KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_cross_entropy_with_predictions": "cross_entropy"}
-# Their files have no package yet.
-SCATTERED = {"qk_norm_rope", "adamw_step", "weight_step"}
 
 
 def differentiate(operator: Operator) -> None:
@@ -92,10 +90,7 @@ def is_within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.xfail] * (name.split()[0] in SCATTERED)) for name in CALLS],
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_an_operator_launches_its_own_kernels_from_two_files(name) -> None:
     function = name.split()[0]
     with recording() as launches:

@@ -79,20 +79,6 @@ def operator(schema: str) -> Callable[[type[_Parts]], type[_Parts]]:
     return define
 
 
-def register(
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """`operator` for parts that are functions of a module."""
-    methods = {"forward": run, "fake": fake, "setup_context": setup_context, "backward": backward}
-    parts: type[Operator] = type("Parts", (Operator,), {k: part and staticmethod(part) for k, part in methods.items()})
-    return operator(schema)(parts).apply
-
-
 def _define(schema: str, parts: type[Operator]) -> Callable[..., Any]:
     # The dispatcher drops arguments that equal a default, and setup_context would see fewer inputs.
     assert "=" not in schema, f"{schema}: operators have no default arguments"

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype, launch, multiprocessors, takes_kernel
 from .._operator import Operator, is_transformed, operator, plain_gradients
-from ..norm.host import norm_backward
-from ..norm.reference import gradient_like, norm_reference
+from ..norm.norm_launch import norm_backward
+from ..norm.norm_reference import gradient_like, norm_reference
 from ..norm.rms_norm import Cast
 from .cos_sin import SCHEMA, CosSin, read_cos_sin, rotate_reference
 from .heads import (
