@@ -115,6 +115,7 @@ def read_yaml(text: str, source: str) -> Document:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is not None:
+            _join_surrogates(root, source, set())
             _collect_lines(root, "", document, set())
             document.value = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -137,14 +138,31 @@ def _invalid(source: str, message: str, line: int | None = None) -> SpecError:
     return SpecError([Problem("", message, line=line)], source)
 
 
+def _join_surrogates(node: yaml.Node, source: str, seen: set[int]) -> None:
+    """JSON escapes a character beyond U+FFFF as a surrogate pair, which YAML leaves as two halves.
+
+    Raises SpecError for half a pair, which is no character: no file or terminal takes it.
+    """
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        try:
+            node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            message = f"{node.value!a} has half a surrogate pair, which is no character; remove it"
+            raise _invalid(source, message, line=node.start_mark.line + 1) from None
+        return
+    for child in node.value:
+        for item in child if isinstance(child, tuple) else (child,):
+            _join_surrogates(item, source, seen)
+
+
 def _collect_lines(node: yaml.Node, path: str, document: Document, seen: set[int]) -> None:
     """Collect lines and duplicate keys under `node`; visits each node once, as an alias may name its own parent."""
     if id(node) in seen:
         return
     seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        # JSON escapes a character beyond U+FFFF as a surrogate pair, which YAML leaves as two halves.
-        node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             document.lines[f"{path}[{index}]"] = item.start_mark.line + 1

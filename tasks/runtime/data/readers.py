@@ -66,7 +66,9 @@ def naming_file(path: str, *, field: str = "data.source") -> Iterator[None]:
     try:
         yield
     except (*_UNREADABLE, ImportError) as error:
-        raise ValueError(f"{field}: cannot read {path}: {error or type(error).__name__}") from error
+        # Without the number and the path that an error of the system has in its text.
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        raise ValueError(f"{field}: cannot read {path}: {reason}") from error
 
 
 class _Raw(io.RawIOBase):
