@@ -90,7 +90,7 @@ def train_reference(spec: RunSpec, data: PreparedData, folder: Path) -> list[flo
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=spec.peak_lr, betas=spec.optimizer.betas, eps=spec.optimizer.eps)
-    factor = learning_rate_factor(spec, spec.training.steps)
+    factor = learning_rate_factor(spec.schedule, spec.training.steps)
     processes = Processes.from_environment()
     losses = []
     loader = training_loader(spec, data, processes, collate=collate, start=0, stop=spec.training.steps)

@@ -180,7 +180,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     device = run.processes.device
     # Without one the program can be tried; of a CPU's memory nothing is known.
     gpu = device.type == "cuda"
-    model = build_model_on_meta(run.spec)
+    model = build_model_on_meta(run.spec.model)
     # Under fsdp the others get their parts of the main process's weights.
     whole = run.processes.is_main or run.spec.parallel.type == "ddp"
     if whole:
@@ -190,7 +190,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
             parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
     # The strategy moves them: packed weights are packed when they move, under fsdp when they are handed out.
     with quantize_linear_layers(model, run.spec):
-        add_adapter(model, run.spec)
+        add_adapter(model, run.spec.adapter, run.spec.seed)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
@@ -212,7 +212,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         with closing(job.watchdog):
-            load_framework(run.spec)(job)
+            load_framework(run.spec.runtime.framework)(job)
     seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)

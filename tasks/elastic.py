@@ -59,7 +59,8 @@ class TrainingTask(PytorchElasticFunctionTask):
         spec: RunSpec = kwargs["spec"]
         configure_logging()
         report_progress(stage=Stage.WARM_UP)
-        warm_up_pod(spec, RunFolder.of(spec))
+        folder = RunFolder.of(spec)
+        warm_up_pod(spec, folder)
         # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
         kills = MemoryKills()
@@ -88,7 +89,7 @@ class TrainingTask(PytorchElasticFunctionTask):
                 rank, failure = error.value.get_first_failure()
                 outcome = outcome_of_exit(failure.exitcode)
                 if outcome.kind == "hung":
-                    _recoverable(f"{outcome.message}; stacks of its processes: {RunFolder.of(spec).hangs}", error)
+                    _recoverable(f"{outcome.message}; stacks of its processes: {folder.hangs}", error)
                 if outcome.retryable:
                     cause = kills.sentence(spec.resources.memory) if failure.exitcode == -signal.SIGKILL else None
                     _recoverable(f"rank {rank}: {cause or outcome.sentence}", error)

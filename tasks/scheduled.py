@@ -45,7 +45,7 @@ _PAUSES_SECONDS = (1, 5)
 @task(**CONTROL_TASK)
 def dated_spec(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
     """`spec` with the time in its name; under yesterday's name it would find yesterday's finished run."""
-    return RunSpec.model_validate(spec.model_dump() | {"name": _name(spec, kickoff_time)})
+    return RunSpec.model_validate(spec.model_dump() | {"name": _dated(spec.name, kickoff_time)})
 
 
 @task(**CONTROL_TASK, secret_requests=[WEBHOOK])
@@ -70,12 +70,12 @@ def announce_failure(spec: RunSpec, kickoff_time: datetime, err: Optional[FlyteE
     why = err.message.strip() if err else "Flyte reported no error"
     if len(why) > _LONGEST_ERROR:
         why = f"... {why[-_LONGEST_ERROR:]}"
-    _send(f"{_name(spec, kickoff_time)} failed. {_where()}\n{why}")
+    _send(f"{_dated(spec.name, kickoff_time)} failed. {_where()}\n{why}")
 
 
-def _name(spec: RunSpec, kickoff_time: datetime) -> str:
+def _dated(name: str, kickoff_time: datetime) -> str:
     """The name with the time; a name that is too long for both is shortened and gets a digest."""
-    time, name = f"-{kickoff_time:%Y%m%d-%H%M}", spec.name
+    time = f"-{kickoff_time:%Y%m%d-%H%M}"
     room = LONGEST_NAME - len(time)
     if len(name) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:6]

@@ -66,7 +66,7 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     try:
         with session(spec) as run:
             record = train(run, PreparedData.load(Path(data.path)))
-            weights = collect_weights(spec, record) if run.processes.is_main else run.folder.root
+            weights = collect_weights(run.folder, spec.adapter, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
     except (RuntimeError, OSError) as error:

@@ -1,13 +1,18 @@
 """The shape of the project itself."""
 
+import ast
+import inspect
 import subprocess
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import strata_platform
+from strata_platform.spec import RunSpec
 from tests.conftest import SLOW, TESTS
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +62,59 @@ def test_a_test_beside_the_rooms_is_of_no_module_in_them(layer):
     beside = {path.stem for path in LAYERS[layer].glob("*.py")}
     assert outside & names_in(LAYERS[layer]) <= beside
     assert layer == "runtime" or outside <= beside
+
+
+# Flyte tasks, whose interface is the spec, and the run's folder, which is named by two fields outside of sections.
+TAKE_THE_WHOLE_SPEC = {
+    "tasks/runtime/data/loader.py: __init__",
+    "tasks/runtime/run_folder/folder.py: of",
+    "tasks/scheduled.py: announce",
+    "tasks/scheduled.py: announce_failure",
+    "tasks/sweep.py: compare",
+}
+
+
+def attributes_read(function: ast.AST, parameter: str) -> set[str] | None:
+    """Attributes of `parameter` that `function` reads; None if it also uses the parameter as a whole."""
+    nodes = list(ast.walk(function))
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == parameter]
+    uses = sum(isinstance(node, ast.Name) and node.id == parameter for node in nodes)
+    return {node.attr for node in read} if uses == len(read) else None
+
+
+def sections_behind(attributes: Iterable[str]) -> set[str] | None:
+    """Fields of RunSpec behind `attributes`, which may be its properties; None for a method, which uses all fields."""
+    found: set[str] = set()
+    for name in attributes:
+        if name not in RunSpec.model_fields:
+            if not isinstance(getter := inspect.getattr_static(RunSpec, name), property):
+                return None
+            source = ast.parse(textwrap.dedent(inspect.getsource(getter.fget)))
+            found |= sections_behind(attributes_read(source, "self"))
+        else:
+            found.add(name)
+    return found
+
+
+def functions_of_the_spec() -> Iterator[tuple[str, ast.FunctionDef, str]]:
+    """Path and name, node, and parameter of each function that takes a RunSpec."""
+    for path in (*LAYERS["platform"].rglob("*.py"), *(ROOT / "tasks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                for parameter in node.args.args:
+                    if parameter.annotation and ast.unparse(parameter.annotation) == "RunSpec":
+                        yield f"{path.relative_to(ROOT)}: {node.name}", node, parameter.arg
+
+
+def test_functions_take_the_sections_of_the_spec_that_they_read():
+    """A function that reads one or two sections takes these: its signature then says what it depends on."""
+    found = set()
+    for name, function, parameter in functions_of_the_spec():
+        attributes = attributes_read(function, parameter)
+        sections = sections_behind(attributes) if attributes else None
+        if sections is not None and len(sections) < 3:
+            found.add(name)
+    assert found == TAKE_THE_WHOLE_SPEC
 
 
 def modules_after(statement: str) -> set[str]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, RunError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
-from strata_platform.spec import load_spec
+from strata_platform.spec import DataRecipe, load_spec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
+
+if TYPE_CHECKING:
+    from tasks.runtime.training.session import Session
+
+log = logging.getLogger("tasks.runtime")
 
 
 def main() -> int:
@@ -36,33 +43,26 @@ def main() -> int:
     # Torch takes seconds to import: refuse a wrong spec first.
     from torch import OutOfMemoryError
 
-    from tasks.runtime.data import prepare, recipe_of
+    from tasks.runtime.data import prepare
     from tasks.runtime.evaluation.evaluate_model import evaluate
     from tasks.runtime.export.export_model import export
     from tasks.runtime.metrics.progress import report_progress
-    from tasks.runtime.preflight import run_checks
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
-    from tasks.runtime.run_folder.folder import RunFolder, data_folder
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
     from tasks.runtime.training.trained_weights import collect_weights
 
-    log = logging.getLogger("tasks.runtime")
     try:
         with session(spec) as run:
-            run.processes.on_main(lambda: run_checks("launch", "spec", spec=spec))
-            recipe = run.processes.on_main(lambda: recipe_of(spec, run.folder.data_commit_for(spec)))
-            folder = data_folder(spec.output, recipe)
-            report_progress(stage=Stage.PREPARING)
-            # The other processes read the folder that rank 0 writes; sending the data would copy it.
-            run.processes.on_main(lambda: prepare(recipe, folder, report=log.info).folder)
+            recipe, folder = run.processes.on_main(lambda: _prepare(run))
+            # Every process reads the folder that rank 0 wrote; sending the data would copy it.
             data = prepare(recipe, folder, report=log.debug)
             record = train(run, data)
         if run.processes.is_main:
             # The lock keeps a second start from replacing the model while it is verified.
-            with raise_on_sigterm(), RunFolder.of(spec).lock():
+            with raise_on_sigterm(), run.folder.lock():
                 report_progress(stage=Stage.EVALUATING)
-                weights = collect_weights(spec, record)
+                weights = collect_weights(run.folder, spec.adapter, record)
                 record = evaluate(spec, record, data, weights)
                 report_progress(stage=Stage.EXPORTING)
                 export(spec, record, data, weights)
@@ -74,6 +74,21 @@ def main() -> int:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
         return PREEMPTED.exit_code
     return COMPLETE.exit_code
+
+
+def _prepare(run: Session) -> tuple[DataRecipe, Path]:
+    """Check the run and prepare its data. Returns the recipe of the data and its folder. Runs on rank 0."""
+    from tasks.runtime.data import prepare, recipe_of
+    from tasks.runtime.metrics.progress import report_progress
+    from tasks.runtime.preflight import run_checks
+    from tasks.runtime.run_folder.folder import data_folder
+
+    run_checks("launch", "spec", spec=run.spec)
+    recipe = recipe_of(run.spec, run.folder.data_commit_for(run.spec))
+    folder = data_folder(run.spec.output, recipe)
+    report_progress(stage=Stage.PREPARING)
+    prepare(recipe, folder, report=log.info)
+    return recipe, folder
 
 
 def _failed(error: Exception, outcome: Outcome) -> int:

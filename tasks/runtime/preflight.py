@@ -32,7 +32,7 @@ class Check:
     function: str
     """`module:name` below `tasks.runtime`. It returns None, or raises ValueError with the field and the way out."""
     takes: tuple[str, ...]
-    """Arguments of `function`, by their names in `run_checks`."""
+    """Arguments of `function`: names of arguments of `run_checks`, or paths into the spec such as `spec.export`."""
     requires: str
     """The condition, for the printed table."""
 
@@ -47,7 +47,8 @@ class Check:
         """Call the check. Raises ValueError, or `Unreachable` if the check reads from a Hub that does not answer."""
         module, _, path = self.function.partition(":")
         function: Any = reduce(getattr, path.split("."), import_module(f"tasks.runtime.{module}"))
-        function(*(arguments[name] for name in self.takes))
+        paths = [taken.split(".") for taken in self.takes]
+        function(*(reduce(getattr, fields, arguments[name]) for name, *fields in paths))
 
 
 # In the order in which they run. `spec` comes before `data`, and `data` before `weights`, at each place.
@@ -56,7 +57,7 @@ CHECKS = (
         "process count",
         ("pod",),
         "process.ranks:Processes.require_world_size",
-        ("processes", "spec"),
+        ("processes", "spec.topology"),
         "as many processes were started as topology states",
     ),
     Check(
@@ -70,35 +71,35 @@ CHECKS = (
         "pretrained weights",
         ("plan", "launch"),
         "models.pretrained:require_complete_weights",
-        ("spec",),
+        ("spec.model", "spec.objective"),
         "tensors in the local folders of model.name and objective.teacher are those of their config.json",
     ),
     Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",
-        ("spec",),
+        ("spec.export", "spec.name"),
         "export.push_to_hub has a token; export.url can be read and holds only exports of this run",
     ),
     Check(
         "evaluation tasks",
         ("plan", "launch"),
         "evaluation.lm_eval_harness:require_tasks",
-        ("spec",),
+        ("spec.evaluation.tasks",),
         "lm-evaluation-harness is installed and knows every name in evaluation.tasks",
     ),
     Check(
         "tracker settings",
         ("plan",),
         "metrics.trackers:require_planned_trackers",
-        ("spec",),
+        ("spec.tracking", "spec.resources"),
         "the packages of tracking.report_to are installed; without resources.pod_template their variables are set",
     ),
     Check(
         "trackers",
         ("pod",),
         "metrics.trackers:require_trackers",
-        ("spec",),
+        ("spec.tracking",),
         "the packages of tracking.report_to are installed and their environment variables are set",
     ),
     Check(
@@ -112,35 +113,35 @@ CHECKS = (
         "tensor parallelism",
         ("rank 0",),
         "parallel.tensor:require_tensor_parallel_support",
-        ("spec",),
+        ("spec.model", "spec.parallel"),
         "transformers has a sharding plan for the model, and parallel.tensor_parallel divides its heads and widths",
     ),
     Check(
         "context parallelism",
         ("rank 0",),
         "parallel.context:require_context_parallel_support",
-        ("spec",),
+        ("spec.model", "spec.parallel"),
         "with parallel.context_parallel, attention is the only operation of the model across a row",
     ),
     Check(
         "position embeddings",
         ("rank 0",),
         "models.packing_support:require_position_embeddings",
-        ("spec",),
+        ("spec.model", "spec.data.sequence_length"),
         "data.sequence_length is within the positions that the model has learned",
     ),
     Check(
         "token embeddings",
         ("rank 0",),
         "models.build:require_embeddings",
-        ("spec", "data"),
+        ("spec.model", "data"),
         "the model has an embedding for every token of the prepared rows",
     ),
     Check(
         "teacher's vocabulary",
         ("rank 0",),
         "objectives:require_same_tokens",
-        ("spec", "data"),
+        ("spec.objective", "data"),
         "objective.teacher gives the tokens of the data the same numbers",
     ),
     Check(

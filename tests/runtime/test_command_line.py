@@ -107,7 +107,7 @@ def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeyp
 def test_a_shape_that_was_not_started_is_refused_with_the_command():
     spec = RunSpec.model_validate({"topology": {"nproc_per_node": 4}, "parallel": {"type": "ddp"}})
     with pytest.raises(ValueError, match=r"= 4 processes, but 1 were started.*torchrun --nnodes 1 --nproc-per-node 4"):
-        Processes().require_world_size(spec)
+        Processes().require_world_size(spec.topology)
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch):

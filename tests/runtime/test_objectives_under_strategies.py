@@ -123,7 +123,7 @@ def test_distillation_comes_closer_to_the_teacher(alone, output, adapter):
     spec, record = alone["distill", adapter]
     told = [metrics for *_, metrics in curve(spec)]
     assert told[-1]["forward_kl"] < told[0]["forward_kl"]
-    weights = collect_weights(spec, record)
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
     record = evaluate(spec, record, data_of(spec), weights)
     assert record.loss_unit == "nats per token" and record.eval_loss_after < record.eval_loss_before
     assert "Perplexity" in export(spec, record, data_of(spec), weights).report.read_text()
@@ -150,7 +150,7 @@ def test_a_run_does_not_go_on_without_its_reference(alone, output):
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_what_comes_out_is_measured_against_the_first_model(alone, adapter):
     spec, record = alone["dpo", adapter]
-    data, weights = data_of(spec), collect_weights(spec, record)
+    data, weights = data_of(spec), collect_weights(RunFolder.of(spec), spec.adapter, record)
     record = evaluate(spec, record, data, weights)
     assert record.eval_loss_before == pytest.approx(math.log(2))
     assert record.eval_loss_after < record.eval_loss_before - 0.01

@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(folder, attention, 
     found = []
     for packing in (True, False):
         spec = make_spec(folder, packing, model={"attention": attention}, kernels={"enabled": kernels})
-        model = build_model(spec).train()
+        model = build_model(spec.model, spec.seed).train()
         objective = build_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
         batches = [collate([row]) for row in rows_of(spec)]
         assert len(batches) == (1 if packing else DOCUMENTS)

@@ -1,6 +1,7 @@
 """The table of checks that a run passes before it trains."""
 
 import inspect
+import operator
 from functools import reduce
 from importlib import import_module
 
@@ -17,7 +18,12 @@ def test_each_row_calls_a_function_with_its_arguments(check):
     module, _, path = check.function.partition(":")
     function = reduce(getattr, path.split("."), import_module(f"tasks.runtime.{module}"))
     names = ["processes" if name == "self" else name for name in inspect.signature(function).parameters]
-    assert tuple(names) == check.takes
+    assert names == [name.rpartition(".")[2] for name in check.takes]
+    spec = RunSpec()
+    for name in check.takes:
+        if name.startswith("spec."):
+            # Raises AttributeError if the spec has no such field.
+            operator.attrgetter(name.removeprefix("spec."))(spec)
     assert set(check.where) <= set(WHERE)
 
 

@@ -52,7 +52,7 @@ def _strategies(parallel: Parallel, count: int) -> Iterator[Mapping[str, Any]]:
     for strategy in ("ddp", "fsdp"):
         own = parallel.type == strategy
         yield parallel.model_dump(mode="json") if own else {"type": strategy}
-    if parallel.type == "fsdp" and parallel.tensor_parallel * parallel.context_parallel > 1:
+    if parallel.tensor_parallel * parallel.context_parallel > 1:
         yield parallel.model_dump(mode="json") | {"tensor_parallel": 1, "context_parallel": 1}
 
 

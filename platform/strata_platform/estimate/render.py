@@ -120,7 +120,10 @@ def describe_layout(spec: RunSpec) -> str:
     training, gpus = spec.training, spec.topology.world_size
     micro_batches = training.gradient_accumulation_steps
     parts = [f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else "")]
-    for name, ways in (("tensor parallel", spec.tensor_parallel), ("context parallel", spec.context_parallel)):
+    for name, ways in (
+        ("tensor parallel", spec.parallel.tensor_parallel),
+        ("context parallel", spec.parallel.context_parallel),
+    ):
         if ways > 1:
             parts.append(f"{name} {ways}")
     parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens per micro-batch")

@@ -72,15 +72,15 @@ class Workload:
         weight_bytes = 4 if spec.model.dtype == "float32" else 2
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
         compute_bytes = 2 if in_bfloat16 else weight_bytes
-        several_documents = spec.data.packing or spec.context_parallel > 1
+        several_documents = spec.data.packing or spec.parallel.context_parallel > 1
         return cls(
-            shape=_shard_of(shape, spec.tensor_parallel),
-            tokens=spec.training.micro_batch_size * spec.data.sequence_length // spec.context_parallel,
+            shape=_shard_of(shape, spec.parallel.tensor_parallel),
+            tokens=spec.training.micro_batch_size * spec.data.sequence_length // spec.parallel.context_parallel,
             sequence_length=spec.data.sequence_length,
-            tensor_parallel=spec.tensor_parallel,
-            context_parallel=spec.context_parallel,
-            dp_cp_size=spec.topology.world_size // spec.tensor_parallel,
-            shards=spec.model_shards // spec.tensor_parallel,
+            tensor_parallel=spec.parallel.tensor_parallel,
+            context_parallel=spec.parallel.context_parallel,
+            dp_cp_size=spec.topology.world_size // spec.parallel.tensor_parallel,
+            shards=spec.model_shards // spec.parallel.tensor_parallel,
             weight_bytes=weight_bytes,
             compute_bytes=compute_bytes,
             fused=bool(kernels.enabled),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from strata_platform.spec.export import Export
     from strata_platform.spec.kernels import Kernels
     from strata_platform.spec.model import Model
-    from strata_platform.spec.run_spec import Adapter, Checkpoint, Evaluation, Objective, RunSpec
+    from strata_platform.spec.run_spec import Adapter, Checkpoint, Evaluation, Objective, Parallel, RunSpec, Topology
     from strata_platform.spec.training import Schedule, Training
 
 
@@ -28,7 +28,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _training(spec.training, spec.data)
     yield from _tokens(spec)
     yield from _processes(spec)
-    yield from _fsdp(spec)
+    yield from _fsdp(spec.parallel, spec.topology)
     yield from _tensor_parallel(spec)
     yield from _context_parallel(spec)
     yield from _quantization(spec.adapter)
@@ -129,40 +129,41 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
     )
 
 
-def _fsdp(spec: RunSpec) -> Iterator[Contradiction]:
-    if spec.parallel.type != "fsdp":
+def _fsdp(parallel: Parallel, topology: Topology) -> Iterator[Contradiction]:
+    if parallel.type != "fsdp":
         return
-    replicas, processes = spec.parallel.replicas, spec.topology.world_size
-    shared = spec.tensor_parallel * spec.context_parallel
-    topology = ("topology.nproc_per_node", "topology.nnodes")
+    replicas, processes = parallel.replicas, topology.world_size
+    tensor, context = parallel.tensor_parallel, parallel.context_parallel
+    shared = tensor * context
+    shape = ("topology.nproc_per_node", "topology.nnodes")
     sharing = ("parallel.tensor_parallel", "parallel.context_parallel")
     yield Contradiction(
         processes % shared != 0,
-        (*sharing, *topology),
-        f"{spec.tensor_parallel} x parallel.context_parallel {spec.context_parallel} does not divide the {processes} "
+        (*sharing, *shape),
+        f"{tensor} x parallel.context_parallel {context} does not divide the {processes} "
         "processes of topology.nproc_per_node x topology.nnodes; set them to divisors, or start more processes",
     )
     yield Contradiction(
-        processes % shared == 0 and spec.dp_size % replicas != 0,
-        ("parallel.replicas", *sharing, *topology),
+        processes % shared == 0 and processes // shared % replicas != 0,
+        ("parallel.replicas", *sharing, *shape),
         f"{replicas} does not divide the {processes} processes of topology.nproc_per_node x topology.nnodes; set "
         "parallel.replicas to a divisor, such as topology.nnodes"
         if shared == 1
-        else f"{replicas} does not divide the {spec.dp_size} groups of {shared} processes that "
+        else f"{replicas} does not divide the {processes // shared} groups of {shared} processes that "
         "parallel.tensor_parallel and parallel.context_parallel make; set parallel.replicas to a divisor",
     )
     yield Contradiction(
         replicas == processes > 1,
-        ("parallel.replicas", *topology),
+        ("parallel.replicas", *shape),
         f"{replicas} replicas give each process of topology.nproc_per_node x topology.nnodes a whole model; "
         "lower parallel.replicas, or set parallel.type to 'ddp'",
     )
 
 
 def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
-    if spec.tensor_parallel == 1:
+    if spec.parallel.tensor_parallel == 1:
         return
-    field, ways = "parallel.tensor_parallel", spec.tensor_parallel
+    field, ways = "parallel.tensor_parallel", spec.parallel.tensor_parallel
     yield Contradiction(
         spec.adapter.type != "none",
         (field, "adapter.type"),
@@ -184,9 +185,9 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
 
 
 def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
-    if spec.context_parallel == 1:
+    if spec.parallel.context_parallel == 1:
         return
-    field, parts = "parallel.context_parallel", spec.context_parallel
+    field, parts = "parallel.context_parallel", spec.parallel.context_parallel
     yield Contradiction(
         spec.objective.type not in ("pretrain", "sft"),
         (field, "objective.type"),

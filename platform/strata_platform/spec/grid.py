@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.run_spec import RunSpec
 
-# More runs than anybody wants on purpose.
+# The largest sweep; more combinations are probably a mistake.
 _MOST = 256
 _ACCUMULATION = "gradient_accumulation_steps"
 

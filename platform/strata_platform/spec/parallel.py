@@ -9,13 +9,27 @@ from pydantic import Field
 from strata_platform.spec.fields import Count, Flag, Integer, Section
 
 
-class Single(Section):
+class _DataParallel(Section):
+    """Base of the strategies without tensor and context parallelism."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Tensor-parallel size."""
+        return 1
+
+    @property
+    def context_parallel(self) -> int:
+        """Context-parallel size."""
+        return 1
+
+
+class Single(_DataParallel):
     """One process."""
 
     type: Literal["single"] = Field("single", description="One process.")
 
 
-class Ddp(Section):
+class Ddp(_DataParallel):
     """DistributedDataParallel: a full replica per process, gradients averaged."""
 
     type: Literal["ddp"] = Field("ddp", description="One replica per process.")
@@ -59,7 +73,7 @@ class Fsdp(Section):
     )
 
 
-class Deepspeed(Section):
+class Deepspeed(_DataParallel):
     """DeepSpeed's ZeRO, with its field names. With model.dtype `bfloat16` the optimizer keeps fp32 weights."""
 
     type: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO; needs the extra `deepspeed`.")

@@ -203,19 +203,9 @@ class RunSpec(Section):
         return isinstance(self.adapter, Lora) and self.adapter.quantization != "none"
 
     @property
-    def tensor_parallel(self) -> int:
-        """Tensor-parallel size: processes that each weight matrix is sharded over, in addition to FSDP."""
-        return self.parallel.tensor_parallel if self.parallel.type == "fsdp" else 1
-
-    @property
-    def context_parallel(self) -> int:
-        """Context-parallel size: processes that each row is sharded over, in addition to FSDP."""
-        return self.parallel.context_parallel if self.parallel.type == "fsdp" else 1
-
-    @property
     def dp_size(self) -> int:
         """Data-parallel size: processes, or tensor- and context-parallel groups, that read rows of their own."""
-        return self.topology.world_size // (self.tensor_parallel * self.context_parallel)
+        return self.topology.world_size // (self.parallel.tensor_parallel * self.parallel.context_parallel)
 
     @property
     def nonfinite(self) -> Literal["skip", "rollback", "stop"]:

@@ -101,15 +101,20 @@ def _measure(
 ) -> tuple[Measurements, PreparedData]:
     """Measurements, and the data with the columns that the objective computes with the model before training."""
     tokenizer = data.tokenizer()
-    model = (build_trained_model(spec, weights) if weights else build_model(spec)).to(Processes().device).eval()
+    model = (
+        (build_trained_model(spec, weights) if weights else build_model(spec.model, spec.seed))
+        .to(Processes().device)
+        .eval()
+    )
     set_special_tokens(model, tokenizer)
     _disable_router_loss(model)
     objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)
-    written = [generate(model, tokenizer, prompt, data, spec) for prompt in prompts]
-    return Measurements(means, written, task_scores(model, tokenizer, spec)), data
+    written = [generate(model, tokenizer, prompt, data, spec.evaluation.max_new_tokens) for prompt in prompts]
+    scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
+    return Measurements(means, written, scores), data
 
 
 def _disable_router_loss(model: PreTrainedModel) -> None:
@@ -147,21 +152,23 @@ def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device)
 
 @torch.inference_mode()
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, spec: RunSpec
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, max_new_tokens: int
 ) -> str:
     """The model's greedy continuation of the prompt, without the prompt, within its position embeddings."""
     ids = torch.tensor([prompt.prompt_ids], device=model.device)
-    most, positions = spec.evaluation.max_new_tokens, learned_position_count(model)
-    if positions is not None and (left := positions - ids.shape[1]) < most:
-        log.warning("evaluation.max_new_tokens %d: the model has positions for %d after this prompt", most, left)
+    positions = learned_position_count(model)
+    if positions is not None and (left := positions - ids.shape[1]) < max_new_tokens:
+        log.warning(
+            "evaluation.max_new_tokens %d: the model has positions for %d after this prompt", max_new_tokens, left
+        )
         if left <= 0:
             return ""
-        most = left
+        max_new_tokens = left
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=GenerationConfig(
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
             eos_token_id=list(data.manifest.stop_token_ids) or None,

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Evaluation
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -31,9 +31,8 @@ class Score(NamedTuple):
     higher_is_better: bool | None
 
 
-def require_tasks(spec: RunSpec) -> None:
+def require_tasks(tasks: tuple[str, ...]) -> None:
     """Raises ValueError if the harness is not installed, or does not know a name in `evaluation.tasks`."""
-    tasks = spec.evaluation.tasks
     if not tasks:
         return
     if find_spec("lm_eval") is None:
@@ -56,14 +55,13 @@ def require_tasks(spec: RunSpec) -> None:
 
 
 def task_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: RunSpec
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, evaluation: Evaluation, *, batch_size: int
 ) -> dict[tuple[str, str], Score]:
     """Scores by task and metric. A group with its own scores replaces those of its tasks.
 
     Raises:
         ValueError: a task cannot be loaded, which may need the Hub.
     """
-    evaluation = spec.evaluation
     if not evaluation.tasks:
         return {}
     # Otherwise the harness forks a process per core for bootstrap samples.
@@ -76,7 +74,7 @@ def task_scores(
     manager = _task_manager(evaluation.tasks)
     loaded = [part for task in dict.fromkeys(evaluation.tasks) for part in _load(manager, task)]
     results = simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=spec.training.micro_batch_size),
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=loaded,
         task_manager=manager,
         num_fewshot=evaluation.few_shot,

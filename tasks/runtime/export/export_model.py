@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.model import Lora, Model
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
@@ -58,7 +58,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)
     log.info("record: %s (%s, %d of %d steps)", folder.record, record.status, record.steps, record.steps_asked)
-    publish(spec, folder.model)
+    publish(spec.export, spec.name, folder.model)
     return folder
 
 
@@ -72,7 +72,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if model.config.get_text_config() is not model.config:
-        _copy_processor(spec, folder)
+        _copy_processor(spec.model, folder)
     expected = expected_of(model.to(device), tokenizer)
     del model
     if device.type == "cuda":
@@ -81,14 +81,14 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     log.info("verified: a fresh process reads the same model from its folder")
 
 
-def _copy_processor(spec: RunSpec, folder: Path) -> None:
+def _copy_processor(model: Model, folder: Path) -> None:
     """Copy the processor files of a multimodal model; servers want them for text, too."""
-    name, kept = spec.model.name, []
+    kept = []
     for file in PROCESSOR_FILES:
         found = cached_file(
-            name,
+            model.name,
             file,
-            revision=spec.model.revision,
+            revision=model.revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
@@ -97,7 +97,7 @@ def _copy_processor(spec: RunSpec, folder: Path) -> None:
     if not kept:
         log.warning(
             "model.name %r is multimodal, but none of %s could be read; servers may need them: copy them into the "
-            "exported folder", name, ", ".join(PROCESSOR_FILES),
+            "exported folder", model.name, ", ".join(PROCESSOR_FILES),
         )  # fmt: skip
 
 
@@ -113,7 +113,11 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
 
     The card is public: it names local files and folders without their path.
     """
-    base = "trained from scratch" if spec.model.name in PRESETS else f"fine-tuned from `{_without_folder(spec)}`"
+    base = (
+        "trained from scratch"
+        if spec.model.name in PRESETS
+        else f"fine-tuned from `{_without_folder(spec.model.name)}`"
+    )
     if spec.model.revision is not None:
         base += f" at `{spec.model.revision}`"
     if isinstance(spec.adapter, Lora):
@@ -126,7 +130,7 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["strata", spec.objective.type],
-        **_origin(spec),
+        **_origin(spec.model),
     )
     return f"""---
 {about.to_yaml()}
@@ -148,21 +152,21 @@ Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` ho
 """
 
 
-def _without_folder(spec: RunSpec) -> str:
+def _without_folder(name: str) -> str:
     """The model's name; the last part of a local path."""
-    folder = Path(spec.model.name)
-    return folder.absolute().name if folder.is_dir() else spec.model.name
+    folder = Path(name)
+    return folder.absolute().name if folder.is_dir() else name
 
 
-def _origin(spec: RunSpec) -> dict[str, Any]:
+def _origin(model: Model) -> dict[str, Any]:
     """Base model and license for the Hub. The license is that of the base model."""
-    name, folder = spec.model.name, Path(spec.model.name)
+    name, folder = model.name, Path(model.name)
     if name in PRESETS:
         return {}
     is_local = folder.is_dir()
     origin = {} if is_local else {"base_model": name}
     try:
-        card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=spec.model.revision)
+        card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=model.revision)
         known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     # There is no card, no network, or the card's YAML is invalid.
     except Exception as error:

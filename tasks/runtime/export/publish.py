@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.export import Export
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 from tasks.runtime.process.object_store_url import open_url
 
@@ -24,18 +24,18 @@ _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "mode
              "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
 
 
-def require_export_targets(spec: RunSpec) -> None:
+def require_export_targets(export: Export, name: str) -> None:
     """Raises ValueError if a target of `export` cannot be opened, or holds files that no export wrote."""
-    if spec.export.push_to_hub is not None:
+    if export.push_to_hub is not None:
         from huggingface_hub import get_token
 
         if get_token() is None:
             raise ValueError(
-                f"export.push_to_hub {spec.export.push_to_hub!r} needs a token with write access; set the environment "
+                f"export.push_to_hub {export.push_to_hub!r} needs a token with write access; set the environment "
                 "variable HF_TOKEN here and where the model is exported, or remove export.push_to_hub"
             )
-    if spec.export.url is not None:
-        address, store, root = _place(spec)
+    if export.url is not None:
+        address, store, root = _place(export.url, name)
         try:
             there = _names(store, root)
         # Clients of stores raise errors without a common base class.
@@ -47,17 +47,19 @@ def require_export_targets(spec: RunSpec) -> None:
         _require_exported(address, there)
 
 
-def publish(spec: RunSpec, model: Path) -> list[str]:
-    """Copy the folder `model` to the targets of `export` and return their addresses.
+def publish(export: Export, run: str, model: Path) -> list[str]:
+    """Copy the folder `model` of the run with the name `run` to the targets and return their addresses.
 
     Raises:
         ValueError: a target rejects the copy; the folder stays as it is.
     """
     places = []
-    if spec.export.push_to_hub is not None:
-        places.append(_attempt("export.push_to_hub", model, lambda: _to_hub(spec, model)))
-    if spec.export.url is not None:
-        places.append(_attempt("export.url", model, lambda: _to_store(spec, model)))
+    if (repository := export.push_to_hub) is not None:
+        places.append(
+            _attempt("export.push_to_hub", model, lambda: _to_hub(repository, run, model, private=export.private))
+        )
+    if (url := export.url) is not None:
+        places.append(_attempt("export.url", model, lambda: _to_store(url, run, model)))
     return places
 
 
@@ -75,25 +77,24 @@ def _attempt(field: str, model: Path, copy: Callable[[], str]) -> str:
     return place
 
 
-def _to_hub(spec: RunSpec, model: Path) -> str:
+def _to_hub(repository: str, run: str, model: Path, *, private: bool) -> str:
     from huggingface_hub import HfApi
 
-    assert spec.export.push_to_hub is not None
-    hub, name = HfApi(), spec.export.push_to_hub
+    hub = HfApi()
     # An existing repository keeps its visibility.
-    address = hub.create_repo(name, private=spec.export.private, exist_ok=True)
-    message = f"Add the model of run {spec.name}"
-    hub.upload_folder(repo_id=name, folder_path=model, commit_message=message, delete_patterns=list(_EARLIER))
+    address = hub.create_repo(repository, private=private, exist_ok=True)
+    message = f"Add the model of run {run}"
+    hub.upload_folder(repo_id=repository, folder_path=model, commit_message=message, delete_patterns=list(_EARLIER))
     return str(address)
 
 
-def _to_store(spec: RunSpec, model: Path) -> str:
+def _to_store(url: str, run: str, model: Path) -> str:
     """Copy the model to `export.url`.
 
     `config.json` is written last and removed first: a folder without it is not a model. The record is written first and
     never removed: it identifies the rest of an interrupted copy.
     """
-    address, store, root = _place(spec)
+    address, store, root = _place(url, run)
     there = _names(store, root)
     _require_exported(address, there)
     for old in sorted({*there} - {RECORD}, key=lambda name: name != "config.json"):
@@ -105,11 +106,10 @@ def _to_store(spec: RunSpec, model: Path) -> str:
     return address
 
 
-def _place(spec: RunSpec) -> tuple[str, Any, str]:
-    """The model's address for `export.url`, its file system, and the folder in that."""
-    url = str(spec.export.url)
+def _place(url: str, run: str) -> tuple[str, Any, str]:
+    """The model's address under `export.url`, its file system, and the folder in that."""
     store, root = open_url(url, "export.url")
-    return f"{url.rstrip('/')}/{spec.name}", store, f"{root.rstrip('/')}/{spec.name}"
+    return f"{url.rstrip('/')}/{run}", store, f"{root.rstrip('/')}/{run}"
 
 
 def _names(store: Any, root: str) -> list[str]:

@@ -26,11 +26,11 @@ class _Change:
     price: str
 
 
-def advice_for(spec: RunSpec, capacity: float) -> str:
-    """`advise` for the spec's model and folder. It becomes part of an error message, so it never raises."""
+def advice_for(spec: RunSpec, folder: RunFolder, capacity: float) -> str:
+    """`advise` for the spec's model and the run's folder. It becomes part of an error message, so it never raises."""
     try:
         shape = from_config(load_config(spec.model).to_dict())
-        return advise(spec, shape, capacity, has_progress=RunFolder.of(spec).has_progress)
+        return advise(spec, shape, capacity, has_progress=folder.has_progress)
     except Exception as error:
         return f"There is no advice for this model: {error}"
 

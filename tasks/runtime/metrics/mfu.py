@@ -17,8 +17,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.estimate.gpus import PEAKS
-from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -37,20 +35,22 @@ class Mfu:
         return tokens_per_second * self.flops_per_token / self.peak
 
 
-def build_mfu(model: PreTrainedModel, spec: RunSpec, processes: Processes, device: str) -> Mfu | None:
+def build_mfu(
+    model: PreTrainedModel, sequence_length: int, dtype: torch.dtype, processes: Processes, device: str
+) -> Mfu | None:
     """Utilization of `model`, which must not be sharded yet; None, with a log line, if the device's peak is unknown.
 
-    `device`: the name that its vendor gives it. A CPU has no entry.
+    `dtype`: the compute dtype. `device`: the name that its vendor gives it. A CPU has no entry.
     """
     if not torch.cuda.is_available():
         return None
-    peak, flops = peak_flops(device), flops_per_token(model, spec.data.sequence_length)
+    peak, flops = peak_flops(device), flops_per_token(model, sequence_length)
     if peak is None:
         log.info(
             "mfu: not measured, because the peak of %s is not in strata_platform/estimate/gpus.py",
             device,
         )
-    elif compute_dtype(spec) != torch.bfloat16:
+    elif dtype != torch.bfloat16:
         log.info("mfu: not measured, because only the bfloat16 peak of %s is known", device)
         return None
     elif flops is None:

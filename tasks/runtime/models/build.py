@@ -23,9 +23,10 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_platform.model_config import require_sizes
-from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Model
+from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.training import Training
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
@@ -61,11 +62,11 @@ def model_dtype(model: Model) -> torch.dtype:
     return _DTYPES[model.dtype]
 
 
-def compute_dtype(spec: RunSpec) -> torch.dtype:
+def compute_dtype(model: Model, parallel: Parallel) -> torch.dtype:
     """The dtype of forward and backward passes in training."""
-    if spec.parallel.type == "fsdp" and spec.parallel.compute_dtype != "model":
-        return _DTYPES[spec.parallel.compute_dtype]
-    return model_dtype(spec.model)
+    if parallel.type == "fsdp" and parallel.compute_dtype != "model":
+        return _DTYPES[parallel.compute_dtype]
+    return model_dtype(model)
 
 
 def load_config(model: Model) -> PretrainedConfig:
@@ -92,16 +93,19 @@ def _read_config(name: str, revision: str | None, modified: int | None) -> Pretr
         return config
 
 
-def has_router_loss(spec: RunSpec) -> bool:
+def has_router_loss(model: Model) -> bool:
     """Whether the model is a mixture of experts whose configuration adds an auxiliary loss of its routers."""
-    return bool(getattr(load_config(spec.model).get_text_config(), "output_router_logits", False))
+    return bool(getattr(load_config(model).get_text_config(), "output_router_logits", False))
 
 
-def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_model(
+    settings: Model, seed: int, *, weights: str | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     """The model on the CPU.
 
     Args:
-        spec: names the model. A preset gets random weights from `seed`, the same on every machine.
+        settings: the spec's `model`.
+        seed: the spec's `seed`. A preset gets random weights from it, the same on every machine.
         weights: a folder in Hugging Face format, whose weights replace those of `model.name`.
         dtype: of the weights; by default that of the spec.
 
@@ -109,22 +113,22 @@ def build_model(spec: RunSpec, *, weights: str | None = None, dtype: torch.dtype
         ValueError: the model cannot be read, is an adapter, or lacks or adds tensors; see `load_pretrained`.
         Unreachable: the Hub does not answer.
     """
-    dtype = dtype or model_dtype(spec.model)
-    source = weights or spec.model.name
+    dtype = dtype or model_dtype(settings)
+    source = weights or settings.name
     if source in PRESETS:
-        torch.manual_seed(spec.seed)
+        torch.manual_seed(seed)
         # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
         # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
-        model = AutoModelForCausalLM.from_config(load_config(spec.model), attn_implementation=spec.model.attention)
+        model = AutoModelForCausalLM.from_config(load_config(settings), attn_implementation=settings.attention)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     else:
         model = load_pretrained(
             source,
-            revision=None if weights else spec.model.revision,
+            revision=None if weights else settings.revision,
             dtype=dtype,
-            attn_implementation=spec.model.attention,
+            attn_implementation=settings.attention,
         )
         _freeze_as_the_class_does(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
@@ -164,9 +168,9 @@ def _reset_unused_settings(config: GenerationConfig) -> None:
         setattr(config, name, None)
 
 
-def build_model_on_meta(spec: RunSpec, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_model_on_meta(settings: Model, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `build_model` with its parameters on the meta device and its buffers on the CPU."""
-    return _model_on_meta(load_config(spec.model), dtype or model_dtype(spec.model), spec.model.attention)
+    return _model_on_meta(load_config(settings), dtype or model_dtype(settings), settings.attention)
 
 
 def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
@@ -230,15 +234,15 @@ def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
         model.to(device)
 
 
-def require_embeddings(spec: RunSpec, data: PreparedData) -> None:
+def require_embeddings(model: Model, data: PreparedData) -> None:
     """Raises ValueError if the rows contain a token that the model does not embed. Reads no weights.
 
     A model's own tokenizer may have more tokens than the model embeds, for example one for images in Gemma 3. No plain
     text becomes such a token, and prepared rows must not contain it.
     """
-    tokenizer, name = data.tokenizer(), spec.model.name
+    tokenizer, name = data.tokenizer(), model.name
     # A multimodal model has its text configuration in a part of its own.
-    embedded = load_config(spec.model).get_text_config().vocab_size
+    embedded = load_config(model).get_text_config().vocab_size
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
         raise ValueError(
@@ -282,23 +286,23 @@ def freeze_non_text_parameters(model: PreTrainedModel) -> None:
     log.info("model: %.1f M parameters for other input than text are frozen", total / 1e6)
 
 
-def build_planning_model(spec: RunSpec) -> PreTrainedModel:
-    """The model with everything on the meta device, in the compute dtype, for planning kernels."""
+def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with everything on the meta device, for planning kernels. `dtype`: that of `compute_dtype`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             # Attention is not an operator of the kernel layer, and sdpa runs on meta tensors.
-            load_config(spec.model),
+            load_config(settings),
             attn_implementation="sdpa",
-            dtype=compute_dtype(spec),
+            dtype=dtype,
         )
     model.config.use_cache = False
     return model
 
 
-def prepare_for_training(model: PreTrainedModel, spec: RunSpec) -> PatchReport | None:
+def prepare_for_training(model: PreTrainedModel, kernels: Kernels, training: Training) -> PatchReport | None:
     """Patch the operators and set up activation checkpointing."""
-    report = patch(model, spec.kernels)
-    checkpoint_activations(model, spec.training)
+    report = patch(model, kernels)
+    checkpoint_activations(model, training)
     return report
 
 

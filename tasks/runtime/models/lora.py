@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 _SAMPLED = 256
 
 
-def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
-    """Add the adapter of the spec to `model` and freeze all other parameters.
+def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -> LoraModel | None:
+    """Add the adapter that `settings` describes to `model` and freeze all other parameters.
 
     The adapter is initialized from `seed`, has no effect yet, and has the dtype of the model. On a meta model it is on
     the meta device.
@@ -42,7 +41,6 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
     Raises:
         ValueError: `adapter.target_modules` names no linear layer of the model.
     """
-    settings = spec.adapter
     if not isinstance(settings, Lora):
         return None
     from peft import LoraConfig
@@ -53,7 +51,7 @@ def add_adapter(model: PreTrainedModel, spec: RunSpec) -> LoraModel | None:
         **settings.model_dump(exclude={"type", "target_modules", "quantization"}),
         target_modules=list(settings.target_modules) or "all-linear",
     )
-    torch.manual_seed(spec.seed)
+    torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext():
         return LoraModel(model, config, "default")
@@ -88,12 +86,15 @@ def base_fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_base(model: PreTrainedModel, spec: RunSpec, expected: str) -> None:
-    """Raises ValueError if `model` has other weights than the one in which the adapter was trained."""
-    if base_fingerprint(model) != expected:
+def require_base(found: str, expected: str, name: str) -> None:
+    """Raises ValueError if `found`, the fingerprint of the base weights, is not that of the adapter's training.
+
+    `name`: the `model.name` of the base weights.
+    """
+    if found != expected:
         raise ValueError(
-            f"model.name {spec.model.name!r} has other weights than those that the adapter was trained in; restore "
-            "them, pin a Hub model with model.revision, or choose another name and train again"
+            f"model.name {name!r} has other weights than those that the adapter was trained with; restore them, pin a "
+            "Hub model with model.revision, or choose another name and train again"
         )
 
 

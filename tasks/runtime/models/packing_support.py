@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
 
 # Lengths of the two sequences in the row of the probe.
@@ -66,16 +67,16 @@ def supports_packing(model: PreTrainedModel) -> bool:
     return not bool(gradient[:, :_FIRST].any())
 
 
-def require_position_embeddings(spec: RunSpec) -> None:
+def require_position_embeddings(model: Model, sequence_length: int) -> None:
     """Raises ValueError if rows are longer than the model's learned position embeddings. Reads no weights."""
-    most = getattr(load_config(spec.model), "max_position_embeddings", None)
-    if most is None or spec.data.sequence_length <= most:
+    most = getattr(load_config(model), "max_position_embeddings", None)
+    if most is None or sequence_length <= most:
         return
-    learned = learned_position_count(build_model_on_meta(spec))
-    if learned is not None and spec.data.sequence_length > learned:
+    learned = learned_position_count(build_model_on_meta(model))
+    if learned is not None and sequence_length > learned:
         raise ValueError(
-            f"data.sequence_length {spec.data.sequence_length} exceeds the {learned} learned positions of model.name "
-            f"{spec.model.name!r}; set data.sequence_length to {learned} or less"
+            f"data.sequence_length {sequence_length} exceeds the {learned} learned positions of model.name "
+            f"{model.name!r}; set data.sequence_length to {learned} or less"
         )
 
 

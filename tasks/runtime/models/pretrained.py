@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import Distill
+from strata_platform.spec.run_spec import Objective
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
@@ -101,14 +102,14 @@ def readable(source: str) -> Iterator[None]:
         ) from error
 
 
-def require_complete_weights(spec: RunSpec) -> None:
+def require_complete_weights(model: Model, objective: Objective) -> None:
     """Raises ValueError if the weights in a local folder are not those of its model. Reads headers only.
 
     Checks `model.name` and `objective.teacher`. Models on the Hub are checked when they are loaded.
     """
-    folders = {"model.name": spec.model.name}
-    if isinstance(spec.objective, Distill):
-        folders["objective.teacher"] = spec.objective.teacher
+    folders = {"model.name": model.name}
+    if isinstance(objective, Distill):
+        folders["objective.teacher"] = objective.teacher
     for field, folder in folders.items():
         if Path(folder).is_dir():
             try:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.models.build import compute_dtype
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
         yield
         return
     head = model.get_output_embeddings()
+    dtype, storage = compute_dtype(spec.model, spec.parallel), _storage(spec.parallel)
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear or layer is head:
             continue
@@ -50,7 +52,7 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
             )
             continue
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _linear_4bit(layer, compute_dtype(spec), _storage(spec)))
+        setattr(model.get_submodule(parent), name, _linear_4bit(layer, dtype, storage))
     model.is_loaded_in_4bit = True
     try:
         yield
@@ -59,13 +61,13 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
         del model.is_loaded_in_4bit
 
 
-def _storage(spec: RunSpec) -> torch.dtype:
+def _storage(parallel: Parallel) -> torch.dtype:
     """The dtype in which FSDP and checkpoints see packed weights: uint8 where possible.
 
     In bfloat16 one packed value in a thousand is NaN. FSDP copies with `torch._foreach_copy_`, which on a GPU converts
     via float32 and may merge all NaNs. FSDP before PyTorch 2.15 does not accept uint8, and copies float32 bit for bit.
     """
-    return torch.float32 if spec.parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
+    return torch.float32 if parallel.type == "fsdp" and torch.__version__ < "2.15" else torch.uint8
 
 
 def _linear_4bit(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> nn.Linear:

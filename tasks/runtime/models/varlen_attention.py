@@ -17,7 +17,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
+from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
@@ -30,17 +31,18 @@ _MIN_SEQLEN = 128
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def uses_varlen(spec: RunSpec, config: PretrainedConfig, device: torch.device) -> bool:
-    """Whether training with this spec, model and device uses varlen attention, and batches need `cu_seqlens`.
+def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether training uses varlen attention with these sections, model configuration and device. If so, batches need
+    `cu_seqlens`.
 
     True for families that are known to support packing, on a GPU in bfloat16, in place of `sdpa`.
     """
     return (
         _has_flash(device)
-        and spec.model.attention == "sdpa"
-        and compute_dtype(spec) == torch.bfloat16
+        and settings.attention == "sdpa"
+        and compute_dtype(settings, parallel) == torch.bfloat16
         # Context parallelism has an attention function of its own.
-        and spec.context_parallel == 1
+        and parallel.context_parallel == 1
         and config.model_type in SUPPORTS_PACKING
         and unsupported_reason(config) is None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec import objectives as settings
 from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
@@ -22,16 +23,16 @@ __all__ = [
 
 def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
     """The objective that `objective.type` names. `fused`: the patched model computes the loss without logits."""
-    match spec.objective.type:
-        case "dpo":
-            return Dpo(spec, fused=fused)
-        case "distill":
+    match spec.objective:
+        case settings.Dpo():
+            return Dpo(spec.objective, spec.adapter, fused=fused)
+        case settings.Distill():
             return Distill(spec, fused=fused)
-    return NextToken(fused=fused, routed=has_router_loss(spec))
+    return NextToken(fused=fused, routed=has_router_loss(spec.model))
 
 
 def build_validation_objective(spec: RunSpec, *, fused: bool) -> Objective:
     """The objective that measures the trained model. A distilled model is measured without its teacher."""
     if spec.objective.type == "distill":
-        return NextToken(fused=fused, routed=has_router_loss(spec))
+        return NextToken(fused=fused, routed=has_router_loss(spec.model))
     return build_objective(spec, fused=fused)

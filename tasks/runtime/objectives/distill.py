@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import Distill as Settings
+from strata_platform.spec.run_spec import Objective
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
@@ -19,6 +21,7 @@ from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
     build_planning_model,
+    compute_dtype,
     has_fused_loss,
     load_config,
     move_to_device,
@@ -61,28 +64,29 @@ class Distill:
         """Load the teacher: sharded like the model under `fsdp`, replicated under other strategies.
 
         Raises:
-            ValueError: the teacher has too few positions or token embeddings for the rows, or other weights than at the
-            start
-                of the run.
+            ValueError: the teacher has too few positions or token embeddings for the rows, or other weights than at
+                the start of the run.
             Unreachable: the Hub does not answer.
         """
         spec, processes = self._teacher_spec(), context.processes
         try:
-            processes.on_main(lambda: _require_room(spec, context.data))
-            teacher = build_model(spec) if processes.is_main else build_model_on_meta(spec)
-            processes.on_main(lambda: require_packing_support(teacher, spec))
-            unpatched = base_fingerprint(teacher) if processes.is_main else ""
+            processes.on_main(lambda: _require_fit(spec.model, context.data, spec.data.sequence_length))
+            teacher = build_model(spec.model, spec.seed) if processes.is_main else build_model_on_meta(spec.model)
+            found = processes.on_main(lambda: _checked_fingerprint(teacher, spec))
             self._adopt(teacher)
             self._varlen = all(
-                uses_varlen(each, config, processes.device)
-                for each, config in ((context.spec, load_config(context.spec.model)), (spec, teacher.config))
+                uses_varlen(settings, spec.parallel, config, processes.device)
+                for settings, config in (
+                    (context.spec.model, load_config(context.spec.model)),
+                    (spec.model, teacher.config),
+                )
             )
         except (ValueError, Unreachable) as error:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
         # Checkpoints of earlier versions have no fingerprint of the teacher.
-        expected = context.metadata.get(_FACT, unpatched)
-        self._fingerprint = processes.on_main(lambda: self._same(unpatched, expected))
+        self._require_same(found, context.metadata.get(_FACT, found))
+        self._fingerprint = found
         set_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
         if self._varlen:
             set_varlen_attention(teacher)
@@ -102,7 +106,8 @@ class Distill:
 
     def example_row(self, tokens: Tensor) -> Batch:
         """The columns of a row. Loads the teacher on the meta device."""
-        self._adopt(build_planning_model(self._teacher_spec()))
+        spec = self._teacher_spec()
+        self._adopt(build_planning_model(spec.model, compute_dtype(spec.model, spec.parallel)))
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
     def count(self, batch: Batch) -> Tensor:
@@ -147,14 +152,13 @@ class Distill:
         hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss
         return hidden.flatten(0, 1), found[0]
 
-    def _same(self, found: str, expected: str) -> str:
+    def _require_same(self, found: str, expected: str) -> None:
         if found != expected:
             raise ValueError(
                 f"objective.teacher {self._settings.teacher!r} has other weights than at the start of the run; "
                 "restore them, pin a teacher on the Hub with objective.teacher_revision, or choose another name and "
                 "train again"
             )
-        return found
 
     def _adopt(self, teacher: PreTrainedModel) -> None:
         teacher.requires_grad_(False)
@@ -168,12 +172,12 @@ class Distill:
         return self._spec.model_copy(update={"model": self._spec.model.model_copy(update=named)})
 
 
-def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
+def require_same_tokens(objective: Objective, data: PreparedData) -> None:
     """Raises ValueError if a token of the data has another number in the teacher's vocabulary."""
-    if not isinstance(spec.objective, Settings):
+    if not isinstance(objective, Settings):
         return
-    name = spec.objective.teacher
-    theirs = read_tokenizer(name, spec.objective.teacher_revision, field="objective.teacher").get_vocab()
+    name = objective.teacher
+    theirs = read_tokenizer(name, objective.teacher_revision, field="objective.teacher").get_vocab()
     ours = data.tokenizer().get_vocab()
     other = sorted(token for token in ours if theirs.get(token) != ours[token])
     if other:
@@ -184,10 +188,16 @@ def require_same_tokens(spec: RunSpec, data: PreparedData) -> None:
         )
 
 
-def _require_room(spec: RunSpec, data: PreparedData) -> None:
+def _require_fit(teacher: Model, data: PreparedData, sequence_length: int) -> None:
     """Raises ValueError if the teacher has too few positions or token embeddings for the rows."""
-    require_position_embeddings(spec)
-    require_embeddings(spec, data)
+    require_position_embeddings(teacher, sequence_length)
+    require_embeddings(teacher, data)
+
+
+def _checked_fingerprint(teacher: PreTrainedModel, spec: RunSpec) -> str:
+    """The fingerprint of the teacher's weights. Raises ValueError if the teacher does not support the rows."""
+    require_packing_support(teacher, spec)
+    return base_fingerprint(teacher)
 
 
 def _broadcast_teacher(teacher: PreTrainedModel, processes: Processes) -> None:

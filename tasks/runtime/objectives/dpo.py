@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
+from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.models.lora import without_adapter
@@ -36,10 +37,9 @@ class Dpo:
 
     unit = "per pair"
 
-    def __init__(self, spec: RunSpec, *, fused: bool) -> None:
-        assert isinstance(spec.objective, Settings)
-        self._settings, self._fused = spec.objective, fused
-        self._disables_adapter = spec.adapter.type != "none" and spec.objective.reference != "precomputed"
+    def __init__(self, settings: Settings, adapter: Adapter, *, fused: bool) -> None:
+        self._settings, self._fused = settings, fused
+        self._disables_adapter = adapter.type != "none" and settings.reference != "precomputed"
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""

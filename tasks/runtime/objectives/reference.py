@@ -51,7 +51,9 @@ def with_reference_log_probs(context: ObjectiveContext, score: Score) -> Prepare
 
 def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
     """The file with log-probabilities of the model with fingerprint `base`, for this data and compute dtype."""
-    weights = str(compute_dtype(spec)).removeprefix("torch.") + ("-nf4" if spec.is_quantized else "")
+    weights = str(compute_dtype(spec.model, spec.parallel)).removeprefix("torch.") + (
+        "-nf4" if spec.is_quantized else ""
+    )
     return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}.safetensors"
 
 

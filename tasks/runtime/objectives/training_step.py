@@ -45,9 +45,9 @@ def build_training_step(model: PreTrainedModel, spec: RunSpec, device: torch.dev
         ValueError: the kernel layer or `training.gradient_checkpointing` does not support the model.
     """
     freeze_non_text_parameters(model)
-    patched = prepare_for_training(model, spec)
+    patched = prepare_for_training(model, spec.kernels, spec.training)
     collate = collator(spec.model.attention)
-    varlen = uses_varlen(spec, model.config, device)
+    varlen = uses_varlen(spec.model, spec.parallel, model.config, device)
     if varlen:
         set_varlen_attention(model)
         collate = with_cu_seqlens(collate)

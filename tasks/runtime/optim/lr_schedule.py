@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of the spec and the number of steps done."""
+"""The learning rate of each step: a pure function of the schedule and the number of finished steps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import torch
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Schedule
 
 
-def learning_rate_factor(spec: RunSpec, steps: int) -> Callable[[int], float]:
-    """Share of the peak learning rate that the step after `done` of `steps` steps takes: a pure function of `done`.
+def learning_rate_factor(schedule: Schedule, steps: int) -> Callable[[int], float]:
+    """The learning rate of a step as a share of the peak: a function of the number of steps `done` before it.
 
-    It is 0 for no step: one would read its data without learning it.
+    `steps`: steps of the whole run. The share is above 0 for every step, so that no step reads data in vain.
     """
-    warmup = math.ceil(spec.schedule.warmup_ratio * steps)
-    begin = max(warmup, steps - math.ceil(spec.schedule.falling * steps)) if spec.schedule.falling else warmup
-    shape = _SHAPES[spec.schedule.type]
+    warmup = math.ceil(schedule.warmup_ratio * steps)
+    begin = max(warmup, steps - math.ceil(schedule.falling * steps)) if schedule.falling else warmup
+    shape = _SHAPES[schedule.type]
 
     def factor(done: int) -> float:
         if done < warmup:
@@ -27,7 +27,7 @@ def learning_rate_factor(spec: RunSpec, steps: int) -> Callable[[int], float]:
     return factor
 
 
-# From the share of the steps after the warm-up, or of those in which the rate falls, that are done, 0 to 1.
+# Argument: the finished share of the steps after the warm-up (`wsd`: of the decay), 0 to 1.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
@@ -37,6 +37,6 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """What the next step takes."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,8 +1,8 @@
-"""How bfloat16 weights take updates that are smaller than their rounding step: `optimizer.precision`.
+"""How bfloat16 weights accumulate updates that are smaller than their rounding step: `optimizer.precision`.
 
 The kernel layer's `adamw_step` and `weight_step` do the arithmetic (`strata_kernels.ops.adamw` has the formulas). This
-module holds what they need to know of the runtime's parameters: local tensors of DTensors, and which elements of which
-parameter they are, so that random bits are the same however a parameter is sharded.
+module tells them which elements of which parameter a local tensor holds, so that random bits do not depend on how a
+parameter is sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strata_kernels import Rounding, Shard
-from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Optimizer
 from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -32,18 +32,19 @@ class WeightRounding:
     mode: Rounding
     seed: int
     keys: dict[nn.Parameter, int]
-    """A number for each parameter, which its random bits depend on: the same in every process and every attempt."""
+    """A key for the random bits of each parameter, the same in every process and every attempt."""
 
     @classmethod
-    def of(cls, model: nn.Module, spec: RunSpec) -> WeightRounding:
-        """What `optimizer.precision` asks for. Keys are hashes of parameters' names."""
+    def of(cls, model: nn.Module, settings: Optimizer, seed: int) -> WeightRounding:
+        """The rounding of `optimizer.precision`. Keys are hashes of the parameters' names."""
         keys = {parameter: zlib.crc32(name.encode()) for name, parameter in model.named_parameters()}
-        return cls(ROUNDINGS[spec.optimizer.precision], spec.seed, keys)
+        return cls(ROUNDINGS[settings.precision], seed, keys)
 
     def remainder_of(self, parameter: nn.Parameter, state: dict[str, Tensor], *, paged: bool = False) -> Tensor | None:
-        """The parameter's remainder in `state`, zeros at first; None, and none is kept, where there is nothing to keep.
+        """The low bits of the parameter's master weight in `state`, zeros at first; None, and removed from `state`, if
+        the parameter has no master weight.
 
-        A run may change `optimizer.precision` between attempts: it then starts from the rounded weights.
+        A run may change `optimizer.precision` between attempts. It then starts from the rounded weights.
         """
         if self.mode != "master" or parameter.dtype != torch.bfloat16:
             state.pop(REMAINDER, None)
@@ -53,11 +54,11 @@ class WeightRounding:
         return state[REMAINDER]
 
     def shard_of(self, parameter: nn.Parameter) -> Shard:
-        """Which elements of which parameter this process has."""
+        """The elements of the parameter that this process holds."""
         key = self.keys[parameter]
         if not isinstance(parameter, DTensor):
             return Shard(key)
-        # One chunk, or none where the others have all rows.
+        # One chunk, or none if other ranks have all rows.
         chunks = parameter.__create_chunk_list__()
         if not chunks or not parameter._local_tensor.numel():
             return Shard(key)
@@ -71,5 +72,6 @@ def has_bfloat16(parameters: list[nn.Parameter]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of `tensor`, without autograd. Cheaper than `to_local()`, for thousands of calls a step."""
+    """This process's shard of `tensor`, without autograd. Cheaper than `to_local()`, which matters for thousands of
+    calls per step."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Protocol
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec import parallel as settings
 from tasks.runtime.models.build import compute_dtype, model_dtype
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
@@ -70,9 +70,14 @@ def build_strategy(spec: RunSpec, processes: Processes) -> Strategy:
     """The strategy that `parallel.type` names, or `Single` for a job of one process."""
     if processes.world_size == 1:
         return Single(processes)
-    strategies: dict[str, Callable[[RunSpec, Processes], Strategy]]
-    strategies = {"ddp": Ddp, "fsdp": Fsdp, "deepspeed": Deepspeed}
-    return strategies[spec.parallel.type](spec, processes)
+    match spec.parallel:
+        case settings.Ddp():
+            return Ddp(spec.parallel, processes)
+        case settings.Fsdp():
+            return Fsdp(spec, processes)
+        case settings.Deepspeed():
+            return Deepspeed(spec, processes)
+    raise AssertionError(f"{processes.world_size} processes under parallel.type {spec.parallel.type!r}")
 
 
 def require_packages(spec: RunSpec) -> None:
@@ -90,7 +95,7 @@ def require_packages(spec: RunSpec) -> None:
     if (
         spec.is_quantized
         and spec.parallel.type == "fsdp"
-        and compute_dtype(spec) != model_dtype(spec.model)
+        and compute_dtype(spec.model, spec.parallel) != model_dtype(spec.model)
         # FSDP of PyTorch 2.15 converts only floating-point parameters.
         and torch.__version__ < "2.15"
     ):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
+from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.build import load_config
 from tasks.runtime.models.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
@@ -25,13 +26,13 @@ from tasks.runtime.process.ranks import Processes
 _NAME = "strata_context"
 
 
-def require_context_parallel_support(spec: RunSpec) -> None:
+def require_context_parallel_support(model: Model, parallel: Parallel) -> None:
     """Raises ValueError if `parallel.context_parallel` does not support the model. Reads only its configuration."""
-    if spec.context_parallel > 1:
-        reason = _unsupported_reason(load_config(spec.model))
+    if parallel.context_parallel > 1:
+        reason = _unsupported_reason(load_config(model))
         if reason is not None:
             raise ValueError(
-                f"parallel.context_parallel {spec.context_parallel} splits rows, but model.name {spec.model.name!r} "
+                f"parallel.context_parallel {parallel.context_parallel} splits rows, but model.name {model.name!r} "
                 f"{reason}; set parallel.context_parallel to 1"
             )
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Ddp as Settings
 from tasks.runtime.models.build import move_to_device
 from tasks.runtime.parallel.base import BaseStrategy
@@ -19,9 +18,8 @@ from tasks.runtime.process.ranks import Processes
 class Ddp(BaseStrategy):
     """Replicates the model on every rank."""
 
-    def __init__(self, spec: RunSpec, processes: Processes) -> None:
-        assert isinstance(spec.parallel, Settings)
-        self._settings, self._device = spec.parallel, processes.device
+    def __init__(self, settings: Settings, processes: Processes) -> None:
+        self._settings, self._device = settings, processes.device
 
     def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:
         """Wrap the model in DistributedDataParallel, which broadcasts the weights of rank 0."""

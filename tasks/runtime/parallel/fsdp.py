@@ -47,9 +47,10 @@ class Fsdp(BaseStrategy):
             ]
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
         # Without a conversion to make, versions before 2.15 would still convert packed 4-bit weights.
-        converts = not self._quantized or compute_dtype(spec) != model_dtype(spec.model)
+        dtype = compute_dtype(spec.model, spec.parallel)
+        converts = not self._quantized or dtype != model_dtype(spec.model)
         self._dtypes = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(spec) if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
+            param_dtype=dtype if converts else None, reduce_dtype=_REDUCE[self._settings.reduce_dtype]
         )
 
     def wrap(self, model: PreTrainedModel, *, weights_loaded_later: bool) -> nn.Module:

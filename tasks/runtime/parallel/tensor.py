@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
+from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.models.build import load_config
 from tasks.runtime.parallel.collectives import CopyToGroup, Group
 from tasks.runtime.parallel.parallel_linear import (
@@ -43,19 +44,19 @@ _HEAD_NORM = "replicated_with_grad_allreduce"
 _DIVISIBLE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def require_tensor_parallel_support(spec: RunSpec) -> None:
+def require_tensor_parallel_support(model: Model, parallel: Parallel) -> None:
     """Raises ValueError if `parallel.tensor_parallel` does not support the model. Reads only its configuration."""
-    tp_size = spec.tensor_parallel
+    tp_size = parallel.tensor_parallel
     if tp_size == 1:
         return
-    config = load_config(spec.model)
+    config = load_config(model)
     _plan(config)
     sizes = {name: getattr(config, name) for name in _DIVISIBLE if getattr(config, name, None)}
     for name, size in sizes.items():
         if size % tp_size:
             others = ", ".join(str(n) for n in range(1, tp_size) if not any(size % n for size in sizes.values()))
             raise ValueError(
-                f"parallel.tensor_parallel {tp_size} does not divide {name} {size} of model.name {spec.model.name!r}; "
+                f"parallel.tensor_parallel {tp_size} does not divide {name} {size} of model.name {model.name!r}; "
                 f"set it to one of {others}"
             )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Topology
 from tasks.runtime.process.errors import Unreachable
 
 TIMEOUT = timedelta(minutes=30)
@@ -99,14 +99,14 @@ class Processes:
         """This process's GPU, or the CPU without one."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
-    def require_world_size(self, spec: RunSpec) -> None:
+    def require_world_size(self, topology: Topology) -> None:
         """Raises ValueError unless the job has as many processes as `topology` states."""
-        asked = spec.topology.world_size
+        asked = topology.world_size
         if self.world_size != asked:
-            shape = f"topology.nnodes {spec.topology.nnodes} x topology.nproc_per_node {spec.topology.nproc_per_node}"
+            shape = f"topology.nnodes {topology.nnodes} x topology.nproc_per_node {topology.nproc_per_node}"
             raise ValueError(
                 f"{shape} = {asked} processes, but {self.world_size} were started; start them with "
-                f"'torchrun --nnodes {spec.topology.nnodes} --nproc-per-node {spec.topology.nproc_per_node} "
+                f"'torchrun --nnodes {topology.nnodes} --nproc-per-node {topology.nproc_per_node} "
                 f"-m tasks.runtime SPEC', or set topology and parallel to what was started"
             )
 

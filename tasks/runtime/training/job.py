@@ -84,7 +84,7 @@ class Job:
     """Upper bounds of the target tokens of the micro-batches that `count` has seen and `loss` has not, in order."""
 
     def __post_init__(self) -> None:
-        self.learning_rate_factor = learning_rate_factor(self.spec, self.steps)
+        self.learning_rate_factor = learning_rate_factor(self.spec.schedule, self.steps)
         self.newest = self.start
 
     def run(self, framework: Framework) -> None:

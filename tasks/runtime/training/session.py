@@ -45,7 +45,9 @@ def session(spec: RunSpec) -> Iterator[Session]:
 
     SIGTERM raises `Preempted`. If the elastic agent dies, this process ends too.
     """
-    processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
+    processes = Processes.from_environment(
+        tp_size=spec.parallel.tensor_parallel, cp_size=spec.parallel.context_parallel
+    )
     folder = RunFolder.of(spec)
     run_checks("pod", "spec", spec=spec, processes=processes)
     uploader = uploader_for(spec, folder)
@@ -61,42 +63,39 @@ def session(spec: RunSpec) -> Iterator[Session]:
         report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        exclusive = processes.on_main(lambda: held.enter_context(folder.lock()))
-        processes.on_main(lambda: held.enter_context(_claim_folder(spec, folder, uploader, exclusive=exclusive)))
+        processes.on_main(lambda: held.enter_context(_locked_folder(spec, folder, uploader)))
         if uploader is not None:
             held.callback(uploader.close)
-        _require_shared_folder(spec, folder, processes)
-        with _explain_errors(spec, processes):
+        _require_shared_folder(spec.output, folder, processes)
+        with _explain_errors(spec, folder, processes):
             check_health(spec.faults, folder, processes)
             with training_warmup(spec, folder, processes, report) as warm:
                 yield Session(spec, folder, processes, warm, uploader)
 
 
 @contextmanager
-def _claim_folder(
-    spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, *, exclusive: bool
-) -> Iterator[None]:
-    """Claim the run's folder for this spec, on disk and in the object store. `exclusive`: this process holds
-    the folder's lock.
+def _locked_folder(spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None) -> Iterator[None]:
+    """Lock the run's folder and claim it for this spec, on disk and in the object store.
 
     A store has no lock that shows whether another run is active. A start that fails before its first step therefore
     removes its claim from the store.
     """
-    if uploader is not None:
-        uploader.download_run_files()
-    folder.claim(spec, exclusive=exclusive)
-    if uploader is not None:
-        uploader.upload_spec()
-    try:
-        yield
-    except BaseException:
-        if spec.checkpoint.url and exclusive and not folder.has_progress:
-            undo_upload(spec.checkpoint.url, spec.name, folder.spec)
-        raise
+    with folder.lock() as exclusive:
+        if uploader is not None:
+            uploader.download_run_files()
+        folder.claim(spec, exclusive=exclusive)
+        if uploader is not None:
+            uploader.upload_spec()
+        try:
+            yield
+        except BaseException:
+            if spec.checkpoint.url and exclusive and not folder.has_progress:
+                undo_upload(spec.checkpoint.url, spec.name, folder.spec)
+            raise
 
 
 @contextmanager
-def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
+def _explain_errors(spec: RunSpec, folder: RunFolder, processes: Processes) -> Iterator[None]:
     """Explain errors of the GPU and its libraries; every out-of-memory error becomes `torch.OutOfMemoryError` with
     advice.
     """
@@ -106,14 +105,14 @@ def _explain_errors(spec: RunSpec, processes: Processes) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
             share = torch.cuda.get_per_process_memory_fraction(processes.device)
             capacity = share * torch.cuda.get_device_properties(processes.device).total_memory
-            raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, capacity)}") from error
+            raise torch.OutOfMemoryError(f"{error}\n{advice_for(spec, folder, capacity)}") from error
         known = explain(error)
         if known:
             error.add_note(f"{type(error).__name__} means: {known.sentence}")
         raise
 
 
-def _require_shared_folder(spec: RunSpec, folder: RunFolder, processes: Processes) -> None:
+def _require_shared_folder(output: str, folder: RunFolder, processes: Processes) -> None:
     """Raises ValueError if the processes see different folders."""
     if processes.world_size == 1:
         return
@@ -127,6 +126,6 @@ def _require_shared_folder(spec: RunSpec, folder: RunFolder, processes: Processe
         mark.unlink()
     if not shared:
         raise ValueError(
-            f"output {spec.output!r} is not the same folder for all {processes.world_size} processes, which read their "
+            f"output {output!r} is not the same folder for all {processes.world_size} processes, which read their "
             "checkpoints there; set output to a folder on a volume that every pod of the run mounts"
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata_platform.runs import MetricPoint
-from strata_platform.spec import RunSpec
+from strata_platform.spec.faults import Faults
 from tasks.runtime.data.loader import DataSkip
 from tasks.runtime.process.ranks import Processes
 
@@ -40,24 +40,26 @@ class RollBack(Exception):
 class StepGuard:
     """Decides which steps to skip, and what follows; identical on every rank."""
 
-    def __init__(self, spec: RunSpec, processes: Processes, metadata: dict[str, Any]) -> None:
-        """`metadata`: that of the checkpoint that the run resumes from; empty for a new run."""
-        self._spec, self._processes = spec, processes
+    def __init__(self, faults: Faults, nonfinite: str, processes: Processes, metadata: dict[str, Any]) -> None:
+        """`nonfinite`: the spec's `nonfinite`, with its default. `metadata`: that of the checkpoint that the run
+        resumes from; empty for a new run.
+        """
+        self._faults, self._nonfinite, self._processes = faults, nonfinite, processes
         self.restore(metadata)
 
     def restore(self, metadata: dict[str, Any]) -> None:
         """Set the state to that of a checkpoint."""
         kept = metadata.get("guard", {"losses": [], "skips": 0, "passed_over": []})
         # The window fills from its end. Missing losses are NaN, which makes every median NaN.
-        losses = kept["losses"][-self._spec.faults.spike_window :]
-        missing = self._spec.faults.spike_window - len(losses)
+        losses = kept["losses"][-self._faults.spike_window :]
+        missing = self._faults.spike_window - len(losses)
         self._losses = torch.tensor([math.nan] * missing + losses, dtype=torch.float64, device=self._processes.device)
         self._skips: int = kept["skips"]
         self.data_skips: list[DataSkip] = [(step, steps) for step, steps in kept["passed_over"]]
 
     def metadata(self) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed run decides in the same way."""
-        losses = [] if self._spec.faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
+        losses = [] if self._faults.spike == "ignore" else self._losses[~self._losses.isnan()].tolist()
         return {"guard": {"losses": losses, "skips": self._skips, "passed_over": self.data_skips}}
 
     def decide(self, local_loss: Tensor, norm: Tensor) -> Tensor:
@@ -74,8 +76,8 @@ class StepGuard:
         loss, ruined = reduced.unbind()
         loss = loss / self._processes.tp_size
         skipped = ~loss.isfinite() | (ruined > 0)
-        if self._spec.faults.spike != "ignore":
-            skipped = skipped | (loss > spike_limit(self._losses, self._spec.faults.spike_deviations))
+        if self._faults.spike != "ignore":
+            skipped = skipped | (loss > spike_limit(self._losses, self._faults.spike_deviations))
             self._losses = torch.where(skipped, self._losses, torch.cat([self._losses[1:], loss[None]]))
         return skipped.float()
 
@@ -95,7 +97,7 @@ class StepGuard:
                 self._skips = 0
                 continue
             field, why = reason
-            action = self._spec.nonfinite if field == "nonfinite" else self._spec.faults.spike
+            action = self._nonfinite if field == "nonfinite" else self._faults.spike
             # Before the first checkpoint there is nothing to return to.
             if action == "rollback" and newest == 0 and point.skipped:
                 action = "skip"
@@ -117,7 +119,7 @@ class StepGuard:
         Raises:
             ValueError: the run has used all of its `faults.max_rollbacks`.
         """
-        limit = self._spec.faults.max_rollbacks
+        limit = self._faults.max_rollbacks
         if len(self.data_skips) >= limit:
             raise ValueError(
                 f"{fault}; the run has returned to a checkpoint {limit} times already, and faults.max_rollbacks "
@@ -128,7 +130,7 @@ class StepGuard:
 
     def _skip(self, point: MetricPoint, why: str, steps: int) -> None:
         self._skips += 1
-        limit = self._spec.faults.max_skips
+        limit = self._faults.max_skips
         if self._skips > limit or self._skips == steps:
             raise ValueError(
                 f"step {point.step}: {why}, as in the {self._skips - 1} steps before; all of them were skipped, and "

@@ -29,6 +29,7 @@ from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
     build_saved_model,
+    compute_dtype,
     saved_dtype,
     set_special_tokens,
 )
@@ -68,10 +69,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    run.processes.on_main(lambda: run_checks("rank 0", "spec", "data", spec=run.spec, data=data))
-    if commit := data.manifest.commit:
-        run.processes.on_main(lambda: run.folder.write_data_commit(commit))
-    attempt = run.processes.on_main(run.folder.begin_attempt)
+    attempt = run.processes.on_main(lambda: _begin_attempt(run, data))
     model, base = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device)
@@ -84,7 +82,13 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         run.folder,
         run.processes,
         attempt,
-        mfu=build_mfu(model, run.spec, run.processes, device_name(run.processes)),
+        mfu=build_mfu(
+            model,
+            run.spec.data.sequence_length,
+            compute_dtype(run.spec.model, run.spec.parallel),
+            run.processes,
+            device_name(run.processes),
+        ),
         prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
     with closing(recorder):
@@ -95,7 +99,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
-                    job.run(framework or load_framework(run.spec))
+                    job.run(framework or load_framework(run.spec.runtime.framework))
                     job.watchdog.expect("the end", math.inf)
                 _stop_if_requested(run, job)
                 job.writer.finish()
@@ -106,6 +110,17 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
     warmup = run.training_warmup.facts()
     return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
+
+
+def _begin_attempt(run: Session, data: PreparedData) -> int:
+    """Check spec and data, and record the start in the run's folder. Returns the number of earlier starts.
+
+    Runs on rank 0, which sends the result to the others.
+    """
+    run_checks("rank 0", "spec", "data", spec=run.spec, data=data)
+    if data.manifest.commit:
+        run.folder.write_data_commit(data.manifest.commit)
+    return run.folder.begin_attempt()
 
 
 def _stop_if_requested(run: Session, job: Job) -> None:
@@ -181,7 +196,7 @@ def build_job(
         recorder=recorder,
         writer=writer,
         watchdog=watchdog,
-        guard=StepGuard(run.spec, run.processes, metadata),
+        guard=StepGuard(run.spec.faults, run.spec.nonfinite, run.processes, metadata),
         load=load,
         step_ended=run.training_warmup.step_ended,
         set_random_states=load(resume_from),
@@ -201,16 +216,16 @@ def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedMode
     # Under FSDP, rank 0 broadcasts exact weights. Otherwise every rank reads its own: a 4-bit weight cannot be
     # broadcast without the scales that its layer keeps.
     reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
-    model = build_model(spec, dtype=dtype) if reads else build_model_on_meta(spec, dtype=dtype)
+    model = build_model(spec.model, spec.seed, dtype=dtype) if reads else build_model_on_meta(spec.model, dtype=dtype)
     if not resume_from:
         # Checked before quantization: quantized layers do not run on the CPU.
         run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))
     with quantize_linear_layers(model, spec):
-        add_adapter(model, spec)
+        add_adapter(model, spec.adapter, spec.seed)
+    base = run.processes.on_main(lambda: base_fingerprint(model))
     if resume_from:
-        expected = checkpoint.metadata_of(resume_from)["base"]
-        run.processes.on_main(lambda: require_base(model, spec, expected))
-    return model, run.processes.on_main(lambda: base_fingerprint(model))
+        require_base(base, checkpoint.metadata_of(resume_from)["base"], spec.model.name)
+    return model, base
 
 
 def _load(

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Adapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
-from tasks.runtime.models.lora import add_adapter, require_base
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 
@@ -23,17 +24,16 @@ from tasks.runtime.run_folder.record import CompletionRecord
 ADAPTER = "adapter.safetensors"
 
 
-def collect_weights(spec: RunSpec, record: CompletionRecord) -> Path:
-    """Write the trained weights and the run's metrics to one folder, for evaluation and export.
+def collect_weights(folder: RunFolder, adapter: Adapter, record: CompletionRecord) -> Path:
+    """Write the trained weights and the run's metrics to `weights/` of its folder, for evaluation and export.
 
     The weights are a model in Hugging Face format, or an adapter alone.
     """
-    folder = RunFolder.of(spec)
     weights = folder.weights
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
     source = Path(record.checkpoint)
-    if spec.adapter.type == "none":
+    if adapter.type == "none":
         model = build_saved_model(source)
         materialize(model, torch.device("cpu"))
         load_model(Index(source), model)
@@ -52,12 +52,12 @@ def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
         ValueError: the adapter's base model has other weights now, or the adapter is not finite.
     """
     if spec.adapter.type == "none":
-        return build_model(spec, weights=str(weights))
-    model = build_model(spec)
-    adapted = add_adapter(model, spec)
+        return build_model(spec.model, spec.seed, weights=str(weights))
+    model = build_model(spec.model, spec.seed)
+    adapted = add_adapter(model, spec.adapter, spec.seed)
     assert adapted is not None
     with safe_open(str(weights / ADAPTER), framework="pt") as file:
-        require_base(model, spec, file.metadata()["base"])
+        require_base(base_fingerprint(model), file.metadata()["base"], spec.model.name)
     _, unexpected = model.load_state_dict(load_file(weights / ADAPTER), strict=False)
     assert not unexpected, f"{unexpected} are of another adapter, which the run's folder does not allow"
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)

@@ -38,9 +38,13 @@ class InDouble(TorchFunctionMode):
 
 def exact_step(spec: RunSpec, data: PreparedData) -> Step:
     """Loss and gradients of the rows of the first step in fp64, from the weights as `spec` rounds them."""
-    spec = changed(spec, {"kernels": {"enabled": False}, "model": {"attention": _plain_attention(spec)}})
+    spec = changed(
+        spec, {"kernels": {"enabled": False}, "model": {"attention": _plain_attention(spec.model.attention)}}
+    )
     processes = Processes()
-    model = in_double(build_model(spec), spec, data, processes.device)
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
+    model = in_double(model, data, processes.device)
     objective = build_objective(spec, fused=False)
     with InDouble():
         start = ObjectiveContext(spec, processes, data, Single(processes), model, "exact", continues=False)
@@ -65,18 +69,17 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
     return Step(loss, gradients)
 
 
-def in_double(model: PreTrainedModel, spec: RunSpec, data: PreparedData, device: torch.device) -> PreTrainedModel:
-    """The model with the adapter that `spec` wants, in fp64 on `device`, ready to train without dropout."""
-    add_adapter(model, spec)
+def in_double(model: PreTrainedModel, data: PreparedData, device: torch.device) -> PreTrainedModel:
+    """The model in fp64 on `device`, ready to train without dropout."""
     set_special_tokens(model, data.tokenizer())
     freeze_non_text_parameters(model)
     without_dropout(model)
     return model.double().to(device).train()
 
 
-def _plain_attention(spec: RunSpec) -> str:
-    """Flash attention has no fp64."""
-    return "sdpa" if spec.model.attention.startswith("flash") else spec.model.attention
+def _plain_attention(attention: str) -> str:
+    """The attention implementation in fp64, which flash attention does not support."""
+    return "sdpa" if attention.startswith("flash") else attention
 
 
 def error(found: Tensor, exact: Tensor) -> float:

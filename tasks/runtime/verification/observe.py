@@ -47,7 +47,7 @@ def first_step(spec: RunSpec, data: PreparedData) -> Step:
     def framework(job: Job) -> None:
         without_dropout(job.unwrapped_model)
         vars(job)["clip_gradients"] = lambda: look(job)
-        load_framework(spec)(job)
+        load_framework(spec.runtime.framework)(job)
 
     _leave_when_seen(spec, data, framework)
     return seen[0]

@@ -44,7 +44,7 @@ def _answers(job: Job, subject: Subject) -> tuple[float, str]:
     """The reference's and the policy's log-probabilities of answers, before the first update, of the base model."""
     assert isinstance(job.objective, Dpo)
     batch = next(iter(job.loader()))
-    plain = _plain(build_model(job.spec), subject)
+    plain = _plain(build_model(job.spec.model, job.spec.seed), subject)
     expected = torch.tensor([_log_probability(plain, row) for row in _documents(batch)])
     on_device = {name: tensor.to(job.processes.device) for name, tensor in batch.items()}
     ours = {"the policy's": job.objective.scores(job.model, on_device).cpu()}

@@ -39,8 +39,9 @@ def resume(subject: Subject) -> Measured:
     finally:
         for process in processes:
             process.kill()
-    differing = _different(undisturbed, killed)
-    continued = _attempts(killed)
+    folders = RunFolder.of(undisturbed), RunFolder.of(killed)
+    differing = _different(*folders)
+    continued = _attempts(folders[1])
     problem = None
     if continued != [0, 1]:
         problem = f"the steps are of the attempts {continued}, not of one that was killed and one that went on"
@@ -67,18 +68,15 @@ def _request(subject: Subject, spec: RunSpec, kill_after: int | None) -> Path:
     return request.write(subject.new_file(".json"))
 
 
-def _different(undisturbed: RunSpec, killed: RunSpec) -> list[str]:
-    """What the two runs do not have the same of."""
-    points = [read_points(RunFolder.of(spec).metrics) for spec in (undisturbed, killed)]
+def _different(undisturbed: RunFolder, killed: RunFolder) -> list[str]:
+    """The steps and the weights in which the two runs differ."""
+    points = [read_points(folder.metrics) for folder in (undisturbed, killed)]
     found = [
         f"step {first.step}" for first, second in zip(*points, strict=False) if _computed(first) != _computed(second)
     ]
     if len(points[0]) != _STEPS or len(points[1]) != _STEPS:
         found.append(f"{len(points[0])} and {len(points[1])} steps on record")
-    saved = [
-        read_model_tensors(Index(checkpoint.folders(RunFolder.of(spec).checkpoints)[-1]))
-        for spec in (undisturbed, killed)
-    ]
+    saved = [read_model_tensors(Index(checkpoint.folders(folder.checkpoints)[-1])) for folder in (undisturbed, killed)]
     return found + [name for name, tensor in saved[0].items() if not torch.equal(tensor, saved[1][name])]
 
 
@@ -87,6 +85,6 @@ def _computed(point: MetricPoint) -> tuple[float | None, ...]:
     return point.loss, point.grad_norm, point.learning_rate, point.tokens, point.target_tokens
 
 
-def _attempts(spec: RunSpec) -> list[int]:
-    """The attempts that the steps on record are of."""
-    return sorted({point.attempt for point in read_points(RunFolder.of(spec).metrics)})
+def _attempts(folder: RunFolder) -> list[int]:
+    """The attempts of the recorded steps."""
+    return sorted({point.attempt for point in read_points(folder.metrics)})

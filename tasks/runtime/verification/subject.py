@@ -86,7 +86,7 @@ class Subject:
     @cached_property
     def computes_in(self) -> torch.dtype:
         """The type of the run's forward and backward passes."""
-        return compute_dtype(self.asked)
+        return compute_dtype(self.asked.model, self.asked.parallel)
 
     @property
     def device(self) -> torch.device:

@@ -84,7 +84,9 @@ def _train(subject: Subject) -> Trained:
     watch = _Watch(spec)
     with session(spec) as run:
         record = train(run, subject.data, watch)
-    return Trained(spec, record, collect_weights(spec, record), watch.input_ids, watch.logits, watch.updates)
+    return Trained(
+        spec, record, collect_weights(run.folder, spec.adapter, record), watch.input_ids, watch.logits, watch.updates
+    )
 
 
 class _Watch:
@@ -106,7 +108,7 @@ class _Watch:
         self._optimizer = build_optimizer(self._exact, changed(self._spec, {"model": {"dtype": "float32"}}))
         clip = job.clip_gradients
         vars(job)["clip_gradients"] = lambda: self._step(job, clip)
-        load_framework(self._spec)(job)
+        load_framework(self._spec.runtime.framework)(job)
         self._compare(job)
         self.input_ids, self.logits = _logits(job)
 
@@ -156,8 +158,8 @@ def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Ten
 
 def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
     """The same modules in fp32, with the weights that `model` has now."""
-    copy = build_model(spec, dtype=torch.float32)
-    add_adapter(copy, spec)
+    copy = build_model(spec.model, spec.seed, dtype=torch.float32)
+    add_adapter(copy, spec.adapter, spec.seed)
     copy.to(model.device)
     weights = dict(model.named_parameters())
     with torch.no_grad():

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model
@@ -57,11 +57,12 @@ def updates(subject: Subject) -> Measured:
 
 def buffers(subject: Subject) -> Measured:
     """Buffers that no weights file has, by every way in which a run comes by its model."""
-    expected = _expected_buffers(subject.spec)
+    settings, seed = subject.spec.model, subject.spec.seed
+    expected = _expected_buffers(settings)
     ways: dict[str, dict[str, Tensor]] = {}
     for dtype in dict.fromkeys((subject.weights_dtype, torch.bfloat16)):
-        ways[f"loaded in {_name(dtype)}"] = plain_buffers(build_model(subject.spec, dtype=dtype))
-        ways[f"empty in {_name(dtype)}, then filled"] = _filled(build_model_on_meta(subject.spec, dtype=dtype), subject)
+        ways[f"loaded in {_name(dtype)}"] = plain_buffers(build_model(settings, seed, dtype=dtype))
+        ways[f"empty in {_name(dtype)}, then filled"] = _filled(build_model_on_meta(settings, dtype=dtype), subject)
     spec = subject.variant(optimizer={"in_backward": False})
     with_job(spec, subject.data, lambda job: ways.update({"in the job": plain_buffers(job.unwrapped_model)}))
     saved = trained(subject)
@@ -80,10 +81,10 @@ def buffers(subject: Subject) -> Measured:
     return Measured(float(len(wrong)), 0.0, detail, wrong[0] if wrong else None)
 
 
-def _expected_buffers(spec: RunSpec) -> dict[str, Tensor]:
+def _expected_buffers(settings: Model) -> dict[str, Tensor]:
     """As transformers makes them of the configuration alone, in fp32."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_config(settings), dtype=torch.float32)
     return plain_buffers(model)
 
 
@@ -121,9 +122,10 @@ def _of_two_processes(subject: Subject) -> dict[str, dict[str, Tensor]]:
 
 def adapter(subject: Subject) -> Measured:
     """The logits of the merged model against those of the model with its adapter beside it, of both without it."""
-    spec, dtype = subject.variant(adapter=_exact_adapter(subject.spec)), subject.weights_dtype
-    model = build_model(spec)
-    assert add_adapter(model, spec) is not None
+    dtype = subject.weights_dtype
+    spec = subject.variant(adapter=subject.spec.adapter.model_dump() | {"quantization": "none"})
+    model = build_model(spec.model, spec.seed)
+    assert add_adapter(model, spec.adapter, spec.seed) is not None
     # An adapter starts as one that changes nothing: whether that is merged would not be seen.
     generator = torch.Generator().manual_seed(spec.seed)
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -146,10 +148,6 @@ def adapter(subject: Subject) -> Measured:
         f"logits by {error(beside, without) / scale([without]):.0%}"
     )
     return Measured(figure, _MERGED[dtype], detail)
-
-
-def _exact_adapter(spec: RunSpec) -> dict[str, object]:
-    return spec.adapter.model_dump() | {"quantization": "none"}
 
 
 def export(subject: Subject) -> Measured:

@@ -82,7 +82,7 @@ def _train(job: Job, kill_after: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.step_ended = step_ended
-    load_framework(job.spec)(job)
+    load_framework(job.spec.runtime.framework)(job)
 
 
 def wait(process: subprocess.Popen[str], *, expected: int = 0) -> None:

@@ -21,7 +21,7 @@ from strata_kernels.warmup.environment import current_target, environment
 from strata_kernels.warmup.kernel_description import KernelDescription
 from strata_kernels.warmup.store import KERNELS
 from strata_kernels.warmup.time_budget import CircuitBreaker
-from strata_platform.spec import RunSpec
+from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.warmup import inductor_cache
 from tasks.runtime.warmup.facts import WarmupFacts, WarmupFiles
@@ -41,11 +41,12 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, 
     breaker = CircuitBreaker(spec.kernels.store.timeout)
     with ThreadPoolExecutor(1) as executor:
         # A thread fetches graphs meanwhile: it only waits for the store.
-        graphs = executor.submit(inductor_cache.fetch_graphs, spec, images, breaker) if caches_graphs(spec) else None
+        cached = caches_graphs(spec.kernels, spec.training)
+        graphs = executor.submit(inductor_cache.fetch_graphs, spec, images, breaker) if cached else None
         start = time.perf_counter()
         plan = plan_kernels(spec) if spec.kernels.enabled else Plan(())
         plan_seconds = time.perf_counter() - start
-        filler = _cache_filler(spec, images, breaker)
+        filler = _cache_filler(spec.kernels.store, images, breaker)
         with filler.installed():
             report = warmup(plan)
         filler.push()
@@ -62,12 +63,12 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, 
     return facts, plan, filler.kernels
 
 
-def _cache_filler(spec: RunSpec, images: list[Path], breaker: CircuitBreaker) -> CacheFiller:
+def _cache_filler(settings: KernelStore, images: list[Path], breaker: CircuitBreaker) -> CacheFiller:
     directory = Path(os.environ["TRITON_CACHE_DIR"])
     if not torch.cuda.is_available():
         return CacheFiller(directory, breaker=breaker)
     target = current_target()
-    store = open_store(spec.kernels.store, environment(target), KERNELS, breaker.problems)
+    store = open_store(settings, environment(target), KERNELS, breaker.problems)
     return CacheFiller(directory, _for_chip(images, target.arch), store, breaker)
 
 

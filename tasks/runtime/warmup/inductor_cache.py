@@ -23,7 +23,7 @@ from strata_kernels.warmup import graph_cache
 from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store
 from strata_kernels.warmup.time_budget import CircuitBreaker
-from strata_platform.spec import RunSpec
+from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.warmup.facts import WarmupFacts
 from tasks.runtime.warmup.store import open_store
@@ -111,7 +111,7 @@ def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker)
     if folder is None:
         return WarmupFacts()
     origin, count = None, 0
-    for name, store in _places(spec, environment, images, breaker):
+    for name, store in _places(spec.kernels.store, environment, images, breaker):
         if name == "store":
             files = breaker.call("read", partial(store.pull, key))
         else:
@@ -133,12 +133,12 @@ def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker)
 
 
 def _places(
-    spec: RunSpec, environment: str, images: Sequence[Path], breaker: CircuitBreaker
+    settings: KernelStore, environment: str, images: Sequence[Path], breaker: CircuitBreaker
 ) -> Iterator[tuple[str, Store]]:
     yield "cache", _of_pod(environment)
     for image in images:
         yield "image", _of_machine(image / IN_IMAGE, environment)
-    store = open_store(spec.kernels.store, environment, graph_cache.GRAPHS, breaker.problems)
+    store = open_store(settings, environment, graph_cache.GRAPHS, breaker.problems)
     if store is not None:
         yield "store", store
 

@@ -18,7 +18,7 @@ from strata_kernels.warmup.plan_model import plan_optimizer, record_row_buckets
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.models.build import build_planning_model, model_dtype
+from tasks.runtime.models.build import build_planning_model, compute_dtype, model_dtype
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
@@ -30,8 +30,8 @@ def plan_kernels(spec: RunSpec) -> Plan:
 
     Training builds its step by the same `build_training_step`, so the plan follows what training does.
     """
-    model = build_planning_model(spec)
-    add_adapter(model, spec)
+    model = build_planning_model(spec.model, compute_dtype(spec.model, spec.parallel))
+    add_adapter(model, spec.adapter, spec.seed)
     step = build_training_step(model, spec, torch.device("cuda"))
     model.train()
     first, *others = _batches(step, spec)
@@ -40,7 +40,7 @@ def plan_kernels(spec: RunSpec) -> Plan:
         items = step.objective.count(batch)
         step.objective.micro_batch_loss(model, batch, items, max_targets).loss.backward()
 
-    with _sharded_as_in_training(model, spec):
+    with _sharded_as_in_training(model, spec.parallel.tensor_parallel, fused_loss=spec.fused_loss):
         tokens = first["input_ids"].numel()
         plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
@@ -55,13 +55,13 @@ def _optimizer_plan(spec: RunSpec) -> Plan:
     return plan_optimizer(
         ROUNDINGS[spec.optimizer.precision],
         weights_alone=spec.optimizer.type != "adamw",
-        columns=spec.tensor_parallel > 1,
+        columns=spec.parallel.tensor_parallel > 1,
     )
 
 
 def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:
     """Batches on the meta device, one for each path that attention takes in training."""
-    row = step.objective.example_row(_meta(spec.data.sequence_length // spec.context_parallel))
+    row = step.objective.example_row(_meta(spec.data.sequence_length // spec.parallel.context_parallel))
     batch = collator(spec.model.attention)([row] * spec.training.micro_batch_size)
     rows, length = batch["input_ids"].shape
     # transformers derives the mask of packed rows from the values of `position_ids`, and meta tensors have no values.
@@ -82,15 +82,14 @@ def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:
 
 
 @contextmanager
-def _sharded_as_in_training(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
+def _sharded_as_in_training(model: PreTrainedModel, tp_size: int, *, fused_loss: bool) -> Iterator[None]:
     """Within the block, `model` is the shard of one tensor-parallel rank. The other ranks of its group are fake."""
-    tp_size = spec.tensor_parallel
     if tp_size == 1:
         yield
         return
     dist.init_process_group("fake", rank=0, world_size=tp_size, store=FakeStore())
     try:
-        apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not spec.fused_loss)
+        apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not fused_loss)
         yield
     finally:
         dist.destroy_process_group()

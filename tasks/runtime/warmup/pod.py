@@ -26,6 +26,8 @@ from strata_kernels.warmup.kernel_description import KernelDescription, differen
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.training import Training
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
@@ -57,13 +59,13 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
     Returns:
         The facts in the pod's first process, and empty ones in the others.
     """
-    reason = _reason_to_skip(spec)
+    reason = _reason_to_skip(spec.kernels)
     files = warmup_files(folder)
     done = os.environ.get(DONE) == str(files.report)
     os.environ[DONE] = str(files.report)
     if reason is not None and not done:
         log.info("warm-up: %s", reason)
-    if reason is not None and not caches_graphs(spec):
+    if reason is not None and not caches_graphs(spec.kernels, spec.training):
         return WarmupFacts(skipped=reason)
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
@@ -78,9 +80,9 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
         return _skipped_warmup(f"its report cannot be read: {error}") if first else WarmupFacts()
 
 
-def caches_graphs(spec: RunSpec) -> bool:
+def caches_graphs(kernels: Kernels, training: Training) -> bool:
     """Whether Strata fetches and archives graphs of `torch.compile`; otherwise only PyTorch caches them."""
-    return spec.training.compile and spec.kernels.warmup
+    return training.compile and kernels.warmup
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
     """Compile kernels, unless there is a `reason` to skip them, fetch graphs, and write the report."""
     files.report.parent.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
-    if caches_graphs(spec):
+    if caches_graphs(spec.kernels, spec.training):
         try:
             inductor_cache.use_new_folder(_private_folders()[-1] / "graphs", str(files.report))
         except (OSError, IndexError) as error:
@@ -192,12 +194,12 @@ def warmup_files(folder: RunFolder) -> WarmupFiles:
     return WarmupFiles(folder.root / f"warmup-{socket.gethostname()}.json")
 
 
-def _reason_to_skip(spec: RunSpec) -> str | None:
-    if not spec.kernels.enabled:
+def _reason_to_skip(kernels: Kernels) -> str | None:
+    if not kernels.enabled:
         return "kernels.enabled is false; nothing to compile"
     if not torch.cuda.is_available():
         return "no GPU here; operators run their PyTorch reference, nothing to compile"
-    if not spec.kernels.warmup:
+    if not kernels.warmup:
         return "kernels.warmup is false; kernels are compiled when they are first used"
     return None
 

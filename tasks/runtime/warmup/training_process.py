@@ -74,7 +74,8 @@ def training_warmup(
         planned = spec.kernels.enabled and spec.kernels.warmup
         modules = ModuleLoader(warmup_files(folder).plan if planned else None, processes)
         try:
-            yield TrainingWarmup(pod, misses, modules, GraphArchiver(spec, processes) if caches_graphs(spec) else None)
+            archiver = GraphArchiver(spec, processes) if caches_graphs(spec.kernels, spec.training) else None
+            yield TrainingWarmup(pod, misses, modules, archiver)
         finally:
             modules.wait()
 

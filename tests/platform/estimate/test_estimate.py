@@ -427,7 +427,10 @@ def test_layouts_keep_what_is_cut_and_do_without(cut):
     found = [other.spec for other in layouts(spec, shape_of("llama-3.1-8b"), H200, 8)]
     assert {other.rows_per_step for other in found} == {2 * 4 * 2}
     assert {other.topology.world_size for other in found} == {1, 2, 4, 8}
-    assert {(other.parallel.type, other.tensor_parallel * other.context_parallel) for other in found} == {
+    assert {
+        (parallel.type, parallel.tensor_parallel * parallel.context_parallel)
+        for parallel in (other.parallel for other in found)
+    } == {
         ("single", 1), ("ddp", 1), ("fsdp", 1), ("fsdp", 2),
     }  # fmt: skip
     assert {other.parallel.reduce_dtype for other in found if other.parallel.type == "fsdp"} == {"bfloat16"}

@@ -13,6 +13,7 @@ from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, scores_of, task_scores
 from tasks.runtime.models.build import build_model, set_special_tokens
+from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.trained_weights import collect_weights
 from tests.runtime.helpers.comparable_runs import make_spec
@@ -67,10 +68,13 @@ def log_likelihood(model, tokenizer, question, answer):
 def test_a_task_of_a_file_is_done_without_a_network(task):
     file, rows = task
     spec = spec_of(file)
-    model, tokenizer = build_model(spec).eval(), train_tokenizer([row["question"] for row in rows] * 20)
+    model, tokenizer = (
+        build_model(spec.model, spec.seed).eval(),
+        train_tokenizer([row["question"] for row in rows] * 20),
+    )
     set_special_tokens(model, tokenizer)
-    require_tasks(spec)
-    scores = task_scores(model, tokenizer, spec)
+    require_tasks(spec.evaluation.tasks)
+    scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
 
     right = 0
     for row in rows:
@@ -90,7 +94,7 @@ def test_a_run_is_scored_before_and_after_training(task, tmp_path):
     spec = RunSpec.model_validate({**spec.model_dump(), "evaluation": evaluation})
     trained = train_spec(spec)
     data = PreparedData.load(next((tmp_path / "out" / "data").glob("[!.]*")))
-    record = evaluate(spec, trained, data, collect_weights(spec, trained))
+    record = evaluate(spec, trained, data, collect_weights(RunFolder.of(spec), spec.adapter, trained))
     (score,) = record.task_scores
     assert (score.task, score.metric, score.higher_is_better) == ("opposites", "acc", True)
     # Of four questions.
@@ -101,9 +105,9 @@ def test_a_run_is_scored_before_and_after_training(task, tmp_path):
 @needed
 def test_unknown_tasks_are_told_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"evaluation\.tasks: there is no file '.*none\.yaml'"):
-        require_tasks(spec_of(str(tmp_path / "none.yaml")))
-    with pytest.raises(ValueError, match=r"evaluation\.tasks: 'helaswag' is no task.*did you mean 'hellaswag'"):
-        require_tasks(spec_of("hellaswag", "mmlu", "helaswag"))
+        require_tasks((str(tmp_path / "none.yaml"),))
+    with pytest.raises(ValueError, match=r"evaluation\.tasks: 'helaswag' is not a task.*did you mean 'hellaswag'"):
+        require_tasks(("hellaswag", "mmlu", "helaswag"))
 
 
 @needed
@@ -111,7 +115,7 @@ def test_a_task_whose_data_cannot_be_loaded_is_told_by_its_name(task, tmp_path):
     file, _ = task
     (tmp_path / "opposites.jsonl").unlink()
     with pytest.raises(ValueError, match=r"evaluation\.tasks: '.*opposites\.yaml' could not be loaded: FileNotFound"):
-        task_scores(None, None, spec_of(file))
+        task_scores(None, None, spec_of(file).evaluation, batch_size=1)
 
 
 def test_a_group_stands_for_its_parts():
@@ -134,9 +138,9 @@ def test_a_group_stands_for_its_parts():
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr("tasks.runtime.evaluation.lm_eval_harness.find_spec", lambda name: None)
-    require_tasks(RunSpec())
+    require_tasks(())
     with pytest.raises(ValueError, match=r"evaluation\.tasks needs the package lm_eval.*strata\[lm-eval\]"):
-        require_tasks(spec_of("hellaswag"))
+        require_tasks(("hellaswag",))
 
 
 @pytest.mark.parametrize("field", ["few_shot", "task_limit"])

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
+from strata_platform.spec.export import Export
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.export.publish import _require_exported, publish, require_export_targets
 from tasks.runtime.models.build import PRESETS
@@ -95,12 +96,12 @@ def hub(monkeypatch):
 
 
 def test_a_model_is_pushed_to_the_hub(hub, model):
-    spec = spec_of(push_to_hub="org/model")
+    targets = Export(push_to_hub="org/model")
     tokenizer = ["additional_chat_templates/tools.jinja", "chat_template.jinja", "special_tokens_map.json",
                  "tokenizer.model", "vocab.json"]  # fmt: skip
     hub.there = ["LICENSE", "adapter_config.json", "adapter_model.safetensors", "model.safetensors", *tokenizer]
-    require_export_targets(spec)
-    publish(spec, model)
+    require_export_targets(targets, "x")
+    publish(targets, "x", model)
     assert all(token == "Bearer hf_secret" for _, token, _ in hub.asked)
     [created] = [json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create"]
     assert (created["name"], created["organization"]) == ("model", "org")
@@ -120,14 +121,14 @@ def test_a_hub_that_refuses_is_told_of_and_the_model_stays(hub, model):
     with pytest.raises(
         ValueError, match=rf"export\.push_to_hub: the model could not be copied: .*It is complete in {model}"
     ):
-        publish(spec_of(push_to_hub="other/model"), model)
+        publish(Export(push_to_hub="other/model"), "x", model)
     assert (model / "config.json").exists()
 
 
 def test_without_a_token_it_ends_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(ValueError, match=r"export\.push_to_hub 'org/model' needs a token.*HF_TOKEN"):
-        require_export_targets(spec_of(push_to_hub="org/model"))
+        require_export_targets(Export(push_to_hub="org/model"), "x")
 
 
 @pytest.fixture
@@ -141,8 +142,8 @@ def store():
 def test_a_model_is_copied_to_a_store_in_place_of_the_one_before(model, store):
     for name in (*FILES, *OLDER):
         store.pipe(f"/models/x/{name}", b"old")
-    require_export_targets(spec_of(url="memory://models"))
-    assert publish(spec_of(url="memory://models"), model) == ["memory://models/x"]
+    require_export_targets(Export(url="memory://models"), "x")
+    assert publish(Export(url="memory://models"), "x", model) == ["memory://models/x"]
     assert {path: store.cat(path) for path in store.find("/models/x")} == {
         f"/models/x/{path.name}": path.read_bytes() for path in model.iterdir()
     }
@@ -156,13 +157,13 @@ def test_what_a_broken_copy_leaves_has_no_configuration_and_is_replaced(model, s
         next(left)
         put(*arguments)
 
-    publish(spec_of(url="memory://models"), model)
+    publish(Export(url="memory://models"), "x", model)
     with monkeypatch.context() as broken:
         broken.setattr(type(store), "put_file", put_some)
         with pytest.raises(ValueError, match=r"export\.url: the model could not be copied: .*StopIteration"):
-            publish(spec_of(url="memory://models"), model)
+            publish(Export(url="memory://models"), "x", model)
     assert not store.exists("/models/x/config.json")
-    publish(spec_of(url="memory://models"), model)
+    publish(Export(url="memory://models"), "x", model)
     assert len(store.find("/models/x")) == len(FILES)
 
 
@@ -181,17 +182,17 @@ def test_what_no_export_wrote_is_never_removed(model, store, there):
     paths = [f"/models/x/{name}".rstrip("/") for name in there]
     for path in paths:
         store.pipe(path, b"precious")
-    for attempt in (require_export_targets, lambda spec: publish(spec, model)):
+    for attempt in (require_export_targets, lambda targets, run: publish(targets, "x", model)):
         with pytest.raises(ValueError, match=r"export\.url: .*memory://models/x has files that no export wrote.*"
                            r"choose another export\.url or name"):  # fmt: skip
-            attempt(spec_of(url="memory://models"))
+            attempt(Export(url="memory://models"), "x")
     assert store.find("/models") == sorted(paths)
     assert {store.cat(path) for path in paths} == {b"precious"}
 
 
 def test_the_mark_of_an_empty_folder_is_no_file(store, monkeypatch):
     monkeypatch.setattr(type(store), "find", lambda *arguments: ["/models/x/"])
-    require_export_targets(spec_of(url="memory://models"))
+    require_export_targets(Export(url="memory://models"), "x")
 
 
 def test_all_that_an_export_writes_is_known(tmp_path):
@@ -208,7 +209,7 @@ def test_all_that_an_export_writes_is_known(tmp_path):
 def test_a_store_that_cannot_be_read_is_told_of_before_anything_is_trained(monkeypatch):
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "find", lambda *arguments: 1 / 0)
     with pytest.raises(ValueError, match=r"export\.url: memory://models/x cannot be read: ZeroDivisionError"):
-        require_export_targets(spec_of(url="memory://models"))
+        require_export_targets(Export(url="memory://models"), "x")
 
 
 @pytest.mark.parametrize(("checkpoints", "models"), [("s3://b/a", "s3://b/a/"), ("s3://b/x/y", "s3://b")])
@@ -220,8 +221,8 @@ def test_models_and_checkpoints_have_places_of_their_own(checkpoints, models):
 
 def test_places_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"export\.url 's4://x' cannot be opened"):
-        require_export_targets(spec_of(url="s4://x"))
+        require_export_targets(Export(url="s4://x"), "x")
     for export in ({"push_to_hub": "model"}, {"url": "s3://key:secret@bucket"}):
         with pytest.raises(SpecError, match=r"a name such as organization/model|a URL without credentials"):
             spec_of(**export)
-    require_export_targets(RunSpec())
+    require_export_targets(Export(), "x")

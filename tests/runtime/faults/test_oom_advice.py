@@ -137,10 +137,10 @@ def test_before_the_first_step_no_other_name_is_needed(tmp_path):
     spec = spec_of(output=str(tmp_path), model={"name": str(tmp_path / "model")}, kernels={"enabled": False})
     folder = RunFolder.of(spec)
     folder.claim(spec)
-    assert "kernels.enabled false -> true" in advice_for(spec, GIB)
-    assert "another name" not in advice_for(spec, GIB)
+    assert "kernels.enabled false -> true" in advice_for(spec, folder, GIB)
+    assert "another name" not in advice_for(spec, folder, GIB)
     (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
-    assert "faster, too; choose another name" in advice_for(spec, GIB)
+    assert "faster, too; choose another name" in advice_for(spec, folder, GIB)
 
 
 def test_a_model_too_large_for_anything_gets_a_way_out():
@@ -158,7 +158,7 @@ def test_a_model_too_large_for_anything_gets_a_way_out():
 def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     spec = spec_of(model={"name": str(tmp_path)})
-    assert "no advice for this model: model_type 'gpt2' is not supported" in advice_for(spec, GIB)
+    assert "no advice for this model: model_type 'gpt2' is not supported" in advice_for(spec, RunFolder(tmp_path), GIB)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def test_a_model_that_the_estimate_does_not_know_still_ends_with_its_own_error(t
     ],
     ids=["PyTorch", "CUDA", "cuBLAS", "NCCL"],
 )
-def test_whoever_finds_no_memory_there_is_advice(error, monkeypatch):
+def test_whoever_finds_no_memory_there_is_advice(error, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * GIB))
-    with pytest.raises(torch.OutOfMemoryError) as told, _explain_errors(RunSpec(), Processes()):
+    with pytest.raises(torch.OutOfMemoryError) as told, _explain_errors(RunSpec(), RunFolder(tmp_path), Processes()):
         raise error
     assert str(told.value).startswith(f"{error}\nThe GPU has 4.0 GiB, and by the model's shapes a process needs about ")
 

@@ -11,7 +11,7 @@ def save_pretrained(folder, **changes):
     spec = RunSpec.model_validate({"output": str(folder / "made"), "data": {"max_samples": 60}, **changes})
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=print).tokenizer()
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     del model.model.layers[2:]
     model.config.num_hidden_layers = 2
     set_special_tokens(model, tokenizer)

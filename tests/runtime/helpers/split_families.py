@@ -55,7 +55,9 @@ def check(family, parallel, settings, changes=None):
     """Raise AssertionError with what differs."""
     split = {"parallel": {"type": "fsdp", **parallel}, "topology": {"nproc_per_node": 2}}
     spec = RunSpec.model_validate({**split, "model": {"dtype": "float32"}, **settings})
-    processes = Processes.from_environment(tp_size=spec.tensor_parallel, cp_size=spec.context_parallel)
+    processes = Processes.from_environment(
+        tp_size=spec.parallel.tensor_parallel, cp_size=spec.parallel.context_parallel
+    )
     torch.manual_seed(0)
     model = build(family, use_cache=False, **(changes or {}))
     for name, parameter in model.named_parameters():
@@ -65,7 +67,7 @@ def check(family, parallel, settings, changes=None):
     # Two rows of three documents, of a length that four chunks do not divide.
     positions = torch.cat([torch.arange(length) for length in (5, 21, 11)]).expand(2, -1)
     batch = {"input_ids": tokens, "labels": tokens.where(tokens % 3 > 0, -100), "position_ids": positions}
-    prepare_for_training(model, spec)
+    prepare_for_training(model, spec.kernels, spec.training)
     expected, whole = gradients(model, spec, batch, Processes())
     model.zero_grad(set_to_none=True)
     compile_layers(model, spec.training)

@@ -157,7 +157,7 @@ def test_a_package_that_is_not_there_is_named_before_training(name, tmp_path, mo
     with pytest.raises(
         ValueError, match=rf"report_to has '{name}', which is not installed; pip install 'strata\[{name}\]'"
     ):
-        require_trackers(make_spec(tmp_path, name))
+        require_trackers(make_spec(tmp_path, name).tracking)
 
 
 @pytest.mark.parametrize(("name", "variable"), [("mlflow", "MLFLOW_TRACKING_URI"), ("wandb", "WANDB_API_KEY")])
@@ -170,13 +170,13 @@ def test_a_tracker_that_does_not_know_whom_to_tell_is_named_before_training(name
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(ValueError, match=rf"report_to has '{name}': set the environment variable {variable} to"):
-        require_trackers(make_spec(tmp_path, name))
+        require_trackers(make_spec(tmp_path, name).tracking)
     monkeypatch.setenv(variable, "there")
-    require_trackers(make_spec(tmp_path, name))
+    require_trackers(make_spec(tmp_path, name).tracking)
 
 
 def track(spec, *points, done=0):
-    require_trackers(spec)
+    require_trackers(spec.tracking)
     trackers = Trackers(spec, RunFolder.of(spec), done=done)
     trackers.log(points)
     trackers.close(complete=True)

@@ -33,7 +33,7 @@ class Count(TorchDispatchMode):
 
 def make_model(**training):
     spec = RunSpec.model_validate({"training": training})
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     patch(model, spec.kernels)
     activation_checkpointing.checkpoint_activations(model, spec.training)
     activation_checkpointing.compile_layers(model, spec.training)

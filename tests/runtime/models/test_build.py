@@ -21,6 +21,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS as NAMES
 from strata_platform.spec.model import Model
+from strata_platform.spec.training import Training
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -54,15 +55,15 @@ def test_every_operator_that_models_are_patched_with_can_be_excluded():
 
 
 def test_a_preset_starts_from_the_seed():
-    first, again, other = (build_model(RunSpec(seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (build_model(Model(), seed) for seed in (1, 1, 2))
     pairs = zip(first.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
     assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
 
 
 def test_every_dtype_starts_from_the_same_weights():
-    exact = build_model(RunSpec(model={"dtype": "float32"}))
-    rounded = build_model(RunSpec(model={"dtype": "bfloat16"}))
+    exact = build_model(Model(dtype="float32"), 0)
+    rounded = build_model(Model(dtype="bfloat16"), 0)
     assert rounded.dtype == rounded.config.dtype == torch.bfloat16
     assert torch.equal(exact.model.embed_tokens.weight.bfloat16(), rounded.model.embed_tokens.weight)
 
@@ -77,10 +78,10 @@ def save(model, root):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_computed_is_the_same_on_every_process_and_after_a_restart(tmp_path, dtype):
     spec = RunSpec(model={"dtype": dtype})
-    built = build_model(spec)
+    built = build_model(spec.model, spec.seed)
     expected = dict(built.named_buffers())
     assert expected
-    for model in (build_model_on_meta(spec), build_saved_model(save(built, tmp_path))):
+    for model in (build_model_on_meta(spec.model), build_saved_model(save(built, tmp_path))):
         found = dict(model.named_buffers())
         assert found.keys() == expected.keys()
         assert all(found[name].dtype == buffer.dtype for name, buffer in expected.items())
@@ -98,8 +99,8 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
     spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "bfloat16"})
-    built = build_model(spec)
-    empty = build_model_on_meta(spec)
+    built = build_model(spec.model, spec.seed)
+    empty = build_model_on_meta(spec.model)
     assert set(dtypes_of(built).values()) == {torch.bfloat16, torch.float32}
     assert dtypes_of(empty) != dtypes_of(built)
     set_dtypes(empty, dtypes_of(built))
@@ -114,10 +115,10 @@ def test_what_a_family_does_not_have_learn_learns_on_no_process_and_not_after_a_
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
     spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "float32"})
-    built = build_model(spec)
+    built = build_model(spec.model, spec.seed)
     frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     assert frozen == {"model.layers.0.mlp.gate.moe_statics.e_score_correction_bias"}
-    for model in (build_model_on_meta(spec), build_saved_model(save(built, tmp_path))):
+    for model in (build_model_on_meta(spec.model), build_saved_model(save(built, tmp_path))):
         assert frozen == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
@@ -134,14 +135,14 @@ def test_a_model_whose_settings_for_generation_contradict_can_be_saved(tmp_path,
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "hub")
     (tmp_path / "hub" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, **settings}))
-    again = build_model(RunSpec(model={"name": str(tmp_path / "hub")}))
+    again = build_model(Model(name=str(tmp_path / "hub")), 0)
     # As an export says where answers end: settings that nobody changed may be saved as they are.
     again.generation_config.eos_token_id = [2, 3]
     assert build_saved_model(save(again, tmp_path)).generation_config.max_new_tokens == 7
 
 
 def test_buffers_under_two_names_keep_their_values():
-    model = build_model_on_meta(RunSpec())
+    model = build_model_on_meta(Model())
     model.again = torch.nn.Module()
     model.again.register_buffer("inv_freq", model.model.rotary_emb.inv_freq)
     expected = model.again.inv_freq.clone()
@@ -150,12 +151,12 @@ def test_buffers_under_two_names_keep_their_values():
 
 
 def test_building_one_model_leaves_the_next_as_it_was():
-    build_model(RunSpec(model={"attention": "eager"})).config.hidden_size = 1
-    assert build_model(RunSpec()).config.hidden_size == PRESETS["tiny-llama"]["hidden_size"]
+    build_model(Model(attention="eager"), 0).config.hidden_size = 1
+    assert build_model(Model(), 0).config.hidden_size == PRESETS["tiny-llama"]["hidden_size"]
 
 
 def test_the_meta_model_has_the_same_parameters():
-    meta, real = build_planning_model(RunSpec()), build_model(RunSpec())
+    meta, real = build_planning_model(Model(), torch.float32), build_model(Model(), 0)
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in (meta, real)]
     assert shapes[0] == shapes[1]
     assert all(p.is_meta for p in meta.parameters())
@@ -176,31 +177,31 @@ def prepared(folder, model, text):
     (folder / "rows.jsonl").write_text(json.dumps({"text": text}))
     data = {"source": str(folder / "rows.jsonl"), "sequence_length": 16}
     spec = RunSpec(model={"name": str(model)}, data=data, objective={"type": "pretrain"})
-    return spec, prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "data", report=print)
+    return spec.model, prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "data", report=print)
 
 
 def test_a_token_that_the_model_does_not_embed_is_warned_of_where_no_row_has_it(beyond, tmp_path, caplog):
     require_embeddings(*prepared(tmp_path, beyond, "2 + 2 = 4"))
     assert "has no embedding for '<image>' of the tokenizer; no row contains them" in caplog.text
-    spec, data = prepared(tmp_path, beyond, "2 + 2 = <image>")
+    settings, data = prepared(tmp_path, beyond, "2 + 2 = <image>")
     with pytest.raises(ValueError, match=r"data\.source: its rows have the token '<image>', number \d+, but model"):
-        require_embeddings(spec, data)
+        require_embeddings(settings, data)
 
 
 def test_kernels_can_be_turned_off():
-    assert prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"enabled": False})) is None
-    report = prepare_for_training(build_model(RunSpec()), RunSpec(kernels={"exclude": ["rope"]}))
+    assert prepare_for_training(build_model(Model(), 0), Kernels(enabled=False), Training()) is None
+    report = prepare_for_training(build_model(Model(), 0), Kernels(exclude=["rope"]), Training())
     assert set(report.counts) == {"rms_norm", "swiglu", "linear_cross_entropy"}
 
 
 def test_a_family_without_a_row_trains_by_default_and_is_refused_where_all_operators_are_asked_for():
     config = GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=1, eos_token_id=2)
-    report = prepare_for_training(GPT2LMHeadModel(config), RunSpec())
+    report = prepare_for_training(GPT2LMHeadModel(config), Kernels(), Training())
     assert report.counts == {"layer_norm": 3, "linear_cross_entropy": 1} and has_fused_loss(report)
     llama = LlamaConfig(hidden_act="gelu", **{**PRESETS["tiny-llama"], "num_hidden_layers": 1})
-    assert "swiglu" in prepare_for_training(LlamaForCausalLM(llama), RunSpec()).kept
+    assert "swiglu" in prepare_for_training(LlamaForCausalLM(llama), Kernels(), Training()).kept
     with pytest.raises(ValueError, match=r"kernels\.enabled is true, but swiglu: .* Set it to auto, which keeps"):
-        prepare_for_training(LlamaForCausalLM(llama), RunSpec(kernels={"enabled": True}))
+        prepare_for_training(LlamaForCausalLM(llama), Kernels(enabled=True), Training())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.model import NoAdapter
+from strata_platform.spec.model import Model, NoAdapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model
 from tasks.runtime.checkpoint.storage import Index
@@ -79,8 +79,8 @@ def test_checkpoints_hold_the_adapter_alone(run):
 
 def test_the_record_tells_what_learned(run):
     spec, record, _ = run
-    model = build_model(spec)
-    add_adapter(model, spec)
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert all("lora_" in name for name in learning)
     assert record.trainable_parameters == sum(model.get_parameter(name).numel() for name in learning)
@@ -96,16 +96,16 @@ def test_a_resumed_run_computes_the_same_bits(run):
 
 def test_the_exported_model_has_the_adapter_merged(run):
     spec, record, _ = run
-    weights = collect_weights(spec, record)
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
     assert {file.name for file in weights.iterdir()} == {"adapter.safetensors", "metrics.jsonl"}
     record = evaluate(spec, record, data_of(spec), weights)
     assert record.eval_loss_after < record.eval_loss_before
     folder = export(spec, record, data_of(spec), weights)
     exported = AutoModelForCausalLM.from_pretrained(folder.model)
 
-    base = build_model(spec)
+    base = build_model(spec.model, spec.seed)
     before = base(TOKENS).logits
-    add_adapter(base, spec)
+    add_adapter(base, spec.adapter, spec.seed)
     # To begin with it changes nothing, up to rounding in DoRA.
     torch.testing.assert_close(base(TOKENS).logits, before, rtol=1e-5, atol=1e-5)
     load_model(Index(checkpoint.latest(folder.checkpoints)), base)
@@ -122,11 +122,11 @@ def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):
     model = shutil.copytree(pretrained, tmp_path / "model", ignore=shutil.ignore_patterns("made", "out"))
     spec = make_spec(model)
     record = train_spec(spec)
-    weights = collect_weights(spec, record)
-    other = build_model(spec)
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+    other = build_model(spec.model, spec.seed)
     other.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
     other.save_pretrained(spec.model.name)
-    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained in"):
+    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained with"):
         train_spec(spec, SAVED)
     with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model with model\.revision"):
         build_trained_model(spec, weights)
@@ -136,9 +136,9 @@ def test_a_model_is_recognized_in_every_dtype(pretrained):
     specs = [
         make_spec(pretrained, model={"name": str(pretrained), "dtype": dtype}) for dtype in ("float32", "bfloat16")
     ]
-    models = [build_model(spec) for spec in specs]
+    models = [build_model(spec.model, spec.seed) for spec in specs]
     for model, spec in zip(models, specs, strict=True):
-        add_adapter(model, spec)
+        add_adapter(model, spec.adapter, spec.seed)
     assert base_fingerprint(models[0]) == base_fingerprint(models[1])
     assert {parameter.dtype for parameter in models[1].parameters()} == {torch.bfloat16}
 
@@ -146,9 +146,9 @@ def test_a_model_is_recognized_in_every_dtype(pretrained):
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what get_peft_model calls
 def test_an_adapter_is_no_model_to_start_from(pretrained, tmp_path):
     spec = make_spec(pretrained)
-    get_peft_model(build_model(spec), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    get_peft_model(build_model(spec.model, spec.seed), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model\.name .* is an adapter, not a model; merge it"):
-        build_model(make_spec(pretrained, model={"name": str(tmp_path)}))
+        build_model(Model(name=str(tmp_path)), 0)
 
 
 @pytest.mark.parametrize("target", ["q_porj", "lm_head", "mlp", "proj"])
@@ -157,15 +157,15 @@ def test_a_layer_that_is_not_there_is_refused(pretrained, target):
     with pytest.raises(
         ValueError, match=rf"adapter\.target_modules: '{target}' is not a linear layer .* choose from q_proj, k_proj"
     ):
-        add_adapter(build_model_on_meta(spec), spec)
+        add_adapter(build_model_on_meta(spec.model), spec.adapter, spec.seed)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_empty_model_gets_the_same_adapter_without_memory(pretrained, variant):
     spec = make_spec(pretrained, VARIANTS[variant])
-    models = [build_model(spec), build_model_on_meta(spec)]
+    models = [build_model(spec.model, spec.seed), build_model_on_meta(spec.model)]
     for model in models:
-        add_adapter(model, spec)
+        add_adapter(model, spec.adapter, spec.seed)
     shapes = [{name: (p.shape, p.requires_grad) for name, p in model.named_parameters()} for model in models]
     assert shapes[0] == shapes[1]
     assert all(parameter.is_meta for parameter in models[1].parameters())
@@ -173,9 +173,9 @@ def test_an_empty_model_gets_the_same_adapter_without_memory(pretrained, variant
 
 def test_under_the_kernels_only_the_adapter_gets_gradients(pretrained):
     spec = make_spec(pretrained)
-    model = build_model(spec)
-    add_adapter(model, spec)
-    assert "linear_cross_entropy" in prepare_for_training(model, spec).counts
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
+    assert "linear_cross_entropy" in prepare_for_training(model, spec.kernels, spec.training).counts
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.packing_support import (
@@ -90,12 +91,12 @@ def test_positions_that_were_learned_are_counted():
 
 def test_rows_that_are_longer_than_learned_positions_are_refused(tmp_path):
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path / "gpt2")
-    spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gpt2")}, "data": {"sequence_length": 64}})
+    model = Model(name=str(tmp_path / "gpt2"))
     with pytest.raises(ValueError, match=r"data\.sequence_length 64 exceeds the 48 learned positions.*48 or less"):
-        require_position_embeddings(spec)
-    require_position_embeddings(RunSpec.model_validate({**spec.model_dump(), "data": {"sequence_length": 48}}))
+        require_position_embeddings(model, 64)
+    require_position_embeddings(model, 48)
     # Any number of positions that are computed.
-    require_position_embeddings(RunSpec.model_validate({"data": {"sequence_length": 4096}}))
+    require_position_embeddings(Model(), 4096)
 
 
 def test_what_is_written_ends_with_the_positions(caplog):
@@ -104,6 +105,6 @@ def test_what_is_written_ends_with_the_positions(caplog):
     tokenizer = SimpleNamespace(decode=lambda ids, **options: len(ids))
     for length, written in ((40, 8), (48, 0)):
         prompt = SimpleNamespace(prompt_ids=list(range(1, length + 1)))
-        assert int(generate(model, tokenizer, prompt, data, RunSpec()) or 0) == written
+        assert int(generate(model, tokenizer, prompt, data, 48) or 0) == written
     said = "evaluation.max_new_tokens 48: the model has positions for {} after this prompt"
     assert caplog.messages == [said.format(8), said.format(0)]

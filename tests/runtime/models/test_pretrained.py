@@ -73,7 +73,7 @@ def test_a_teacher_is_checked_by_its_own_field(tmp_path):
     save(tmp_path / "teacher", num_hidden_layers=1)
     spec = RunSpec(objective={"type": "distill", "teacher": str(tmp_path / "teacher")}, data={"source": "a.jsonl"})
     with pytest.raises(ValueError, match=r"^objective\.teacher: .*9 tensors are not part of the model"):
-        require_complete_weights(spec)
+        require_complete_weights(spec.model, spec.objective)
 
 
 def test_an_exported_folder_without_a_layer_is_not_verified(tmp_path, monkeypatch):

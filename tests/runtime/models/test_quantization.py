@@ -91,7 +91,7 @@ def test_a_checkpoint_has_the_adapter_alone(alone):
 @needed
 def test_the_adapter_is_merged_into_the_exact_model(alone):
     record = CompletionRecord.load(RunFolder.of(alone).record)
-    weights = collect_weights(alone, record)
+    weights = collect_weights(RunFolder.of(alone), alone.adapter, record)
     merged = build_trained_model(alone, weights)
     plain = build_trained_model(nf4(alone, adapter={**alone.adapter.model_dump(), "quantization": "none"}), weights)
     assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), plain.parameters(), strict=True))
@@ -124,9 +124,9 @@ def test_two_processes_have_the_losses_of_one_and_come_back_exactly(name, traine
 def test_weights_take_what_the_estimate_says(output):
     """But for 1092 bytes beside each packed weight, whatever its size: tables of numbers, and a mean."""
     spec = rounded(nf4(make_spec(output, "sized", "torch", "single", 1, "lora")))
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     with quantize_linear_layers(model, spec):
-        add_adapter(model, spec)
+        add_adapter(model, spec.adapter, spec.seed)
     model.to("cpu")
     states = [p.quant_state for p in model.parameters() if getattr(p, "quant_state", None) is not None]
     assert len(states) == 2 * 7
@@ -141,9 +141,9 @@ def test_products_with_packed_weights_are_kept_per_op(output):
     spec = nf4(make_spec(output, "per-op", "torch", "single", 1, "lora"))
     calls = []
     for kind in ("none", "per_op", "full"):
-        model = build_model(spec)
+        model = build_model(spec.model, spec.seed)
         with quantize_linear_layers(model, spec):
-            add_adapter(model, spec)
+            add_adapter(model, spec.adapter, spec.seed)
         checkpoint_activations(model, Training(gradient_checkpointing=kind))
         tokens = torch.arange(8)[None]
         loss = model.to("cpu").train()(input_ids=tokens, labels=tokens).loss
@@ -249,7 +249,7 @@ def test_a_version_that_would_convert_packed_weights_is_refused(output, monkeypa
     # That takes no bytes; in a type of 16 bits some would be NaN, which copies on a GPU do not keep apart. DeepSpeed
     # would convert what poses as float32.
     zero = spec.model_copy(update={"parallel": Deepspeed(type="deepspeed")})
-    assert (_storage(spec), _storage(zero)) == (torch.float32, torch.uint8)
+    assert (_storage(spec.parallel), _storage(zero.parallel)) == (torch.float32, torch.uint8)
     with pytest.raises(
         ValueError, match=r"parallel\.compute_dtype 'bfloat16'.*needs PyTorch 2\.15, because FSDP of 2\.11"
     ):
@@ -259,7 +259,7 @@ def test_a_version_that_would_convert_packed_weights_is_refused(output, monkeypa
 @needed
 def test_a_layer_of_no_whole_blocks_stays_as_it_is_and_that_is_said(output, caplog):
     spec = nf4(make_spec(output, "uneven", "torch", "single", 1, "lora"))
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     model.model.layers[0].mlp.down_proj = uneven = torch.nn.Linear(3, 3)
     with quantize_linear_layers(model, spec):
         pass

@@ -14,7 +14,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from strata_platform.spec.training import Training
 from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
-from tasks.runtime.models.build import build_planning_model, load_config
+from tasks.runtime.models.build import build_planning_model, compute_dtype, load_config
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.varlen_attention import (
     VarlenLayout,
@@ -121,7 +121,7 @@ def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, w
 )  # fmt: skip
 def test_which_models_go_by_document(sections, device, model, goes):
     spec = RunSpec.model_validate({**sections, "model": {"dtype": "bfloat16", **sections.get("model", {})}})
-    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device(device)) is goes
+    assert uses_varlen(spec.model, spec.parallel, AutoConfig.for_model(model), torch.device(device)) is goes
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_which_models_go_by_document(sections, device, model, goes):
 )
 def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
     spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
-    assert uses_varlen(spec, AutoConfig.for_model(model), torch.device("cuda"))
-    assert not uses_varlen(spec, AutoConfig.for_model(model, **changes), torch.device("cuda"))
+    assert uses_varlen(spec.model, spec.parallel, AutoConfig.for_model(model), torch.device("cuda"))
+    assert not uses_varlen(spec.model, spec.parallel, AutoConfig.for_model(model, **changes), torch.device("cuda"))
 
 
 def make_spec(output, name, framework="torch", **sections):
@@ -254,7 +254,7 @@ def test_the_warm_up_plans_for_it(tmp_path):
     sections = {"name": str(tmp_path), "dtype": "bfloat16"}
     spec = RunSpec.model_validate({"model": sections, "data": {"sequence_length": 37}})
     planned = set(plan_kernels(spec).specializations)
-    model = build_planning_model(spec)
+    model = build_planning_model(spec.model, compute_dtype(spec.model, spec.parallel))
     patch_model(model)
     set_varlen_attention(model)
     rows = spec.training.micro_batch_size
@@ -274,7 +274,7 @@ def test_the_warm_up_plans_for_it(tmp_path):
 @needs_gpu
 def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
     spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
-    assert uses_varlen(spec, load_config(spec.model), GPU)
+    assert uses_varlen(spec.model, spec.parallel, load_config(spec.model), GPU)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     record = train_spec(spec)
     assert record.status == "complete" and record.warmup["later_compiles"] == 0

@@ -165,10 +165,10 @@ def test_a_batch_is_learned_from_the_teacher_document_by_document(folder, data, 
 def test_a_teacher_of_other_tokens_is_refused(folder, data, tmp_path):
     save_tokenizer(train_tokenizer(["something else altogether"]), tmp_path)
     with pytest.raises(ValueError, match=r"objective\.teacher .* has another vocabulary: \d+ of the data's \d+ tokens"):
-        require_same_tokens(make_spec(folder, {"teacher": str(tmp_path)}), data)
+        require_same_tokens(make_spec(folder, {"teacher": str(tmp_path)}).objective, data)
     with pytest.raises(ValueError, match=r"objective\.teacher 'no/such': cannot load its tokenizer"):
-        require_same_tokens(make_spec(folder, {"teacher": "no/such"}), data)
-    require_same_tokens(make_spec(folder), data)
+        require_same_tokens(make_spec(folder, {"teacher": "no/such"}).objective, data)
+    require_same_tokens(make_spec(folder).objective, data)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_without_its_adapter_a_model_is_the_one_it_was(folder, rows):
     model, batch = small_model(), collate(rows[:2])
     ours = build_objective(spec, fused=False)
     before = ours.log_probs(model, batch)
-    add_adapter(model, spec)
+    add_adapter(model, spec.adapter, spec.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -32,7 +32,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(spec):
-    return build_model(spec)
+    return build_model(spec.model, spec.seed)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_state_that_is_handed_over_keeps_its_types():
 @needed
 def test_embeddings_are_left_to_adamw():
     spec = spec_of()
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     parts = {id(p): group["part"] for group in build_optimizer(model, spec).param_groups for p in group["params"]}
     eight_bits = {name.split(".", 3)[-1] for name, p in model.named_parameters() if parts[id(p)] == 0}
     # Not the rows of mlp.down_proj, which are 704 long.
@@ -127,7 +127,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     [
         ({"type": "deepspeed"}, r"optimizer\.type: 'adamw_8bit' .* parallel\.type 'deepspeed' .* 'fsdp'"),
         ({"type": "fsdp", "cpu_offload": True}, r"optimizer\.type: .* parallel\.cpu_offload"),
-        ({"type": "fsdp", "tensor_parallel": 2}, r"parallel\.tensor_parallel: 2 cuts rows .* 'adamw_8bit'"),
+        ({"type": "fsdp", "tensor_parallel": 2}, r"parallel\.tensor_parallel: 2 shards the rows .* 'adamw_8bit'"),
     ],
     ids=["deepspeed", "cpu_offload", "tensor_parallel"],
 )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_optimizer
 from tasks.runtime.checkpoint.storage import Index
@@ -147,7 +148,7 @@ def saved(folder, model, optimizer):
 @pytest.mark.parametrize("type", TYPES)
 def test_new_slots_and_loaded_ones_are_made_in_one_place(type, made, tmp_path):
     spec = spec_of(type=type, paged=True)
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     optimizer = build_optimizer(model, spec)
     take_steps(model, optimizer, 0, 1)
     assert where(model, optimizer) and set(where(model, optimizer)) <= made.keys()
@@ -394,7 +395,7 @@ def test_on_a_gpu_steps_have_the_same_bits(type, dtype):
 @pytest.mark.parametrize("before", [True, False], ids=["paged", "ordinary"])
 def test_on_a_gpu_state_comes_back_into_the_memory_that_is_asked_for(type, before, after, tmp_path, monkeypatch):
     monkeypatch.setattr(managed_memory, "SMALLEST", 1)
-    model = build_model(spec_of()).to(DEVICE)
+    model = build_model(Model(), 0).to(DEVICE)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, spec_of(type=type, paged=before))
     take_steps(model, optimizer, 0, 2)

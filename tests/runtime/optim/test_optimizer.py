@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Schedule
 from tasks.runtime.models.build import build_model
 from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
@@ -27,14 +28,14 @@ from tasks.runtime.optim.optimizer import build_optimizer
     ids=lambda value: value.get("type") if isinstance(value, dict) else None,
 )
 def test_schedules(schedule, expected):
-    factor = learning_rate_factor(RunSpec.model_validate({"schedule": schedule}), 4)
+    factor = learning_rate_factor(Schedule(**schedule), 4)
     assert [factor(done) for done in range(4)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 30])
 def test_every_step_learns(shape, steps):
-    factor = learning_rate_factor(RunSpec.model_validate({"schedule": {"type": shape}}), steps)
+    factor = learning_rate_factor(Schedule(type=shape), steps)
     assert min(factor(done) for done in range(steps)) > 0
 
 
@@ -74,7 +75,7 @@ def test_biases_of_experts_are_biases(type, caplog):
     by_muon = {name for name, p in model.named_parameters() if groups[id(p)].get("part") == 0}
     assert by_muon == ({"router.weight"} if type == "muon" else set())
     # 8 of 50 weights; of what is left to AdamW a run is told.
-    assert ("matrices whose steps are orthogonalized have 16.0 % of the weights" in caplog.text) == (type == "muon")
+    assert ("Muon steps 16.0 % of the weights" in caplog.text) == (type == "muon")
 
 
 def test_clipping_returns_the_norm_before_and_can_be_off():
@@ -105,7 +106,7 @@ def test_a_step_in_the_backward_pass_is_the_same_step_and_leaves_no_gradient():
 
 def test_muon_has_the_matrices_between_embeddings_and_head():
     spec = RunSpec(optimizer={"type": "muon", "weight_decay": 0.1})
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     optimizer = build_optimizer(model, spec)
     parts = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
     by_muon = {name for name, p in model.named_parameters() if parts[id(p)] == 0}
@@ -115,7 +116,7 @@ def test_muon_has_the_matrices_between_embeddings_and_head():
 
 def test_muon_steps_are_orthogonal_and_as_large_as_adamw_s():
     spec = RunSpec(model={"dtype": "float32"}, optimizer={"type": "muon", "weight_decay": 0, "lr": 0.01})
-    model = build_model(spec)
+    model = build_model(spec.model, spec.seed)
     optimizer = build_optimizer(model, spec)
     weight = model.model.layers[0].self_attn.k_proj.weight
     before = weight.detach().clone()

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from strata_kernels import join_weight, split_weight
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.flat_shard import FlatShard
 from tasks.runtime.checkpoint.state import load_model, load_optimizer
@@ -32,7 +33,7 @@ TYPES = ("adamw", pytest.param("adamw_8bit", marks=needed), "muon")
 STEPS, RATE = 100, 1e-5
 
 
-class Model(nn.Module):
+class ToyModel(nn.Module):
     """A matrix that every optimizer takes in its own way, and a norm."""
 
     def __init__(self):
@@ -48,7 +49,7 @@ class Model(nn.Module):
 def model_of(dtype):
     torch.manual_seed(0)
     # The same start in both dtypes.
-    return Model().bfloat16().to(dtype)
+    return ToyModel().bfloat16().to(dtype)
 
 
 def gradients(model, step):
@@ -131,7 +132,7 @@ def test_steps_repeat_bit_for_bit_and_go_on_from_a_checkpoint(type, precision, t
 
     def trained(steps):
         with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "vocab_size": 64}):
-            model = build_model(RunSpec(model={"dtype": "bfloat16"}))
+            model = build_model(Model(dtype="bfloat16"), 0)
         return train(torch.bfloat16, steps, model, build_optimizer(model, spec))
 
     spec = spec_of(type=type, precision=precision)
@@ -219,7 +220,7 @@ def saved(folder, model, optimizer):
 def test_master_weights_go_from_one_strategy_to_another_bit_for_bit(tmp_path):
     def small():
         with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "vocab_size": 64}):
-            return build_model(RunSpec(model={"dtype": "bfloat16"}))
+            return build_model(Model(dtype="bfloat16"), 0)
 
     model = small()
     _, optimizer = train(torch.bfloat16, range(3), model, build_optimizer(model, spec_of()))
@@ -242,7 +243,7 @@ def test_master_weights_go_from_one_strategy_to_another_bit_for_bit(tmp_path):
 def test_low_bits_are_not_loaded_where_none_are_kept(type, precision, tmp_path, caplog):
     """A run that was out of memory starts again with a precision that takes less: from its first step on."""
     with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "vocab_size": 64}):
-        model = build_model(RunSpec(model={"dtype": "bfloat16"}))
+        model = build_model(Model(dtype="bfloat16"), 0)
     _, optimizer = train(torch.bfloat16, range(1), model, build_optimizer(model, spec_of(type=type)))
     other = build_optimizer(model, spec_of(type=type, precision=precision))
     with caplog.at_level("WARNING", "tasks"):
@@ -307,7 +308,7 @@ def test_a_skipped_step_changes_nothing():
 def test_a_precision_without_effect_is_warned_of(precision, caplog):
     with caplog.at_level("WARNING", "tasks"):
         build_optimizer(model_of(torch.float32), spec_of(precision=precision))
-    assert ("has no effect: no bfloat16 weight learns" in caplog.text) == (precision != "fp32_master")
+    assert ("has no effect: no trainable weight is bfloat16" in caplog.text) == (precision != "fp32_master")
 
 
 def test_the_engine_of_deepspeed_keeps_masters_of_its_own():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime.models.build import build_model
 from tasks.runtime.parallel.fsdp import require_one_dtype
 
@@ -11,7 +11,7 @@ from tasks.runtime.parallel.fsdp import require_one_dtype
 @pytest.mark.usefixtures("narrowed")
 def test_weights_that_learn_in_another_type_are_refused():
     """Such as the routers of ERNIE 4.5, which are kept in fp32."""
-    model = build_model(RunSpec(model={"dtype": "bfloat16"}))
+    model = build_model(Model(dtype="bfloat16"), 0)
     require_one_dtype(model)
     norm = model.model.layers[1].input_layernorm.float()
     with pytest.raises(ValueError, match=r"'model.layers.1.input_layernorm.weight' is not bfloat16 .*compute_dtype"):

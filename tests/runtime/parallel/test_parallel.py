@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from strata_kernels.patch.structure import activate_and_project
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Model
 from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
 from tasks.runtime.parallel.context import require_context_parallel_support
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
@@ -111,7 +112,7 @@ def test_attention_by_document_sees_what_the_mask_lets_it():
 def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes, message):
     AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_context_parallel_support(spec_of(model={"name": str(tmp_path)}, **ROWS))
+        require_context_parallel_support(Model(name=str(tmp_path)), spec_of(**ROWS).parallel)
 
 
 @pytest.mark.parametrize(
@@ -158,4 +159,6 @@ def test_the_model_refuses_before_its_weights_are_read(tmp_path, model_type, siz
     base = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 32, "vocab_size": 65}
     AutoConfig.for_model(model_type, **{**base, **sizes}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        require_tensor_parallel_support(spec_of(4, model={"name": str(tmp_path)}, parallel={"tensor_parallel": ways}))
+        require_tensor_parallel_support(
+            Model(name=str(tmp_path)), spec_of(4, parallel={"tensor_parallel": ways}).parallel
+        )

@@ -28,7 +28,7 @@ from tasks.runtime.process.ranks import Processes
 SPEC = RunSpec.model_validate({"model": {"name": "acme/model"}})
 ASKED = {
     "config": (lambda: load_config(SPEC.model), "model.name 'acme/model'"),
-    "weights": (lambda: build_model(SPEC), "model.name 'acme/model'"),
+    "weights": (lambda: build_model(SPEC.model, SPEC.seed), "model.name 'acme/model'"),
     "tokenizer": (lambda: read_tokenizer("acme/model", None, field="model.tokenizer"), "model.tokenizer 'acme/model'"),
     "data": (lambda: next(HubDataset("acme/texts", None, "train", None, False).rows()), "data.source 'acme/texts'"),
     "stream": (lambda: next(HubDataset("acme/texts", None, "train", None, True).rows()), "data.source 'acme/texts'"),

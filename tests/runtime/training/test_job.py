@@ -60,7 +60,7 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
         watchdog=SimpleNamespace(expect=lambda *arguments: None),
         writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, metadata={}),
         recorder=SimpleNamespace(rolled_back=lambda: None),
-        guard=StepGuard(spec, processes, {}),
+        guard=StepGuard(spec.faults, spec.nonfinite, processes, {}),
         processes=processes,
         load=lambda folder: None,
     )

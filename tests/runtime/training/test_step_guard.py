@@ -44,7 +44,8 @@ def with_faults(spec, optimizer=None, **faults):
 
 
 def guard(**faults):
-    return StepGuard(RunSpec.model_validate({"faults": faults}), Processes(), {})
+    spec = RunSpec.model_validate({"faults": faults})
+    return StepGuard(spec.faults, spec.nonfinite, Processes(), {})
 
 
 def judged(guard, *losses, norm=1.0):
@@ -80,7 +81,7 @@ def test_equal_losses_make_no_spike_of_rounding():
 def test_a_checkpoint_has_what_is_needed_to_judge_on():
     first = guard(spike="skip", spike_window=8)
     judged(first, *(3.0 + number / 10 for number in range(6)))
-    second = StepGuard(first._spec, Processes(), json.loads(json.dumps(first.metadata())))
+    second = StepGuard(first._faults, first._nonfinite, Processes(), json.loads(json.dumps(first.metadata())))
     assert judged(first, 3.1, 3.2, 9.0, 3.0) == judged(second, 3.1, 3.2, 9.0, 3.0) == [0.0, 0.0, 1.0, 0.0]
     assert first.metadata() == second.metadata()
 

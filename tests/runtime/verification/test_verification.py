@@ -150,7 +150,7 @@ def test_models_from_a_folder_pass_on_chats_and_are_cut(kind, chat, tmp_path):
         tmp_path / "subject", layers=3, model={"name": str(tmp_path / "model")}, data=chat.asked.data.model_dump()
     )
     assert subject.layers == (3, 5)
-    kept = build.build_model(subject.spec).get_parameter("model.layers.2.mlp.up_proj.weight")
+    kept = build.build_model(subject.spec.model, subject.spec.seed).get_parameter("model.layers.2.mlp.up_proj.weight")
     assert torch.equal(kept, model.get_parameter("model.layers.2.mlp.up_proj.weight"))
     names = ["mask", "packing", "kernels", "recompute", "updates", "buffers"]
     found = list(table.examine(subject, names))

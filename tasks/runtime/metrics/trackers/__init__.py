@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Resources, Tracking
 from tasks.runtime.metrics.trackers.channel import Channel
 from tasks.runtime.metrics.trackers.tracker import Tracker, Values, values_of
 from tasks.runtime.process.ranks import Processes
@@ -52,27 +53,27 @@ class Trackers:
             channel.close(complete=complete)
 
 
-def require_trackers(spec: RunSpec) -> None:
+def require_trackers(tracking: Tracking) -> None:
     """Raises ValueError if a tracker's package is not installed, or its environment variable is not set."""
-    require_tracker_packages(spec)
-    for name in spec.tracking.report_to:
+    require_tracker_packages(tracking)
+    for name in tracking.report_to:
         variables = _ENVIRONMENT.get(name, {})
         if variables and not any(os.environ.get(variable) for variable in variables):
             advice = " or ".join(f"{variable} to {value}" for variable, value in variables.items())
             raise ValueError(f"tracking.report_to has {name!r}: set the environment variable {advice}, or remove it")
 
 
-def require_planned_trackers(spec: RunSpec) -> None:
+def require_planned_trackers(tracking: Tracking, resources: Resources) -> None:
     """Raises ValueError like `require_trackers`, as far as the plan's pod can tell.
 
     With `resources.pod_template`, training pods may have other environment variables; their image is the same.
     """
-    (require_trackers if spec.resources.pod_template is None else require_tracker_packages)(spec)
+    (require_trackers if resources.pod_template is None else require_tracker_packages)(tracking)
 
 
-def require_tracker_packages(spec: RunSpec) -> None:
+def require_tracker_packages(tracking: Tracking) -> None:
     """Raises ValueError if a tracker's package is not installed."""
-    for name in spec.tracking.report_to:
+    for name in tracking.report_to:
         found = find_spec(name)
         # Some trackers leave a folder of their name in the working directory, which is found as a package without an
         # origin.

@@ -32,7 +32,7 @@ class Mlflow:
         known = identity(folder, "mlflow")
         if not known.exists():
             # Saved at once: if a later call fails, the next attempt must find this run instead of creating another.
-            known.write_text(self._begin(spec))
+            known.write_text(self._begin(spec.tracking.project, spec.name))
         self._run_id = known.read_text()
         self._client.update_run(self._run_id, status="RUNNING")
         # The server rejects another value for an existing parameter.
@@ -42,10 +42,10 @@ class Mlflow:
             self._client.log_batch(self._run_id, params=params)
         log.info("tracking: mlflow run %s of experiment %s", self._run_id, spec.tracking.project)
 
-    def _begin(self, spec: RunSpec) -> str:
-        experiment = self._client.get_experiment_by_name(spec.tracking.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(spec.tracking.project)
-        run_id: str = self._client.create_run(number, run_name=spec.name).info.run_id
+    def _begin(self, project: str, name: str) -> str:
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        run_id: str = self._client.create_run(number, run_name=name).info.run_id
         return run_id
 
     def log(self, values: Sequence[Values]) -> None:

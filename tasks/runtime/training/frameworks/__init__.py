@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from strata_platform.spec import RunSpec
 from tasks.runtime.training.job import Framework
 
 
-def load_framework(spec: RunSpec) -> Framework:
-    """Import the framework that `runtime.framework` names, and no other."""
-    train: Framework = import_module(f"{__name__}.{spec.runtime.framework}").train
+def load_framework(name: str) -> Framework:
+    """Import the framework of the `runtime.framework` called `name`, and no other."""
+    train: Framework = import_module(f"{__name__}.{name}").train
     return train
