@@ -14,18 +14,18 @@ from tasks.runtime.optim.rounding import WeightRounding, local
 from tasks.runtime.optim.state_tensors import new_slot
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
-# Elements of a parameter that become fp32 at a time on the CPU: they stay in its cache.
+# Elements of a parameter that are converted to fp32 at a time on the CPU, so that they stay in its cache.
 _PIECE = 1 << 20
-# Elements of whole vectors of any CPU, and of the parts that PyTorch's threads take.
+# A multiple of the vector size of any CPU and of the chunks of PyTorch's threads, in elements.
 _VECTORS = 64
 
 
 class ExactAdamW(TypedStateOptimizer):
-    """AdamW whose bfloat16 weights and moments lose no update, one kernel launch for all tensors of a group.
+    """AdamW whose bfloat16 weights and moments lose no update, with one kernel launch for all tensors of a group.
 
-    State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype, in host memory fp32;
+    State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype (fp32 in host memory);
     with fp32 master weights `remainder`, int16, of its shape. Like PyTorch's fused optimizers it takes `found_inf`, a
-    scalar on the device: where that is 1, a step changes nothing.
+    scalar on the device. If it is 1, a step changes nothing.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ExactAdamW(TypedStateOptimizer):
         rounding: WeightRounding,
         paged: bool = False,
     ) -> None:
-        """`groups` as PyTorch's. With `paged` the state is in managed memory, see `optim.managed_memory`."""
+        """`groups`: as in PyTorch. `paged`: the state is in managed memory, see `optim.managed_memory`."""
         self.paged = paged
         self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
-        # What PyTorch's own scaling of losses looks for, and `skip_step` with it.
+        # PyTorch's gradient scaler and `skip_step` read this attribute.
         self._step_supports_amp_scaling = True
         self.found_inf: Tensor | None = None
         self._shards: dict[nn.Parameter, Any] = {}
@@ -50,7 +50,7 @@ class ExactAdamW(TypedStateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -86,12 +86,12 @@ class ExactAdamW(TypedStateOptimizer):
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
             found_inf=self.found_inf,
-            # Which of a group's parameters have gradients may vary; a plan follows its tensors.
+            # The parameters with gradients may vary from step to step; a plan adapts to its tensors.
             plan=self._plans.setdefault(parameters[0], StepPlan()),
         )
 
     def _is_on_host(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter takes its steps on the CPU, with fp32 moments: random bits are slow there."""
+        """Whether the parameter is stepped on the CPU with fp32 moments, because random bits are slow there."""
         on_cpu = local(parameter).device.type == "cpu"
         return on_cpu and self._rounding.mode == "master" and parameter.dtype == torch.bfloat16
 
@@ -108,7 +108,8 @@ class ExactAdamW(TypedStateOptimizer):
         tensors = (weight, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), local(remainder))
         pieces = zip(*(tensor.as_strided((tensor.numel(),), (1,)).split(_PIECE) for tensor in tensors), strict=True)
         for piece in pieces:
-            # Whole vectors alone: what is left at an end PyTorch computes otherwise, and ends are where shards end.
+            # PyTorch computes the elements after the last whole vector in another way. Pad them, so that results do
+            # not depend on where a shard ends.
             weights, gradients, exp_avgs, exp_avg_sqs, low_bits = padded = [_padded(part) for part in piece]
             masters = join_weight(weights, low_bits)
             adamw(
@@ -130,7 +131,7 @@ class ExactAdamW(TypedStateOptimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), device=local(parameter).device)
         for name in ("exp_avg", "exp_avg_sq"):
-            # A checkpoint may come from a run with its moments elsewhere, in another dtype.
+            # The checkpoint's run may have kept its moments on another device, in another dtype.
             if name not in state or state[name].dtype != dtype:
                 moment = new_slot(parameter, parameter.shape, dtype, paged=self.paged)
                 if name in state:
@@ -145,7 +146,7 @@ class ExactAdamW(TypedStateOptimizer):
 
 
 def _padded(x: Tensor) -> Tensor:
-    """`x` itself, or with zeros behind it up to a whole number of vectors."""
+    """`x`, padded with zeros to a whole number of vectors."""
     missing = -x.numel() % _VECTORS
     return torch.cat([x, x.new_zeros(missing)]) if missing else x
 

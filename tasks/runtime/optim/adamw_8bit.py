@@ -1,10 +1,10 @@
-"""AdamW with moments of eight bits, by bitsandbytes; the weights take its updates as `optimizer.precision` says.
+"""AdamW with 8-bit moments, by bitsandbytes. Weights take updates according to `optimizer.precision`.
 
-Both moments of 256 weights that follow each other share a scale, and are numbers in a table of 256 values. A matrix
-whose rows are multiples of 256 long has its scales by rows, too: one that is split between rows is split with them. So
-the state depends on the shape of the whole matrix alone; it is computed, saved and continued alike by any number of
-processes. Weights of other shapes are left to AdamW, and so are embeddings, as the library advises: the sizes of their
-gradients differ most.
+A moment is an index into a table of 256 values, and 256 adjacent weights share a scale. If the length of a row is a
+multiple of 256, no block crosses a row, and a matrix that is sharded by rows has its scales sharded with them. The
+state then depends only on the shape of the whole matrix, and any number of processes computes, saves and resumes the
+same state. AdamW steps weights of other shapes, and embeddings, as bitsandbytes recommends: the magnitudes of their
+gradients vary most.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tasks.runtime.optim.state_tensors import new_slot
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 BLOCK = 256
-"""Weights that share a scale: what the library's kernels are made for."""
+"""Weights that share a scale, as in the kernels of bitsandbytes."""
 
 SMALLEST = 4096
-"""Weights of the smallest matrix that is worth it, by the library's own measure."""
+"""Weights of the smallest matrix with 8-bit moments, as in bitsandbytes."""
 
 
 def has_eight_bits(parameter: Tensor) -> bool:
-    """Whether the moments of a parameter of this shape are kept in eight bits."""
+    """Whether a parameter of this shape has 8-bit moments."""
     return parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
 
 
 class AdamW8bit(TypedStateOptimizer):
-    """Steps of AdamW, of which moments come from eight bits and go into eight bits; computed in fp32.
+    """AdamW that stores moments in 8 bits and computes in fp32.
 
     State of a parameter [rows, ...]: `exp_avg` and `exp_avg_sq`, uint8, of its shape; `exp_avg_scale` and
-    `exp_avg_sq_scale`, fp32, [rows, weights of a row / 256]; `step`. All that has rows is split as the parameter is.
+    `exp_avg_sq_scale`, fp32, [rows, weights of a row / 256]; `step`. Tensors with rows are sharded like the parameter.
     """
 
     def __init__(
@@ -51,9 +51,8 @@ class AdamW8bit(TypedStateOptimizer):
         rounding: WeightRounding,
         paged: bool = False,
     ) -> None:
-        """`groups` are as PyTorch's, of parameters that are whole or split between rows; see `has_eight_bits`.
-
-        With `paged` the state is in memory that gives way; see `tasks.runtime.optim.managed_memory`.
+        """`groups`: as in PyTorch, with parameters of `has_eight_bits` that are replicated or sharded by rows. `paged`:
+        the state is in managed memory, see `tasks.runtime.optim.managed_memory`.
         """
         from bitsandbytes import functional
 
@@ -66,7 +65,7 @@ class AdamW8bit(TypedStateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """A step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -81,13 +80,13 @@ class AdamW8bit(TypedStateOptimizer):
                 state[moment] = new_slot(parameter, parameter.shape, torch.uint8, paged=self.paged)
                 state[f"{moment}_scale"] = new_slot(parameter, scales, torch.float32, paged=self.paged)
             state["step"] = torch.zeros(())
-        # The kernel wants a number. A count that was loaded is on the device: it is waited for once.
+        # The kernel takes a Python number. Only a loaded count is on the device, which makes the host wait once.
         state["step"] = state["step"].cpu() + 1
         weights = _here(parameter)
         if not weights.numel():
             return
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
-        # Random bits alone need the count, on the device.
+        # Only stochastic rounding needs the count on the device.
         count = [state["step"].to(weights.device, non_blocking=True)] if self._rounding.mode == "stochastic" else None
         weight_step(
             [weights],
@@ -103,7 +102,7 @@ class AdamW8bit(TypedStateOptimizer):
         )
 
     def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """What is subtracted from the weights at a learning rate of 1, without weight decay."""
+        """The negative update at a learning rate of 1, without weight decay."""
         assert parameter.grad is not None
         gradient = _here(parameter.grad)
         update = torch.zeros_like(gradient)
@@ -115,7 +114,7 @@ class AdamW8bit(TypedStateOptimizer):
             _here(state["exp_avg"]),
             _here(state["exp_avg_sq"]),
             *group["betas"],
-            # Of other optimizers that the kernel knows.
+            # beta3 and alpha of other optimizers.
             0.0,
             0.0,
             group["eps"],
@@ -129,14 +128,14 @@ class AdamW8bit(TypedStateOptimizer):
         return update.neg_()
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The values that eight bits stand for: of first moments, and of second ones, which have no sign."""
+        """The tables of values: of first moments, and of second moments, which are not negative."""
         if device not in self._tables:
             self._tables[device] = (self._table(signed=True).to(device), self._table(signed=False).to(device))
         return self._tables[device]
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """What this process has of it, in one piece."""
+    """This process's shard, contiguous."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     assert local.is_contiguous()
     return local

@@ -11,7 +11,7 @@ from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 
 class ChainedOptimizer(TypedStateOptimizer):
-    """Several optimizers, each for parameters of its own, as one: with one list of groups, and one state."""
+    """Several optimizers over disjoint parameters, with one list of groups and one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -21,11 +21,11 @@ class ChainedOptimizer(TypedStateOptimizer):
         super().__init__(groups, {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of every one."""
+        """Step every optimizer."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for number, part in enumerate(self._parts):
-            # Groups and state are replaced by whoever loads them, or has the step of one parameter taken.
+            # Loading a checkpoint and stepping in the backward pass replace the groups and the state.
             part.param_groups = [group for group in self.param_groups if group["part"] == number]
             part.state = self.state
             part.step()

@@ -11,20 +11,22 @@ from torch.distributed.tensor import DTensor
 
 
 def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Have the next step change nothing if `skip`, an fp32 scalar, is 1.
+    """Make the next step change nothing if `skip`, an fp32 scalar, is 1.
 
-    The device decides where the optimizer's own kernels can, which is how PyTorch scales losses; else the host waits
-    for `skip` and drops the gradients, without which no parameter takes a step.
+    If the optimizer's kernels take `found_inf`, as for PyTorch's gradient scaling, the device decides. Otherwise the
+    host waits for `skip` and drops the gradients; a parameter without a gradient is not stepped.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # There now: of a copy that is still under way a step on the host would not know.
+        # A blocking copy: a step on the host would not wait for an asynchronous one.
         optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
     elif skip.item():
         optimizer.zero_grad()
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm of `max_norm`, 0 for any, and return that before. A collective if split."""
+    """Scale gradients down to a global norm of `max_norm` (0: no limit). Returns the norm before. A collective if the
+    parameters are sharded.
+    """
     learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
     gradients = [[p.grad for p in alike if p.grad is not None] for alike in learned]
     norms = [nn.utils.get_total_norm(alike) for alike in gradients]
@@ -36,7 +38,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """`parameters` in lists of those that the same processes hold, or that are no DTensors."""
+    """`parameters` grouped by their device mesh; plain tensors form a group of their own."""
     lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Let the backward pass take each parameter's step as soon as it has its gradient, and free that.
+    """Make the backward pass step each parameter as soon as its gradient is complete, and free the gradient.
 
-    The optimizer's `step` has nothing left to do afterwards; the learning rate must be set before the backward pass.
+    The optimizer's own `step` then has nothing to do. Set the learning rate before the backward pass.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -19,7 +19,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """A step of one parameter, which is in the group of this `number`."""
+    """Step one parameter. `number`: index of its group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**groups[number], "params": [parameter]}]
     try:

@@ -1,7 +1,7 @@
-"""Memory of a GPU that gives way: CUDA's managed memory, as tensors.
+"""Tensors in CUDA's managed memory.
 
-Where the GPU's memory lacks, the driver moves pages of it to the host's, and back when a kernel reads or writes them.
-PyTorch's allocator knows nothing of it and does not count it.
+When GPU memory runs out, the driver moves pages of managed memory to the host, and back when a kernel accesses them.
+PyTorch's allocator does not know this memory and does not count it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Bytes of the smallest tensor that is worth it: managed memory is handed out and moved in large pages."""
+"""Bytes of the smallest tensor in managed memory, which is allocated and moved in large pages."""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros(shape, dtype=dtype, device=device)`, in managed memory of a GPU; it is freed with its last view.
+    """`torch.zeros(shape, dtype=dtype, device=device)` in managed memory, which is freed with the last view.
 
-    On the CPU, and below `SMALLEST` bytes, in ordinary memory. Raises ValueError where the GPU has no managed memory,
-    torch.OutOfMemoryError where there is not enough.
+    On the CPU, and below `SMALLEST` bytes, the tensor is in ordinary memory.
+
+    Raises:
+        ValueError: the GPU does not support managed memory.
+        torch.OutOfMemoryError: GPU and host memory are exhausted.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cuda" or size < SMALLEST:
@@ -33,13 +36,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class _Managed:
-    """Bytes of managed memory, which last as long as this object does: tensors that are made of it keep it."""
+    """An allocation of managed memory, freed with this object. Tensors made from it keep it alive."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         from cuda.bindings import runtime
 
         with torch.cuda.device(device):
-            # The package has a runtime of its own, to which the device is told likewise: the memory is that one's.
+            # cuda.bindings has its own CUDA runtime, which allocates on the device that it has selected.
             runtime.cudaSetDevice(torch.cuda.current_device())
             error, pointer = runtime.cudaMallocManaged(size, runtime.cudaMemAttachGlobal)
         if error == runtime.cudaError_t.cudaErrorMemoryAllocation:
@@ -49,11 +52,11 @@ class _Managed:
             )
         if error != runtime.cudaError_t.cudaSuccess:
             raise ValueError(
-                f"optimizer.paged: {device} gives no managed memory, {size / 2**20:,.1f} MiB ({error.name}); set "
-                "optimizer.paged to false"
+                f"optimizer.paged: {device} cannot allocate {size / 2**20:,.1f} MiB of managed memory ({error.name}); "
+                "set optimizer.paged to false"
             )
         self.pointer = int(pointer)
-        # When the process ends, the driver takes back what is left.
+        # At the end of the process the driver frees the memory.
         weakref.finalize(self, _free, self.pointer, device).atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
@@ -64,10 +67,10 @@ class _Managed:
 
 
 def _free(pointer: int, device: torch.device) -> None:
-    """Waits for what the GPU does with it."""
+    """Free the memory, after the GPU has finished its work on it."""
     from cuda.bindings import runtime
 
-    # Whatever thread this is: without a device of its own it would begin a context on the first GPU.
+    # This may be any thread. A thread without a selected device would create a context on the first GPU.
     with torch.cuda.device(device):
         runtime.cudaSetDevice(torch.cuda.current_device())
         runtime.cudaFree(pointer)

@@ -1,4 +1,4 @@
-"""Muon for bfloat16 weights: PyTorch's computes the update, the kernel layer adds it without losing any of it."""
+"""Muon for bfloat16 weights: PyTorch computes the update, and the kernel layer adds it without rounding loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 
 class ExactMuon(TypedStateOptimizer):
-    """`torch.optim.Muon`, whose weights take updates as `optimizer.precision` says.
+    """`torch.optim.Muon` that adds updates to weights according to `optimizer.precision`.
 
     State of a parameter: `momentum_buffer`, of its shape and dtype; `step`, fp32 scalar; with fp32 master weights
-    `remainder`, int16, of its shape. PyTorch's optimizer steps a matrix of zeros at a rate of 1, which gives the update
-    alone: bfloat16 products of five Newton-Schulz iterations, so no digits are lost by keeping it in bfloat16.
+    `remainder`, int16, of its shape. To get the update alone, PyTorch's optimizer steps a matrix of zeros at a learning
+    rate of 1. The update comes from bfloat16 products of five Newton-Schulz iterations: bfloat16 keeps all its digits.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ExactMuon(TypedStateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -68,7 +68,7 @@ class ExactMuon(TypedStateOptimizer):
         )
 
     def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> Tensor:
-        """What is subtracted from the parameter at a learning rate of 1."""
+        """The negative update at a learning rate of 1."""
         update = torch.zeros_like(parameter, requires_grad=False)
         update.grad = parameter.grad
         self._muon.param_groups = [{**self._options, "params": [update]}]

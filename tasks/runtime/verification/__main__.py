@@ -1,4 +1,4 @@
-"""`python -m tasks.runtime.verification SPEC`: does this model train right, on this data and this machine?"""
+"""`python -m tasks.runtime.verification SPEC`: check that a model trains correctly on its data and this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ EXIT_FAILED = 1
 
 
 def main() -> int:
-    """Exit codes: 0, all checks that apply pass; 1, one of them fails; 2, the spec or the data must change; 68, the Hub
-    cannot be reached: try again later.
+    """Run the checks.
+
+    Exit codes: 0: all checks that apply pass. 1: a check fails. 2: the spec or its data cannot be used. 68: the Hub
+    cannot be reached; try again later.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime.verification", description=__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON; - for standard input")
-    parser.add_argument("--json", action="store_true", help="print JSON; lines for a person go to standard error")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="do these checks alone")
-    parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers; 0 leaves it whole")
+    parser.add_argument("--json", action="store_true", help="print JSON; the text for people goes to standard error")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
+    parser.add_argument("--layers", type=int, default=4, help="keep only this number of first layers; 0 keeps all")
     arguments = parser.parse_args()
     try:
         spec = load_spec_argument(arguments.spec)
@@ -65,10 +67,10 @@ def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
         try:
             subject = make_subject(spec, folder, layers=arguments.layers)
         except (ValueError, Unreachable) as error:
-            said = redacted(str(error))
-            print(f"error: {said}", file=sys.stderr)
+            message = redacted(str(error))
+            print(f"error: {message}", file=sys.stderr)
             if arguments.json:
-                print(json.dumps({"name": spec.name, "passed": False, "error": said}))
+                print(json.dumps({"name": spec.name, "passed": False, "error": message}))
             return UNREACHABLE.exit_code if isinstance(error, Unreachable) else BAD_INPUT.exit_code
         report = Report.of(subject)
         print(report.headline, file=out, flush=True)

@@ -1,4 +1,4 @@
-"""However the rows of a step are spread over micro-batches and processes: the same loss, the same gradients."""
+"""Loss and gradients do not depend on how the rows of a step are distributed over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tasks.runtime.verification.subject import Subject
 from tasks.runtime.verification.uneven import UnevenData, targets
 from tasks.runtime.verification.worker import Request, wait
 
-# In fp32, of which the order of additions costs some 1e-6; a row that weighs more than another costs some 1e-1.
+# In fp32 the order of additions changes results by about 1e-6; wrong weights of rows change them by about 1e-1.
 LIMIT = 1e-4
 _PROCESSES = 2
 
 
 def batching(subject: Subject) -> Measured:
-    """One forward pass against many, and against two processes, on rows with very uneven numbers of targets."""
+    """Compare one forward pass with many, and with two processes, on rows with very uneven numbers of targets."""
     rows = subject.rows // _PROCESSES * _PROCESSES
     data = UnevenData.load(subject.data.folder)
     micro = max(1, rows // 4)
     request = _request(subject, micro, rows // _PROCESSES // micro)
-    # They start while this process computes.
+    # The processes start while this one computes.
     processes = subject.start(request.write(subject.new_file(".json")), _PROCESSES)
     try:
         whole = first_step(_spec(subject, rows, 1), data)
@@ -78,7 +78,7 @@ def _request(subject: Subject, micro_batch: int, accumulated: int) -> Request:
 
 
 def _strategy(subject: Subject) -> dict[str, Any]:
-    """The run's own over two processes; `ddp` where it has one process. What needs more of them is left out."""
+    """The run's strategy on two processes, `ddp` for a run of one; without parallelism that needs more processes."""
     asked = subject.asked.parallel.model_dump()
     if asked["type"] == "single":
         asked = {"type": "ddp"}

@@ -1,4 +1,4 @@
-"""The first step once more in fp64, by plain transformers: what every other way of computing it is held against."""
+"""The first step in fp64 by plain transformers: the reference for every other way to compute it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tasks.runtime.verification.subject import changed
 
 
 class InDouble(TorchFunctionMode):
-    """Whatever code casts to fp32 for precision, such as norms, softmax and losses, is cast to fp64 in its place."""
+    """Turns casts to fp32, which norms, softmax and losses make for precision, into casts to fp64."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class InDouble(TorchFunctionMode):
 
 
 def exact_step(spec: RunSpec, data: PreparedData) -> Step:
-    """Loss and gradients of the rows of the first step in fp64, from the weights as `spec` rounds them."""
+    """Loss and gradients of the first step in fp64, from weights rounded to the dtype of `spec`."""
     spec = changed(
         spec, {"kernels": {"enabled": False}, "model": {"attention": _plain_attention(spec.model.attention)}}
     )
@@ -49,7 +49,7 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
     with InDouble():
         start = ObjectiveContext(spec, processes, data, Single(processes), model, "exact", continues=False)
         data = objective.prepare(start)
-        # That of a distillation is as exact as its pupil.
+        # The teacher of a distillation computes in fp64, too.
         teacher = vars(objective).get("_teacher")
         if teacher is not None:
             teacher.double()

@@ -1,4 +1,4 @@
-"""What a check returns, and how it is shown to a person and to a program."""
+"""The result of a check, and its forms for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Verdict = Literal["pass", "fail", "n/a"]
 
 _COLORS = {"pass": "\x1b[32m", "fail": "\x1b[31m", "n/a": "\x1b[2m"}
 _LEARNED, _RESET = "\x1b[30;42m", "\x1b[0m"
-# Around learned tokens, where there are no colors.
+# Mark targets in output without colors.
 _MARKS = ("⟦", "⟧")
 
 Piece = tuple[str, bool]
-"""A stretch of text, and whether the model learns to write it."""
+"""A piece of text, and whether its tokens are targets."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a check found: it passes if `figure` is at most `limit` and there is no `problem`."""
+    """The result of a check. It passes if `figure` is at most `limit` and there is no `problem`."""
 
     figure: float
     limit: float
     detail: str
-    """What the figure counts, with the worst case by name."""
+    """The meaning of the figure, and the name of the worst case."""
     problem: str | None = None
     """Another reason to fail."""
     shown: tuple[Piece, ...] = ()
@@ -49,13 +49,13 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, measured: Measured, seconds: float) -> Finding:
-        """The line of what a check has measured."""
+        """The line for the result of a check."""
         detail = f"{measured.problem}; {measured.detail}" if measured.problem else measured.detail
         verdict: Verdict = "pass" if measured.passed else "fail"
         return cls(name, verdict, seconds, detail, measured.figure, measured.limit, measured.shown)
 
     def line(self, *, color: bool) -> str:
-        """For a person, with the text that was looked at below it."""
+        """The finding as text for people, followed by the text that was checked, if any."""
         figures = "" if self.figure is None else f"{self.figure:.3g} (limit {self.limit:.3g})"
         verdict = f"{_COLORS[self.verdict]}{self.verdict:<4}{_RESET}" if color else f"{self.verdict:<4}"
         lines = [f"{verdict}  {self.name:<12} {figures:<24} {self.seconds:5.1f} s  {self.detail}"]
@@ -66,7 +66,7 @@ class Finding:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program; a figure that is no number is null."""
+        """The finding as JSON values; a figure that is not finite is null."""
         values: dict[str, Any] = {
             "name": self.name,
             "verdict": self.verdict,

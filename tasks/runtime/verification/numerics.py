@@ -1,7 +1,7 @@
-"""Three ways to compute the same gradients: with our kernels, with recomputation, compiled; each against fp64.
+"""Three ways to compute the same gradients: with the kernel layer, with recomputation, compiled; each against fp64.
 
-A difference between two ways means little by itself: both round. So the error of each is counted in units of the error
-that PyTorch and transformers make in the same dtype, both taken against fp64.
+Both sides of a comparison round, so a difference alone means little. Each error is therefore counted in units of the
+error of PyTorch and transformers in the same dtype; both errors are relative to fp64.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import Step, first_step
 from tasks.runtime.verification.subject import Subject
 
-# As in the tests of the operators: twice PyTorch's own error.
+# Twice PyTorch's own error, as in the tests of the operators.
 LIMIT = 2.0
-# Of the loss, one number in which errors cancel by chance: so many roundings are free.
+# Roundings of the loss that are always allowed: it is one number, and PyTorch's errors may cancel by chance.
 _LOSS_ROUNDINGS = 8
 
 
 def kernels(subject: Subject) -> Measured:
-    """The fused operators against the model's own."""
+    """Compare the fused operators with the model's own."""
     return against_exact(subject, first_step(_spec(subject), subject.data), "kernels on")
 
 
 def recomputation(subject: Subject) -> Measured:
-    """What the spec recomputes in the backward pass, or all of it, where it recomputes nothing."""
+    """Check the spec's activation checkpointing, or `full` if it has none."""
     asked = subject.spec.training.gradient_checkpointing
     kind = "full" if asked == "none" else asked
     every = subject.spec.training.gradient_checkpointing_every
@@ -38,15 +38,15 @@ def recomputation(subject: Subject) -> Measured:
 
 
 def compiled(subject: Subject) -> Measured:
-    """Layers under `torch.compile`."""
+    """Check layers under `torch.compile`."""
     seen = first_step(_spec(subject, training={"compile": True}), subject.data)
     return against_exact(subject, seen, "compiled")
 
 
 def _spec(subject: Subject, *, training: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
-    """Of a first step in the dtype that the run computes in, with nothing recomputed and nothing compiled."""
+    """The spec of a first step in the compute dtype, without recomputation and compilation."""
     off = {"gradient_checkpointing": "none", "gradient_checkpointing_every": None, "compile": False}
-    # Weights of four bits are others than those that fp64 has: of these nothing is learned here.
+    # The fp64 reference has exact weights, which 4-bit weights cannot be compared with.
     exact = (
         {"adapter": subject.spec.adapter.model_dump() | {"quantization": "none"}} if subject.spec.is_quantized else {}
     )
@@ -60,20 +60,20 @@ def _spec(subject: Subject, *, training: dict[str, Any] | None = None, **changes
 
 
 def against_exact(subject: Subject, seen: Step, way: str) -> Measured:
-    """The greatest error of `seen`, in units of PyTorch's own; both of the same rows, against fp64."""
+    """The largest error of `seen` in units of PyTorch's error, both on the same rows and relative to fp64."""
     plain, exact = _references(subject)
     rounding = torch.finfo(subject.computes_in).eps / 2
     floor = rounding * scale(exact.gradients.values())
     worst, where = _loss_error(seen, exact) / max(_loss_error(plain, exact), _LOSS_ROUNDINGS * rounding), "the loss"
     for name, gradient in exact.gradients.items():
-        # Storing a gradient costs a rounding, and to those far below all others more: what cancels leaves noise.
+        # Storing a gradient rounds it. Gradients far below all others are differences of larger terms, that is, noise.
         unit = max(error(plain.gradients[name], gradient), rounding * scale([gradient]), floor)
         found = error(seen.gradients[name], gradient) / unit if unit else 0.0
         if not found <= worst:
             worst, where = found, name
     problem = None
     if missing := exact.gradients.keys() ^ seen.gradients.keys():
-        problem = f"other parameters learn: {sorted(missing)[0]}"
+        problem = f"the trainable parameters differ: {sorted(missing)[0]}"
     detail = f"error against fp64 in units of PyTorch's in {str(subject.computes_in)[6:]}, {way}; worst: {where}"
     return Measured(worst, LIMIT, detail, problem)
 
@@ -83,7 +83,7 @@ def _loss_error(step: Step, exact: Step) -> float:
 
 
 def _references(subject: Subject) -> tuple[Step, Step]:
-    """The step by PyTorch and transformers alone, in the dtype of the run and in fp64. Computed once."""
+    """The step by PyTorch and transformers alone, in the compute dtype and in fp64, computed once."""
     if "references" not in subject.kept:
         spec = _spec(subject, kernels={"enabled": False})
         subject.kept["references"] = first_step(spec, subject.data), exact_step(spec, subject.data)

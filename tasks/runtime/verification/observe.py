@@ -1,4 +1,4 @@
-"""Steps of the real training code, looked at from inside: `train` with the spec's framework, and a look at its job."""
+"""Observes steps of the real training code: `train` with the spec's framework, and access to its job."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Step:
 
     loss: float
     gradients: dict[str, Tensor]
-    """Of the parameters that learn, whole, before they are clipped; zeros where the backward pass left none."""
+    """Gradients of trainable parameters, unsharded and unclipped; zeros if the backward pass left none."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Those that are not in a state dict, on the CPU."""
+    """Buffers that are not in the state dict, on the CPU."""
 
 
 class _Seen(Exception):
-    """All that was to be seen: the run is left."""
+    """Ends the run after the observation."""
 
 
 def first_step(spec: RunSpec, data: PreparedData) -> Step:
-    """Run the first step of `spec` up to the update, which is not taken. A collective where there are processes."""
+    """Run the first step of `spec` without its update. A collective if there are several processes."""
     seen: list[Step] = []
 
     def look(job: Job) -> Tensor | None:
@@ -54,7 +54,7 @@ def first_step(spec: RunSpec, data: PreparedData) -> Step:
 
 
 def with_job(spec: RunSpec, data: PreparedData, look: Callable[[Job], None]) -> None:
-    """Build the job of `spec` as training would, call `look` with it, and take no step."""
+    """Build the job of `spec` as training does, call `look` with it, and take no step."""
 
     def framework(job: Job) -> None:
         without_dropout(job.unwrapped_model)
@@ -75,7 +75,7 @@ def _leave_when_seen(spec: RunSpec, data: PreparedData, framework: Framework) ->
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Two runs draw other numbers as soon as they differ; what is compared draws none."""
+    """Turn dropout off: runs that differ in any way would draw different random numbers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -84,7 +84,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def _loss(job: Job) -> float:
-    """Of the step, over all processes."""
+    """The loss of the step over all processes."""
     loss = job.recorder.local_loss.double()
     if job.processes.world_size > 1:
         dist.all_reduce(loss)
@@ -98,7 +98,7 @@ def _gradients(job: Job) -> dict[str, Tensor]:
 
 def _gradient(job: Job, parameter: nn.Parameter) -> Tensor:
     if isinstance(job.optimizer, FlatStateOptimizer):
-        # In the engine's own memory.
+        # DeepSpeed keeps gradients in buffers of its engine.
         from deepspeed.utils import safe_get_full_grad
 
         found: Tensor | None = safe_get_full_grad(parameter)
@@ -107,13 +107,13 @@ def _gradient(job: Job, parameter: nn.Parameter) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A collective, of a tensor that is split."""
+    """The unsharded tensor. A collective for a DTensor."""
     found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach()
 
 
 def plain_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that no state dict has, such as `inv_freq`: what loads weights does not load them."""
+    """Buffers outside of the state dict, such as `inv_freq`, which loading weights does not set."""
     return {
         f"{path}.{name}".removeprefix("."): buffer.detach().cpu().clone()
         for path, module in model.named_modules()
@@ -124,7 +124,7 @@ def plain_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No lines of the runtime and no progress bars: the report is what is read."""
+    """Hide log lines of the runtime and progress bars, which would disturb the report."""
     import logging
 
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""Documents that share a row: none may see another one."""
+"""Documents of a packed row must not depend on each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import with_job
 from tasks.runtime.verification.subject import Subject
 
-# Documents of the row that are looked at; a backward pass for each.
+# Checked documents of the row; each takes a backward pass.
 _DOCUMENTS = 4
-# Of a loss alone and in a row, whose attention may be another implementation: roundings of the dtype.
+# Roundings by which losses alone and packed may differ: their attention may have different implementations.
 _ROUNDINGS = 16
 
 
 def does_not_apply(subject: Subject) -> str | None:
-    """Why there is nothing to check."""
+    """Why the check does not apply, or None."""
     if not (subject.spec.data.packing or subject.spec.objective.type == "dpo"):
         return "data.packing is false: no two documents share a row"
     if _shared_row(subject) is None:
@@ -29,7 +29,7 @@ def does_not_apply(subject: Subject) -> str | None:
 
 
 def packing(subject: Subject) -> Measured:
-    """Gradients of a document's loss at the other documents of its row, and its loss alone."""
+    """Measure the gradient of a document's loss at other documents of its row, and compare its loss alone."""
     row, found = _shared_row(subject), []
     assert row is not None
     spec = subject.variant(training={"micro_batch_size": 1}, optimizer={"in_backward": False})
@@ -37,14 +37,14 @@ def packing(subject: Subject) -> Measured:
     leak, apart, where = found[0]
     limit = _ROUNDINGS * torch.finfo(subject.weights_dtype).eps / 2
     detail = (
-        f"greatest gradient of a document's loss at another document of its row{where}; losses alone and packed "
+        f"largest gradient of a document's loss at another document of its row{where}; losses alone and packed "
         f"differ by {apart:.2g} (limit {limit:.2g})"
     )
-    return Measured(leak, 0.0, detail, None if apart <= limit else "losses alone are others than in a packed row")
+    return Measured(leak, 0.0, detail, None if apart <= limit else "losses alone and in a packed row differ")
 
 
 def _shared_row(subject: Subject) -> Row | None:
-    """The row with most documents that have targets, of the first ones; None where none has two."""
+    """The row with the most documents that have targets, among the first rows; None if no row has two."""
     rows = subject.data.train
     first = [rows[index] for index in range(min(len(rows), 64))]
     most = max(first, key=lambda row: len(_learned(row)))
@@ -52,7 +52,7 @@ def _shared_row(subject: Subject) -> Row | None:
 
 
 def _numbers(batch: Batch) -> Tensor:
-    """For each token the number of its document, over all rows."""
+    """The number of each token's document, counted over all rows."""
     return (batch["position_ids"] == 0).flatten().cumsum(0).view_as(batch["position_ids"]) - 1
 
 
@@ -62,11 +62,11 @@ def _learned(row: Row) -> list[int]:
 
 
 def _look(job: Job, row: Row) -> tuple[float, float, str]:
-    """The greatest gradient that leaks and between which documents, and the greatest relative difference of a loss."""
+    """The largest leaking gradient, the largest relative difference of a loss, and the document of the leak."""
     leak, apart, where = 0.0, 0.0, ""
     job.model.eval()
     documents = _learned(row)
-    # The last ones have the most before them to see.
+    # The last documents have the most tokens before them.
     for number in documents[-_DOCUMENTS:]:
         mine = _numbers(row) == number
         labels = row["labels"].where(mine, torch.tensor(IGNORE_INDEX))
@@ -87,12 +87,12 @@ def _on_device(job: Job, row: Row) -> Batch:
 
 
 def _loss_and_gradient(job: Job, batch: Batch) -> tuple[float, Tensor]:
-    """The sum of the losses of a batch, and its gradient at what the tokens are embedded as: [B, T, D]."""
+    """The sum of the losses of a batch, and its gradient at the token embeddings: [B, T, D]."""
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        # Some families change what they get in place.
+        # Some families change their embeddings in place.
         return embedded[0].clone()
 
     hook = job.unwrapped_model.get_input_embeddings().register_forward_hook(keep)

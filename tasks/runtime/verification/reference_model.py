@@ -1,4 +1,4 @@
-"""The model that training compares with, DPO's reference or a distillation's teacher: is it the one that is named?"""
+"""Checks that DPO's reference or a distillation's teacher is the model that the spec names."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import with_job
 from tasks.runtime.verification.subject import Subject
 
-# Relative, of sums of log-probabilities and of logits: as much as a dtype rounds in one model.
+# Limits of relative differences of log-probabilities and logits: the rounding error of a model in each dtype.
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def does_not_apply(subject: Subject) -> str | None:
-    """Why there is nothing to check."""
+    """Why the check does not apply, or None."""
     kind = subject.spec.objective.type
-    return None if kind in ("dpo", "distill") else f"objective.type {kind!r} compares with no other model"
+    return None if kind in ("dpo", "distill") else f"objective.type {kind!r} has no reference model and no teacher"
 
 
 def reference(subject: Subject) -> Measured:
-    """What the first step compares with, against transformers alone."""
+    """Compare the reference or the teacher of the first step with the model by transformers alone."""
     found: list[tuple[float, str]] = []
     spec = subject.variant(training={"micro_batch_size": subject.micro_batch}, optimizer={"in_backward": False})
     look = _answers if spec.objective.type == "dpo" else _teacher
@@ -41,7 +41,9 @@ def reference(subject: Subject) -> Measured:
 
 
 def _answers(job: Job, subject: Subject) -> tuple[float, str]:
-    """The reference's and the policy's log-probabilities of answers, before the first update, of the base model."""
+    """Compare log-probabilities of answers before the first update, by the reference and the policy, with the base
+    model's.
+    """
     assert isinstance(job.objective, Dpo)
     batch = next(iter(job.loader()))
     plain = _plain(build_model(job.spec.model, job.spec.seed), subject)
@@ -56,7 +58,7 @@ def _answers(job: Job, subject: Subject) -> tuple[float, str]:
     else:
         share = job.objective.micro_batch_loss(job.model, on_device, job.objective.count(on_device)).metrics
         beta = job.spec.objective.beta if job.spec.objective.type == "dpo" else 1.0
-        # Those of the model without its adapter: rewards are the policy's distance from it.
+        # The reference is the model without its adapter; rewards are the policy's distance from it.
         distance = (float(share["reward_chosen"].abs()) + float(share["reward_rejected"].abs())) / beta
         ours["the reference's"] = ours["the policy's"] + distance
     worst = max(ours, key=lambda name: _apart(ours[name], expected))
@@ -74,7 +76,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 
 def _documents(batch: Batch) -> Iterator[Row]:
-    """The answers of a batch, each alone with its prompt."""
+    """The answers of a batch, each with its prompt as a row of its own."""
     for index in range(batch["input_ids"].shape[0]):
         row = {
             name: tensor[index] for name, tensor in batch.items() if tensor.shape[:1] == batch["input_ids"].shape[:1]
@@ -91,7 +93,7 @@ def _plain(model: PreTrainedModel, subject: Subject) -> PreTrainedModel:
 
 @torch.no_grad()
 def _log_probability(model: PreTrainedModel, row: Row) -> float:
-    """Of the labels of a document, summed, by the model's own forward pass."""
+    """The log-probability of a document's labels, by the model's own forward pass."""
     logits = model(input_ids=row["input_ids"][None].to(model.device)).logits[0, :-1].float()
     labels = row["labels"][1:].to(model.device)
     learned = labels != IGNORE_INDEX
@@ -100,7 +102,7 @@ def _log_probability(model: PreTrainedModel, row: Row) -> float:
 
 
 def _teacher(job: Job, subject: Subject) -> tuple[float, str]:
-    """The logits of the teacher in the job, against those of the model that is named."""
+    """Compare the logits of the job's teacher with those of the model that the spec names."""
     assert isinstance(job.objective, Distill) and isinstance(job.spec.objective, DistillSettings)
     batch = {name: tensor.to(job.processes.device) for name, tensor in next(iter(job.loader())).items()}
     hidden, head = job.objective._run_teacher(batch)

@@ -1,4 +1,4 @@
-"""The findings of a verification, with what was verified."""
+"""The report of a verification: its subject and its findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.runtime.verification.subject import Subject
 
 @dataclass
 class Report:
-    """Grows by a finding at a time."""
+    """A report that grows by one finding at a time."""
 
     name: str
     headline: str
@@ -23,7 +23,7 @@ class Report:
 
     @classmethod
     def of(cls, subject: Subject) -> Report:
-        """Of a subject, with nothing found yet."""
+        """The report of a subject, without findings."""
         asked, (here, there) = subject.asked, subject.layers
         layers = f"{here} of {there} layers" if here < there else f"{there} layers"
         dtype = str(subject.computes_in).removeprefix("torch.")
@@ -34,23 +34,23 @@ class Report:
 
     @property
     def failed(self) -> list[Finding]:
-        """The findings that say that something is wrong."""
+        """The findings of failed checks."""
         return [finding for finding in self.findings if finding.verdict == "fail"]
 
     @property
     def passed(self) -> bool:
-        """Whether all checks that apply pass, and at least one does apply."""
+        """Whether all checks that apply pass, and at least one applies."""
         return not self.failed and any(finding.verdict == "pass" for finding in self.findings)
 
     @property
     def verdict(self) -> str:
         """The last line."""
         counts = {verdict: sum(f.verdict == verdict for f in self.findings) for verdict in ("pass", "fail", "n/a")}
-        said = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-        return f"{'verified' if self.passed else 'NOT verified'}: {said}, {self.seconds:.0f} s"
+        summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        return f"{'verified' if self.passed else 'NOT verified'}: {summary}, {self.seconds:.0f} s"
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program."""
+        """The report as JSON values."""
         return {
             "name": self.name,
             "passed": self.passed,

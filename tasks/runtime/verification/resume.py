@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends where an undisturbed one ends, bit for bit."""
+"""A run that is killed and started again ends with the same bits as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.subject import Subject
 from tasks.runtime.verification.worker import Request, wait
 
-# A checkpoint, a step that is lost with the process, and steps that need what the checkpoint had.
+# Step of the checkpoint, step after which the process is killed, and last step.
 _EVERY, _KILLED_AFTER, _STEPS = 2, 3, 4
 
 
 def resume(subject: Subject) -> Measured:
-    """Losses, gradient norms and weights of both runs; the processes are real, and so is the SIGKILL."""
+    """Compare losses, gradient norms and weights of both runs, in real processes with a real SIGKILL."""
     undisturbed, killed = _spec(subject), _spec(subject)
     processes = [
         subject.start(_request(subject, undisturbed, None), 1),
@@ -33,7 +33,7 @@ def resume(subject: Subject) -> Measured:
         wait(processes[1], expected=-signal.SIGKILL)
         again = subject.start(_request(subject, killed, None), 1)
         processes.append(again)
-        # Before the one that goes on trains to its end.
+        # The undisturbed run started first and ends first.
         wait(processes[0])
         wait(again)
     finally:
@@ -44,12 +44,12 @@ def resume(subject: Subject) -> Measured:
     continued = _attempts(folders[1])
     problem = None
     if continued != [0, 1]:
-        problem = f"the steps are of the attempts {continued}, not of one that was killed and one that went on"
+        problem = f"the recorded steps come from the attempts {continued}, not from a killed attempt and its successor"
     elif differing:
         problem = f"different: {', '.join(differing[:3])}"
     detail = (
-        f"of {_STEPS} steps' losses and norms and the last weights are others than undisturbed, after SIGKILL in step "
-        f"{_KILLED_AFTER} of {_STEPS} with a checkpoint of step {_EVERY}"
+        f"losses, norms and last weights of {_STEPS} steps that differ from an undisturbed run, after SIGKILL in step "
+        f"{_KILLED_AFTER} with a checkpoint of step {_EVERY}"
     )
     return Measured(float(len(differing)), 0.0, detail, problem)
 
@@ -81,7 +81,7 @@ def _different(undisturbed: RunFolder, killed: RunFolder) -> list[str]:
 
 
 def _computed(point: MetricPoint) -> tuple[float | None, ...]:
-    """What a step computes, as opposed to when and how fast."""
+    """The results of a step, without its times."""
     return point.loss, point.grad_norm, point.learning_rate, point.tokens, point.target_tokens
 
 

@@ -1,7 +1,7 @@
-"""What is verified: the user's spec, cut to a size that takes minutes, with its model and a sample of its data.
+"""The subject of a verification: the user's spec, reduced to minutes of work, with its model and a sample of its data.
 
-The model keeps its configuration and the weights of its first layers; only the others are left out. The sample is
-prepared by the same code as that of a run. All that checks train is in one folder, removed at the end.
+The model keeps its configuration and the weights of its first layers; only the other layers are removed. The sample is
+prepared by the same code as a run's data. Everything that checks write is in one folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# Samples are read until there are rows for every step that checks take, or so many were read.
+# Numbers of samples to read, one after the other, until they make at least `_ROWS` rows.
 _SAMPLES = (256, 1024, 4096)
 _ROWS = 8
-# Of one forward pass; a reference in fp64 has eight bytes for each of their logits.
+# Tokens of a forward pass; the fp64 reference needs eight bytes for each of their logits.
 _TOKENS = 1024
-# What a run does beside training, which is not verified here, and what needs more than one machine.
+# Turn off the parts of a run that are not verified here, or that need more than one machine.
 _PLAIN: dict[str, Any] = {
     "name": "verify",
     "parallel": {"type": "single"},
@@ -51,67 +51,67 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass
 class Subject:
-    """A cut spec of one process, its data, and a folder for what checks write."""
+    """The reduced spec, for one process, its data, and a folder for files of checks."""
 
     asked: RunSpec
-    """As the user wrote it."""
+    """The spec as the user wrote it."""
     spec: RunSpec
     data: PreparedData
     folder: Path
     layers: tuple[int, int]
-    """How many the model has here, and in the run."""
+    """Number of layers of the reduced model and of the whole model."""
     worker: tuple[str, ...] = ("-m", "tasks.runtime.verification.worker")
-    """What processes of their own are started by; tests plant errors there."""
+    """Command of the processes that checks start; tests replace it to plant errors."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What several checks need, by name."""
+    """Results that several checks share, by name."""
     _numbers: Any = field(default_factory=lambda: count(1))
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step that is compared."""
+        """Rows of a compared optimizer step."""
         fitting = max(2, _TOKENS // self.spec.data.sequence_length)
         return min(_ROWS if self.spec.data.sequence_length <= 512 else 4, max(fitting, 4), len(self.data.train))
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a forward pass whose reference is in fp64."""
+        """Rows of a forward pass that has an fp64 reference."""
         fitting = max(1, _TOKENS // self.spec.data.sequence_length)
         return min(self.spec.training.micro_batch_size, fitting, len(self.data.train))
 
     @cached_property
     def weights_dtype(self) -> torch.dtype:
-        """The type of the weights in the run."""
+        """The dtype of the weights in the run."""
         return model_dtype(self.asked.model)
 
     @cached_property
     def computes_in(self) -> torch.dtype:
-        """The type of the run's forward and backward passes."""
+        """The dtype of the run's forward and backward passes."""
         return compute_dtype(self.asked.model, self.asked.parallel)
 
     @property
     def device(self) -> torch.device:
-        """Where checks compute."""
+        """The device that checks compute on."""
         return Processes().device
 
     def variant(self, **changes: Any) -> RunSpec:
-        """The spec with other fields in sections, and an output folder of its own: references are kept there."""
+        """The spec with changed fields and its own output folder, which also holds reference log-probabilities."""
         output = self.folder / "runs" / str(next(self._numbers))
         output.mkdir(parents=True)
         return changed(self.spec, {"output": str(output), **changes})
 
     def new_file(self, suffix: str) -> Path:
-        """A name that nobody has."""
+        """An unused path."""
         return self.folder / f"{next(self._numbers)}{suffix}"
 
     def start(self, request: Path, processes: int) -> subprocess.Popen[str]:
-        """Start processes that do what `request` says; see `worker`. More than one are started by torch elastic."""
+        """Start `processes` processes for a request, see `worker`; more than one under torch elastic."""
         command, environment = [sys.executable], dict(os.environ)
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         if processes > torch.cuda.device_count():
-            # A GPU is one process's; without one for each they compute on the CPU.
+            # Each process needs a GPU of its own; otherwise all compute on the CPU.
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Two are at work at a time; threads that wait for each other on a busy core cost more than they bring.
+        # Two processes run at a time. More threads than cores would slow both down.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
         return subprocess.Popen(
             [*command, *self.worker, str(request)],
@@ -123,7 +123,7 @@ class Subject:
 
 
 def changed(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
-    """`spec` with other fields; of a section those that are named, or all of it where that has another `type`."""
+    """`spec` with changed fields. A change with a `type` replaces its whole section."""
     values = spec.model_dump(mode="json")
     for name, change in changes.items():
         replaces = not isinstance(change, Mapping) or not change or "type" in change
@@ -132,9 +132,10 @@ def changed(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
 
 
 def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
-    """Cut the model to `layers` layers (0: all), and prepare a sample of the data.
+    """Reduce the model to `layers` layers (0: all), and prepare a sample of the data.
 
-    Raises ValueError where the model or the data cannot be read.
+    Raises:
+        ValueError: the model or the data cannot be read.
     """
     spec = changed(asked, _PLAIN | {"output": str(folder)})
     training = {"tokens_per_step": None, "epochs": None, "steps": 3, "gradient_accumulation_steps": 1}
@@ -153,7 +154,7 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
 
 
 def _sample(spec: RunSpec, folder: Path) -> PreparedData:
-    """The first samples of the data, as many as make some rows."""
+    """The first samples of the data, enough for at least `_ROWS` rows if the data has them."""
     limit = spec.data.max_samples or _SAMPLES[-1]
     for samples in _SAMPLES:
         sampled = changed(spec, {"data": {"max_samples": min(samples, limit)}})
@@ -164,7 +165,7 @@ def _sample(spec: RunSpec, folder: Path) -> PreparedData:
 
 
 def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple[int, int]]:
-    """The spec of a model of fewer layers, and how many it has now and had; the model is written to `folder`."""
+    """Write a model with fewer layers to `folder`. Returns its spec, and the numbers of layers after and before."""
     config = load_config(spec.model)
     text = config.get_text_config()
     there = int(getattr(text, "num_hidden_layers", 0))
@@ -191,7 +192,7 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
 
 
 def _least_layers(config: PretrainedConfig) -> int:
-    """So many of the first layers have one of every kind."""
+    """The number of first layers that contain every kind of layer."""
     kinds = list(getattr(config, "layer_types", None) or ())
     last_new = max((kinds.index(kind) + 1 for kind in set(kinds)), default=1)
     return max(2, last_new, int(getattr(config, "first_k_dense_replace", 0) or 0) + 1)

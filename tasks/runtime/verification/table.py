@@ -1,4 +1,4 @@
-"""Every check: a row with its name, what it proves, when it applies, and its function."""
+"""The table of checks: name, what it proves, when it applies, and its function."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tasks.runtime.verification.subject import Subject
 
 @dataclass(frozen=True)
 class Check:
-    """A claim about training that is put to the test."""
+    """A claim about training, and its test."""
 
     name: str
     proves: str
     run: Callable[[Subject], Measured]
     does_not_apply: Callable[[Subject], str | None] = lambda subject: None
-    """Why there is nothing to check, or None where there is."""
+    """Returns the reason why the check does not apply, or None if it applies."""
 
 
 def _no_kernels(subject: Subject) -> str | None:
@@ -39,37 +39,46 @@ def _no_adapter(subject: Subject) -> str | None:
 
 
 CHECKS = (
-    Check("mask", "The targets are what the model is to say, with its end, and nothing else.", targets.mask),
+    Check("mask", "Targets are exactly the texts that the model has to write, each with its end token.", targets.mask),
     Check(
-        "packing", "Documents of a packed row do not see each other.", packed_rows.packing, packed_rows.does_not_apply
+        "packing",
+        "Documents of a packed row are independent of each other.",
+        packed_rows.packing,
+        packed_rows.does_not_apply,
     ),
     Check("kernels", "The fused operators give the model's loss and gradients.", numerics.kernels, _no_kernels),
-    Check("recompute", "Activations that are computed again give the same gradients.", numerics.recomputation),
+    Check("recompute", "Recomputed activations give the same gradients.", numerics.recomputation),
     Check("compile", "Compiled layers give the same gradients.", numerics.compiled, _not_compiled),
-    Check("batching", "How rows are spread over micro-batches and processes changes nothing.", batching.batching),
+    Check(
+        "batching",
+        "Results do not depend on how rows are distributed over micro-batches and processes.",
+        batching.batching,
+    ),
     Check(
         "reference",
-        "The reference model, or the teacher, is the model that is named.",
+        "The reference model or the teacher is the model that the spec names.",
         reference_model.reference,
         reference_model.does_not_apply,
     ),
-    Check("updates", "What the optimizer is to move moves as in fp32, and nothing else does.", weights.updates),
+    Check("updates", "Trainable weights change as in fp32, and frozen weights do not change.", weights.updates),
     Check(
-        "buffers", "What no weights file has, such as inv_freq, is right after every way of loading.", weights.buffers
+        "buffers",
+        "Buffers outside of weights files, such as inv_freq, are right however the model was loaded.",
+        weights.buffers,
     ),
     Check("adapter", "Merging the adapter does not change what the model computes.", weights.adapter, _no_adapter),
-    Check("export", "The exported folder is the trained model to transformers alone.", weights.export),
-    Check("resume", "A run that is killed continues to the same bits.", resume.resume),
+    Check("export", "transformers alone reads the trained model from the exported folder.", weights.export),
+    Check("resume", "A killed run resumes and ends with the same bits as an undisturbed one.", resume.resume),
 )
 
 
 def names() -> tuple[str, ...]:
-    """Of all checks, in the order in which they are done."""
+    """Names of all checks, in order."""
     return tuple(check.name for check in CHECKS)
 
 
 def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """Do the checks one after the other, those of the names in `only`, or all. One that raises has failed."""
+    """Run all checks, or those named in `only`, one after the other. A check that raises has failed."""
     for check in checks:
         if only and check.name not in only:
             continue
@@ -81,7 +90,7 @@ def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] 
                 yield Finding(check.name, "n/a", time.monotonic() - began, reason)
                 continue
             measured = check.run(subject)
-        # Whatever it is, it is what this line has to say; the others are still to be done.
+        # Any error is the result of this check, and the other checks still run.
         except Exception as error:
             said = " ".join(str(error).split()) or "no message"
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -92,7 +101,7 @@ def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] 
 
 
 def _free() -> None:
-    """Give back what the check before has left: processes of the next one may need the GPU's memory."""
+    """Free memory of the check before: processes of the next one may need the GPU's memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

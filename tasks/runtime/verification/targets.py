@@ -1,7 +1,7 @@
-"""Which tokens carry loss: those that the source's rows have the model say, and the token that ends each turn.
+"""Checks the targets: the texts that the model has to write according to the source, and the end token of each turn.
 
-The prepared rows, which training reads, are held against the source's own rows, decoded and by text. No template and no
-tokenizer's offsets are asked again: what placed a target wrongly would place the expectation wrongly, too.
+The check compares the decoded text of prepared rows with the text of the source. It uses neither the chat template nor
+the tokenizer's offsets again, because an error in these would affect targets and expectation alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tasks.runtime.data.sources import open_source
 from tasks.runtime.verification.finding import Measured, Piece
 from tasks.runtime.verification.subject import Subject
 
-# Characters of the document that is shown.
+# Characters of the document that the report shows.
 _SHOWN = 1200
 _FORMATS = ("chat", "alpaca", "prompt_completion")
 
@@ -35,13 +35,13 @@ class Document(NamedTuple):
     learned: list[bool]
 
     def runs(self) -> list[tuple[bool, list[int]]]:
-        """Stretches of tokens that are learned, and of those that are not."""
+        """Runs of adjacent tokens that are targets, and of those that are not."""
         pairs = groupby(zip(self.learned, self.ids, strict=True), key=lambda pair: pair[0])
         return [(learned, [number for _, number in run]) for learned, run in pairs]
 
 
 def mask(subject: Subject) -> Measured:
-    """Every stretch of targets is what a row has the model say, whole, with the token that ends it."""
+    """Check that each run of targets is a whole turn of the source with its end token."""
     data, tokenizer = subject.data, subject.data.tokenizer()
     documents = list(_documents(data))
     assert documents, "the sample has no document"
@@ -49,23 +49,23 @@ def mask(subject: Subject) -> Measured:
     form = data.manifest.format
     if subject.spec.objective.type == "pretrain":
         wrong += [problem for document in documents if (problem := _not_all(document, tokenizer))]
-        claim = "all tokens but the first of a document learn"
+        claim = "all tokens except the first of a document are targets"
     elif form in _FORMATS:
         said = _said(data)
         wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
         wrong += _missing(documents, data, said)
-        who = "completions say" if form == "prompt_completion" else "assistant says"
-        claim = f"targets are what the {who}, with its end"
+        texts = "completions" if form == "prompt_completion" else "turns of the assistant"
+        claim = f"targets are the {texts} with their end tokens"
     else:
-        claim = "documents begin once; which answers pairs learn is checked by 'reference'"
-    detail = f"of {len(documents)} documents with a wrong mask or a second beginning; {claim}"
+        claim = "documents begin once; 'reference' checks the targets of pairs"
+    detail = f"documents of {len(documents)} with wrong targets or two BOS tokens; {claim}"
     return Measured(
         float(len(wrong)), 0.0, detail, wrong[0] if wrong else None, shown=tuple(_pieces(documents, tokenizer))
     )
 
 
 def _documents(data: PreparedData) -> Iterator[Document]:
-    """Of all rows, to train on and held out, without padding."""
+    """The documents of all training and validation rows, without padding."""
     for rows in (data.train, data.validation):
         for index in range(len(rows)):
             yield from _split(rows[index])
@@ -75,7 +75,7 @@ def _split(row: Row) -> Iterator[Document]:
     begins = (row["position_ids"] == 0).nonzero().flatten().tolist()
     for begin, end in zip(begins, [*begins[1:], row["input_ids"].numel()], strict=True):
         learned = (row["labels"][begin:end] != IGNORE_INDEX).tolist()
-        # Padding is a document of its own without targets, as is no other.
+        # Only padding is a document without targets.
         if any(learned):
             yield Document(row["input_ids"][begin:end].tolist(), learned)
 
@@ -91,11 +91,11 @@ def _not_all(document: Document, tokenizer: PreTrainedTokenizerBase) -> str | No
     if all(document.learned[1:]):
         return None
     place = document.learned.index(False, 1)
-    return f"a token is not learned: the last of {_text(document.ids[max(0, place - 8) : place + 1], tokenizer)!r}"
+    return f"a token is not a target: the last of {_text(document.ids[max(0, place - 8) : place + 1], tokenizer)!r}"
 
 
 class Said(NamedTuple):
-    """What the model is to say in a source's rows: texts that are all of a turn, and parts of those with more."""
+    """Texts that the model has to write according to the source: whole turns, and parts of turns with other content."""
 
     whole: set[str]
     parts: set[str]
@@ -119,7 +119,7 @@ def _said(data: PreparedData) -> Said:
 
 
 def _turns(row: SourceRow, data: PreparedData, section: Data) -> Iterator[tuple[str, bool]]:
-    """Texts of a row's turns, and whether a turn has nothing beside it, such as reasoning or calls."""
+    """The text of each turn of a row, and whether the turn is nothing else, such as reasoning or tool calls."""
     if data.manifest.format == "prompt_completion":
         text = row.text(data.manifest.columns[1])
         if text.strip():
@@ -145,12 +145,12 @@ def _other_than_said(
             continue
         if ids[-1] not in ends:
             if cut and document.learned[-1] and document.ids[-len(ids) :] == ids:
-                # Cut off where the row ends.
+                # Truncated at the end of the row.
                 continue
-            return f"a turn is learned without a token that ends it: …{_text(ids[-12:], tokenizer)!r}"
+            return f"targets without an end token: …{_text(ids[-12:], tokenizer)!r}"
         text = _text(ids[:-1], tokenizer).strip()
         if text not in said.whole and not any(part in text for part in said.parts) and not cut:
-            return f"what is learned is no turn of the source: {text[:160]!r}"
+            return f"a run of targets is not a turn of the source: {text[:160]!r}"
     return None
 
 
@@ -159,11 +159,11 @@ def _missing(documents: list[Document], data: PreparedData, said: Said) -> list[
     if any(manifest.skipped.values()) or manifest.truncated or manifest.split_long:
         return []
     found = sum(learned for document in documents for learned, _ in document.runs())
-    return [] if found == said.turns else [f"{said.turns} turns of the source are {found} stretches of targets"]
+    return [] if found == said.turns else [f"the source has {said.turns} turns, but there are {found} runs of targets"]
 
 
 def _pieces(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """The beginning of a document that has both, or of the first one."""
+    """The beginning of a document with targets and other tokens, or of the first document."""
     shown = next((document for document in documents if not all(document.learned[1:])), documents[0])
     left = _SHOWN
     for learned, ids in shown.runs():

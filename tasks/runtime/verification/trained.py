@@ -1,4 +1,4 @@
-"""A short run to its last step, watched: what it leaves is read back by several checks."""
+"""A short run to its last step, under observation. Several checks read its results."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from tasks.runtime.verification.observe import without_dropout
 from tasks.runtime.verification.subject import Subject, changed
 
 STEPS = 4
-# Of the text that logits are compared on.
+# Tokens of the text whose logits are compared.
 TOKENS = 64
 
 
 @dataclass
 class Updates:
-    """What the steps did to the weights, beside what the same gradients do to weights in fp32."""
+    """The changes of the weights, compared with the same gradients applied to fp32 weights."""
 
     arrived: float = 0.0
-    """Share of the fp32 update that is in the weights: its projection on that, 1 where nothing is lost."""
+    """Share of the fp32 update that reached the weights: the projection onto it; 1 if nothing is lost."""
     moved: float = 0.0
     """Share of the weights that changed."""
     moved_exactly: float = 0.0
-    """The same of weights in fp32."""
+    """The same share for fp32 weights."""
     without_gradient: list[str] = field(default_factory=list)
-    """Parameters that are to learn, whose gradients were zero in every step."""
+    """Trainable parameters whose gradients were zero in every step."""
     frozen_moved: list[str] = field(default_factory=list)
-    """Parameters that are not to learn, and changed."""
+    """Frozen parameters that changed."""
 
 
 @dataclass
 class Trained:
-    """A run that is done."""
+    """A finished run."""
 
     spec: RunSpec
     record: CompletionRecord
     weights: Path
-    """What `collect_weights` made of it."""
+    """The folder that `collect_weights` wrote."""
     input_ids: Tensor
     logits: Tensor
-    """Of the model in the job after its last step: [1, T, V], fp32, on the CPU."""
+    """Logits of the job's model after the last step: [1, T, V], fp32, on the CPU."""
     updates: Updates
 
 
 def trained(subject: Subject) -> Trained:
-    """Of a subject. Trained once."""
+    """The short run of a subject, which trains once."""
     if "trained" not in subject.kept:
         subject.kept["trained"] = _train(subject)
     found: Trained = subject.kept["trained"]
@@ -73,7 +73,7 @@ def trained(subject: Subject) -> Trained:
 
 
 def _train(subject: Subject) -> Trained:
-    # DeepSpeed keeps exact weights beside rounded ones, and one process has no DeepSpeed.
+    # DeepSpeed keeps fp32 master weights. This run has one process, without DeepSpeed, so its weights are fp32.
     dtype = torch.float32 if subject.asked.parallel.type == "deepspeed" else subject.weights_dtype
     spec = subject.variant(
         model={"dtype": str(dtype).removeprefix("torch.")},
@@ -90,7 +90,7 @@ def _train(subject: Subject) -> Trained:
 
 
 class _Watch:
-    """Trains with the spec's framework, and takes every step once more in fp32, with the same gradients."""
+    """Trains with the spec's framework, and repeats every step in fp32 with the same gradients."""
 
     input_ids: Tensor
     logits: Tensor
@@ -150,14 +150,14 @@ class _Watch:
 
 
 def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
-    """A parameter as the next step takes it: in fp32, where the optimizer keeps the low bits of rounded weights."""
+    """The parameter that the next step reads: the fp32 master weight if the optimizer keeps low bits."""
     slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
     weight = local_values(parameter).detach()
     return join_weight(weight, local_values(slots[REMAINDER])) if REMAINDER in slots else weight
 
 
 def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
-    """The same modules in fp32, with the weights that `model` has now."""
+    """The same modules in fp32, with the current weights of `model`."""
     copy = build_model(spec.model, spec.seed, dtype=torch.float32)
     add_adapter(copy, spec.adapter, spec.seed)
     copy.to(model.device)

@@ -1,4 +1,4 @@
-"""The prepared data with targets taken away, so that rows have very different numbers of them."""
+"""Prepared data with most targets removed, so that rows have very different numbers of targets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tasks.runtime.data.prepared_manifest import Split
 
 
 class UnevenRows(RowDataset):
-    """The row that the first step begins with has all of its targets, others the last one of each document.
+    """The first row of the first step keeps all its targets, the others only the last target of each document.
 
-    A loss that weighs rows or micro-batches alike, and not targets, is then another one.
+    A loss that weighs rows or micro-batches equally, instead of targets, then has another value.
     """
 
     first: int | None = None
@@ -25,7 +25,7 @@ class UnevenRows(RowDataset):
 
 
 class UnevenData(PreparedData):
-    """Prepared data with such rows."""
+    """Prepared data with `UnevenRows`."""
 
     rows_type = UnevenRows
 

@@ -1,4 +1,4 @@
-"""What becomes of weights: loaded, moved by steps, merged, exported."""
+"""Checks of weights: loaded, updated, merged, exported."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from tasks.runtime.verification.subject import Subject
 from tasks.runtime.verification.trained import Trained, trained
 from tasks.runtime.verification.worker import Request, wait
 
-# Share of an fp32 update that rounding may take away.
+# Largest share of an fp32 update that rounding may lose.
 _LOST = 0.1
-# Relative errors of logits, of whole models and of an adapter's part in them, whose merged weights are rounded again.
+# Limits of relative errors of logits. Merging an adapter rounds the weights once more, so `_MERGED` is higher.
 _LOGITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-# Four bits are other weights than those that are exported, which rounding does not bound.
+# Training used 4-bit weights, and the export has exact ones; rounding does not bound their difference.
 _FOUR_BITS = 0.5
 _MERGED = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 _TOKENS = 64
 
 
 def updates(subject: Subject) -> Measured:
-    """Steps of the spec's optimizer at its learning rate: what of them arrives, and where."""
+    """Compare updates of the spec's optimizer at its learning rate with fp32, and find frozen weights that changed."""
     found = trained(subject).updates
     problem = None
     if found.frozen_moved:
-        problem = f"{found.frozen_moved[0]} is frozen and moved ({len(found.frozen_moved)} in all)"
+        problem = f"{found.frozen_moved[0]} is frozen but changed ({len(found.frozen_moved)} in all)"
     elif found.without_gradient:
-        problem = f"{found.without_gradient[0]} is to learn and has no gradient ({len(found.without_gradient)} in all)"
+        problem = f"{found.without_gradient[0]} is trainable but has no gradient ({len(found.without_gradient)} in all)"
     detail = (
-        f"of the update in fp32 is lost in {_name(subject.weights_dtype)} at lr {subject.spec.peak_lr:.2g}; "
-        f"{found.moved:.1%} of the weights moved, {found.moved_exactly:.1%} do in fp32"
+        f"share of the fp32 update that is lost in {_name(subject.weights_dtype)} at lr {subject.spec.peak_lr:.2g}; "
+        f"{found.moved:.1%} of the weights changed, {found.moved_exactly:.1%} in fp32"
     )
     return Measured(abs(1.0 - found.arrived), _LOST, detail, problem)
 
 
 def buffers(subject: Subject) -> Measured:
-    """Buffers that no weights file has, by every way in which a run comes by its model."""
+    """Compare buffers outside of weights files, in every way that a run loads its model."""
     settings, seed = subject.spec.model, subject.spec.seed
     expected = _expected_buffers(settings)
     ways: dict[str, dict[str, Tensor]] = {}
@@ -77,12 +77,12 @@ def buffers(subject: Subject) -> Measured:
         for name, tensor in expected.items()
         if (problem := _buffer_problem(found.get(name), tensor))
     ]
-    detail = f"of {len(expected)} buffers in {len(ways)} ways of loading are others than the configuration's in fp32"
+    detail = f"of {len(expected)} buffers in {len(ways)} ways of loading that differ from the configuration's in fp32"
     return Measured(float(len(wrong)), 0.0, detail, wrong[0] if wrong else None)
 
 
 def _expected_buffers(settings: Model) -> dict[str, Tensor]:
-    """As transformers makes them of the configuration alone, in fp32."""
+    """The buffers that transformers computes from the configuration alone, in fp32."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(load_config(settings), dtype=torch.float32)
     return plain_buffers(model)
@@ -95,7 +95,7 @@ def _filled(model: PreTrainedModel, subject: Subject) -> dict[str, Tensor]:
 
 def _buffer_problem(found: Tensor | None, expected: Tensor) -> str | None:
     if found is None:
-        return "it is not there"
+        return "missing"
     if found.dtype != expected.dtype:
         return f"{_name(found.dtype)}, not {_name(expected.dtype)}"
     if not torch.equal(found, expected):
@@ -104,12 +104,12 @@ def _buffer_problem(found: Tensor | None, expected: Tensor) -> str | None:
 
 
 def _of_two_processes(subject: Subject) -> dict[str, dict[str, Tensor]]:
-    """Of a process that has read the weights, and of one that was given them."""
+    """Buffers of a process that reads the weights, and of one that receives them."""
     asked = subject.asked.parallel.model_dump()
     if asked["type"] == "fsdp":
         asked |= {"replicas": 1, "tensor_parallel": 1, "context_parallel": 1}
     spec = subject.variant(
-        # On a CPU, where the processes may be, `auto` is another one.
+        # The processes may compute on the CPU, where `auto` is another dtype.
         model={"dtype": _name(subject.weights_dtype)},
         parallel=asked,
         topology={"nproc_per_node": 2},
@@ -121,12 +121,12 @@ def _of_two_processes(subject: Subject) -> dict[str, dict[str, Tensor]]:
 
 
 def adapter(subject: Subject) -> Measured:
-    """The logits of the merged model against those of the model with its adapter beside it, of both without it."""
+    """Compare the logits of the merged model with those of the model with its adapter, relative to its effect."""
     dtype = subject.weights_dtype
     spec = subject.variant(adapter=subject.spec.adapter.model_dump() | {"quantization": "none"})
     model = build_model(spec.model, spec.seed)
     assert add_adapter(model, spec.adapter, spec.seed) is not None
-    # An adapter starts as one that changes nothing: whether that is merged would not be seen.
+    # A new adapter has no effect, so that its merge would be invisible.
     generator = torch.Generator().manual_seed(spec.seed)
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in learned.items():
@@ -144,14 +144,14 @@ def adapter(subject: Subject) -> Measured:
     merged = _logits(build_trained_model(spec, folder).to(subject.device), tokens)
     figure = error(merged, beside) / error(beside, without)
     detail = (
-        f"error of the merged logits as a share of what the adapter changes, in {_name(dtype)}; the adapter changes "
+        f"error of the merged logits as a share of the adapter's effect, in {_name(dtype)}; the adapter changes "
         f"logits by {error(beside, without) / scale([without]):.0%}"
     )
     return Measured(figure, _MERGED[dtype], detail)
 
 
 def export(subject: Subject) -> Measured:
-    """The exported folder, read by transformers alone, against the model as it stood after its last step."""
+    """Compare the exported folder, read by transformers alone, with the model after its last step."""
     run = trained(subject)
     folder = subject.new_file(".model")
     write_model(run.spec, subject.data, run.weights, folder)
@@ -160,19 +160,19 @@ def export(subject: Subject) -> Measured:
     )
     different = _other_tensors(run, model) if run.spec.adapter.type == "none" else []
     dtype = model.dtype
-    # An adapter was beside its model in training; it is merged now, and its sums are rounded.
+    # Merging the adapter for the export rounds the weights once more.
     limit = _LOGITS[dtype] if run.spec.adapter.type == "none" else _MERGED[dtype]
     if run.spec.is_quantized:
         limit = _FOUR_BITS
     logits = _logits(model.to(subject.device), run.input_ids)
     figure = error(logits, run.logits) / scale([run.logits])
-    problem = f"{different[0]} is another than in the checkpoint ({len(different)} in all)" if different else None
+    problem = f"{different[0]} differs from the checkpoint ({len(different)} in all)" if different else None
     detail = f"relative error of logits read back by transformers, in {_name(dtype)}, from those of the last step"
     return Measured(figure, limit, detail, problem)
 
 
 def _other_tensors(run: Trained, model: PreTrainedModel) -> list[str]:
-    """Weights that are not, bit for bit, those of the last checkpoint."""
+    """Names of weights that are not bit for bit those of the last checkpoint."""
     saved, read = read_model_tensors(Index(_checkpoint(run))), model.state_dict()
     return [name for name, tensor in saved.items() if name not in read or not torch.equal(read[name], tensor)]
 

@@ -1,4 +1,4 @@
-"""A process that a check starts: `python -m tasks.runtime.verification.worker REQUEST`, also by torchrun."""
+"""The process that a check starts: `python -m tasks.runtime.verification.worker REQUEST`, or under torchrun."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from tasks.runtime.verification.uneven import UnevenData
 
 @dataclass(frozen=True)
 class Request:
-    """What to do, and where to leave what was found."""
+    """The work of a process, and the place of its results."""
 
     kind: Literal["first_step", "buffers", "train"]
     spec: str
-    """As JSON."""
+    """The spec as JSON."""
     data: str
     """The folder of the prepared data."""
     out: str
-    """Each process writes a file of this name with its rank behind it."""
+    """Each process writes its results to a file with this name, followed by its rank."""
     uneven: bool = False
     kill_after: int | None = None
-    """End this process by SIGKILL when so many steps are done."""
+    """End this process by SIGKILL after this number of steps."""
 
     def write(self, path: Path) -> Path:
-        """For `main`, in `path`."""
+        """Write the request to `path`, for `main`."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
 
     def found(self, rank: int) -> Step:
-        """What the process of that rank left."""
+        """The results of the process with that rank."""
         step: Step = torch.load(f"{self.out}{rank}", weights_only=False)
         return step
 
 
 def do(request: Request) -> None:
-    """In one of the processes."""
+    """Do the work of a request in one of the processes."""
     spec = RunSpec.model_validate_json(request.spec)
     data = (UnevenData if request.uneven else PreparedData).load(request.data)
     if request.kind == "train":
@@ -68,7 +68,7 @@ def do(request: Request) -> None:
 
 
 def _train(job: Job, kill_after: int | None) -> None:
-    """Train as ever, to the end or up to a step at which the kernel ends this process."""
+    """Train to the end, or kill this process after a step."""
     done = job.start
     ended = job.step_ended
 
@@ -77,7 +77,7 @@ def _train(job: Job, kill_after: int | None) -> None:
         done += 1
         ended()
         if done == kill_after:
-            # A checkpoint that is being written would make it a matter of luck whether there is one to continue from.
+            # Without this, chance would decide whether there is a complete checkpoint to resume from.
             job.writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -86,14 +86,14 @@ def _train(job: Job, kill_after: int | None) -> None:
 
 
 def wait(process: subprocess.Popen[str], *, expected: int = 0) -> None:
-    """Wait for what `Subject.start` has started. Raises RuntimeError with its last lines if it ended otherwise."""
+    """Wait for a process of `Subject.start`. Raises RuntimeError with its last lines if its exit code is another."""
     output, _ = process.communicate()
     if process.returncode != expected:
         raise RuntimeError(f"a process ended with code {process.returncode}, not {expected}: {output.strip()[-1500:]}")
 
 
 def main() -> None:
-    """Do what the file says that the command line names."""
+    """Do the work of the request whose file the command line names."""
     request = Request(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     with quiet():
         do(request)

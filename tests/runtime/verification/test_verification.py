@@ -204,10 +204,10 @@ def some_turns(row):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (users_learned, "is learned"),
-        (without_ends, "without a token that ends it"),
+        (users_learned, "targets without an end token: …"),
+        (without_ends, "targets without an end token"),
         (shifted, ""),
-        (some_turns, "80 turns of the source are"),
+        (some_turns, "the source has 80 turns"),
     ],
 )
 def test_a_wrong_mask_is_found(chat, change, said):
@@ -324,10 +324,10 @@ def test_buffers_in_bfloat16_are_found(plain, monkeypatch, place):
 def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
     original = training_step.prepare_for_training
 
-    def rounded(model, spec):
+    def rounded(model, *sections):
         rotary = model.model.rotary_emb
         rotary.inv_freq = rotary.inv_freq.to(torch.bfloat16).float()
-        return original(model, spec)
+        return original(model, *sections)
 
     monkeypatch.setattr(training_step, "prepare_for_training", rounded)
     found = check(plain, "buffers")
@@ -386,8 +386,8 @@ def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
     assert check(subject, "kernels").verdict == "pass"
     original = distill.build_model
 
-    def other(spec):
-        model = original(spec)
+    def other(settings, seed):
+        model = original(settings, seed)
         model.model.norm.weight.data *= 1.01
         return model
 
@@ -417,19 +417,19 @@ def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
 
     monkeypatch.setattr(Job, "end_step", end_step)
     found = check(lora, "updates")
-    assert found.verdict == "fail" and "model.embed_tokens.weight is frozen and moved" in found.detail
+    assert found.verdict == "fail" and "model.embed_tokens.weight is frozen but changed" in found.detail
 
 
 def test_a_tensor_without_a_gradient_is_found(plain, monkeypatch):
     original = training_step.prepare_for_training
 
-    def prepare(model, spec):
+    def prepare(model, *sections):
         model.model.norm.weight.register_hook(torch.zeros_like)
-        return original(model, spec)
+        return original(model, *sections)
 
     monkeypatch.setattr(training_step, "prepare_for_training", prepare)
     found = check(plain, "updates")
-    assert found.verdict == "fail" and "model.norm.weight is to learn and has no gradient" in found.detail
+    assert found.verdict == "fail" and "model.norm.weight is trainable but has no gradient" in found.detail
 
 
 def test_a_bad_merge_is_found(lora, monkeypatch):
@@ -454,7 +454,7 @@ def test_an_export_that_changes_a_weight_is_found(plain, monkeypatch):
     # What a run itself makes sure of, in a process of its own, and before the error.
     monkeypatch.setattr(export_model, "verify", lambda *arguments: None)
     found = check(plain, "export")
-    assert found.verdict == "fail" and "model.norm.weight is another than in the checkpoint" in found.detail
+    assert found.verdict == "fail" and "model.norm.weight differs from the checkpoint" in found.detail
 
 
 def test_a_resume_that_forgets_the_optimizer_is_found(plain, monkeypatch):
@@ -466,7 +466,7 @@ def test_a_resume_that_forgets_the_optimizer_is_found(plain, monkeypatch):
 def test_a_run_that_begins_anew_does_not_pass_for_one_that_resumed(plain, monkeypatch):
     monkeypatch.setattr(train.checkpoint, "latest", lambda root: None)
     found = check(plain, "resume")
-    assert found.verdict == "fail" and "not of one that was killed and one that went on" in found.detail
+    assert found.verdict == "fail" and "not from a killed attempt and its successor" in found.detail
 
 
 def test_a_check_that_raises_has_failed_and_the_others_are_done():
