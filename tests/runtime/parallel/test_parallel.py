@@ -148,7 +148,12 @@ def test_the_spec_refuses_what_cannot_be(sections, message):
 @pytest.mark.parametrize(
     ("model_type", "sizes", "ways", "message"),
     [
-        ("llama", {"num_attention_heads": 2}, 4, r"4 does not divide num_attention_heads 2 .*; set it to one of 1, 2"),
+        (
+            "llama",
+            {"num_attention_heads": 2, "num_key_value_heads": 2},
+            4,
+            r"4 does not divide num_attention_heads 2 .*; set it to one of 1, 2",
+        ),
         ("qwen2", {"num_key_value_heads": 2}, 4, r"4 does not divide num_key_value_heads 2 .*; set it to one of 1, 2"),
         ("phi3", {"intermediate_size": 33}, 2, r"2 does not divide intermediate_size 33"),
         ("falcon_h1", {}, 2, r"for model type 'falcon_h1' does not exist; set parallel\.tensor_parallel to 1"),
