@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, pipeline, prepare
@@ -420,6 +421,12 @@ def test_the_hash_of_the_contents_is_that_of_the_rows_and_not_of_the_recipe(
         "{{ strftime_now('%d %b') }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+    def render(common: dict[str, Any], chats: list[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+        return [(render_jinja_template(**common, **chat)[0][0], []) for chat in chats]
+
+    # In this process, which has the clock of the test.
+    monkeypatch.setattr("tasks.runtime.data.chat.render_templates", render)
 
     def told(out: str, day: int, rows: str = "rows.jsonl") -> tuple[str, str]:
         clock = SimpleNamespace(now=lambda: datetime(2026, 11, day))
