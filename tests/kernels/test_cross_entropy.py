@@ -249,14 +249,17 @@ def test_reuse_hands_the_logits_memory_over(problem) -> None:
 
 @pytest.mark.parametrize(("width", "first"), [(53, 0), (53, 3), (56, 0)], ids=str)
 def test_reuse_touches_no_other_memory(width, first, device) -> None:
-    """Neither beside the columns nor in other rows, wherever 16 bytes begin."""
+    """Neither beside the columns nor in other rows, wherever 16 bytes begin; inside, sums may be in another order."""
     x, target = torch.randn(3, width, device=device, requires_grad=True), torch.tensor([1, 2, 44], device=device)
     memory = x * 1
     logits = memory[:, first : first + 45]
     expected = x.detach().clone()
     expected[:, first : first + 45] = torch.autograd.grad(cross_entropy(logits, target), logits)[0]
     cross_entropy(logits, target, reuse_logits=True)
-    assert torch.equal(memory, expected)
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    outside[:, first : first + 45] = False
+    assert torch.equal(memory[outside], expected[outside])
+    torch.testing.assert_close(memory, expected, atol=1e-7, rtol=1e-5)
 
 
 @around_the_kernel
