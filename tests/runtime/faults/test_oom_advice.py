@@ -127,9 +127,14 @@ def test_what_binds_the_folder_takes_another_name(tmp_path):
         else:
             RunFolder.of(spec).claim(other)
     assert {field for field, another in told.items() if another} == {
-        "kernels.enabled", "model.dtype", "adapter.type", "data.sequence_length",
+        "model.dtype", "adapter.type", "data.sequence_length",
     }  # fmt: skip
-    assert {"training.micro_batch_size", "training.gradient_checkpointing", "parallel.type"} <= told.keys()
+    assert {
+        "kernels.enabled",
+        "training.micro_batch_size",
+        "training.gradient_checkpointing",
+        "parallel.type",
+    } <= told.keys()
 
 
 def test_before_the_first_step_no_other_name_is_needed(tmp_path):
@@ -140,7 +145,7 @@ def test_before_the_first_step_no_other_name_is_needed(tmp_path):
     assert "kernels.enabled false -> true" in advice_for(spec, folder, GIB)
     assert "another name" not in advice_for(spec, folder, GIB)
     (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
-    assert "faster, too; choose another name" in advice_for(spec, folder, GIB)
+    assert "other rows; choose another name" in advice_for(spec, folder, GIB)
 
 
 def test_a_model_too_large_for_anything_gets_a_way_out():
