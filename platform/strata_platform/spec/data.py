@@ -63,6 +63,12 @@ class Data(Section):
     chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
     )
+    special_tokens: Literal["auto", "text", "control"] = Field(
+        "auto",
+        description="What special tokens mean that texts and messages contain: `control` tokens, or `text` like any "
+        "other. `auto`: text, but control tokens if each of the first texts, or of the first prompts with completions, "
+        "has some, as in chats that were rendered beforehand.",
+    )
     sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(

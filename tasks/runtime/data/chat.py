@@ -6,8 +6,9 @@ the result is checked against the rendering of the whole chat. Some templates re
 follow, for example to drop their reasoning. Such a chat becomes one document per assistant turn, each in the context
 that the model has at inference, with loss on that turn only.
 
-A template whose turn does not begin with its own generation prompt is rejected. So is a row whose tools, tool calls or
-reasoning the template omits. An assistant message with `weight: 0` is part of the context and carries no loss.
+A template whose turn does not begin with its own generation prompt is rejected. So is a row whose messages, tools, tool
+calls or reasoning the template omits, or with a role that it does not know. An assistant message with `weight: 0` is
+part of the context and carries no loss.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
 }
 # Keys of the assistant's reasoning. A template that renders reasoning reads one of them.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+# Roles that a template may write as they are, without naming them.
+_ROLES = frozenset(("system", "user", "assistant", "tool"))
+_PRIVATE = 0xF0000
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -115,12 +119,15 @@ class ChatTemplate:
         self._reads_tools = re.search(r"\btools\b", source) is not None
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = tuple(special | set(tokenizer.all_special_tokens))
+        self._known_roles = set(_ROLES)
+        # Kinds of messages whose content the template renders.
+        self._rendered: set[tuple[str, bool, bool]] = set()
 
     def render(self, messages: Messages, where: str, tools: Tools | None = None) -> list[tuple[str, list[Span]]]:
         """Render to texts with the assistant's spans, in characters: one text for the chat, or one per turn.
 
         Raises:
-            RowError: the template rejects these messages, or omits a tool, a tool call or reasoning.
+            RowError: the template rejects these messages, or omits a message, a tool, a tool call or reasoning.
             ValueError: the assistant's spans cannot be located in the template's output.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -139,6 +146,7 @@ class ChatTemplate:
             # Only in the last turn: a template may drop the reasoning of earlier turns on purpose.
             for index in learned[-1:]:
                 _require_reasoning(messages, index, written, where)
+            self._require_messages(messages, text, where, tools)
             if learned != turns:
                 if len(spans) != len(turns):
                     raise RowError(
@@ -158,6 +166,7 @@ class ChatTemplate:
             self._turn(messages, index, where, prompt, text)
             for index, prompt, text in zip(learned, others[: len(learned)], others[len(learned) :], strict=True)
         ]
+        self._require_messages(messages, whole, where, tools)
         if all(whole.startswith(text) for text, _ in rendered):
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
@@ -171,6 +180,45 @@ class ChatTemplate:
                     f"{where}: the chat template omits the tool {name!r} of column {COLUMN!r}; set "
                     "data.chat_template to a template that supports tools, or rename the column"
                 )
+
+    def _require_messages(self, messages: Messages, text: str, where: str, tools: Tools | None) -> None:
+        """Raise RowError when the rendered `text` lacks the content of a message, or a role is unknown."""
+        kinds = [(message["role"], "tool_calls" in message, index == 0) for index, message in enumerate(messages)]
+        for number, (role, _, _) in enumerate(kinds, start=1):
+            if role not in self._known_roles:
+                if re.search(rf"""['"]{re.escape(role)}['"]""", self.source) is None:
+                    raise RowError(
+                        f"{where}: message {number} has the role {role!r}, which the chat template does not name; "
+                        "rename it, or set data.chat_template to a template that does"
+                    )
+                self._known_roles.add(role)
+        contents = [message.get("content", "").strip() for message in messages]
+        # A short content may be found elsewhere in the text, so the first message of each kind is looked at closely.
+        doubtful = {
+            index: chr(_PRIVATE + index)
+            for index, content in enumerate(contents)
+            if content and (content not in text or kinds[index] not in self._rendered)
+        }
+        if not doubtful:
+            return
+        marked = [
+            {**message, "content": doubtful[index]} if index in doubtful else message
+            for index, message in enumerate(messages)
+        ]
+        try:
+            ((rendered, _),) = self._apply([(marked, False)], where, tools)
+        except RowError:
+            # It rejects other contents, so it reads them.
+            return
+        for index, mark in doubtful.items():
+            if mark not in rendered:
+                role, has_calls, _ = kinds[index]
+                beside = " beside its tool calls" if has_calls else ""
+                raise RowError(
+                    f"{where}: the chat template omits message {index + 1}, of role {role!r}, {contents[index][:40]!r}"
+                    f"{beside}; set data.chat_template to a template that renders it, or remove it from the messages"
+                )
+            self._rendered.add(kinds[index])
 
     def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
         """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""

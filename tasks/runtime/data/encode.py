@@ -138,7 +138,9 @@ class Encoder:
         completion_span = (0, 0)
         for segment, ids in zip(document.segments, segments, strict=True):
             if segment.generated:
-                completion_span = (length, length + ids.size)
+                # Segments beside each other are one turn.
+                begin = completion_span[0] if 0 < completion_span[1] == length else length
+                completion_span = (begin, length + ids.size)
                 if document.has_special_tokens and ids.size:
                     self.turn_end_ids.add(int(ids[-1]))
             parts.append(ids)

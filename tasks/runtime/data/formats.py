@@ -16,8 +16,9 @@ the first message of a chat.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ from tasks.runtime.data.columns import CHATS, Unread, columns_of
 from tasks.runtime.data.messages import INSTRUCTION, OUTPUT, Messages, alpaca_messages, messages_of, with_system
 from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
 from tasks.runtime.data.rows import Row, RowError, suggestion
+from tasks.runtime.data.special_tokens import SpecialTokens, restore
 from tasks.runtime.data.tools import COLUMN, tools_of
 
 
@@ -59,8 +61,8 @@ class Document:
 
 
 ToDocuments = Callable[[Row], list[Document]]
-# From a chat and its row to texts with the spans of the assistant's turns.
-Render = Callable[[Messages, Row], list[tuple[str, list[Span]]]]
+# From a chat and its row to documents as segments; without text there are none.
+Render = Callable[[Messages, Row], list[list[Segment]]]
 
 # Names of the formats of preference data: answers as texts, or as chats.
 PREFERENCES = ("preference", "preference_chat")
@@ -76,6 +78,7 @@ class Format:
 
     name: str
     documents: ToDocuments
+    special_tokens: SpecialTokens
     templates: str | dict[str, str] | None = None
 
     @property
@@ -147,42 +150,63 @@ def _missing(format_name: str, column: str, present: list[str]) -> str:
     )
 
 
-def make_format(name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data) -> Format:
+def make_format(
+    name: str,
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    first: Sequence[Row] = (),
+) -> Format:
     """The format of that name, with the chat template if it has chats.
+
+    first: the first rows, by which `data.special_tokens: auto` decides.
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
     """
     unread = Unread(name, columns, data)
-    build = _builder(name, columns, tokenizer, data)
+    special = SpecialTokens(tokenizer, control=data.special_tokens == "control")
+    if data.special_tokens == "auto" and name not in CHATS:
+        special.control = _are_rendered(columns, first, special)
+    build = _builder(name, columns, tokenizer, data, special)
 
     def documents(row: Row) -> list[Document]:
         unread.require_harmless(row)
         return build(row)
 
-    return Format(name, documents, templates_to_save(data.chat_template, tokenizer) if name in CHATS else None)
+    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if name in CHATS else None)
 
 
-def _builder(name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data) -> ToDocuments:
+def _builder(
+    name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens
+) -> ToDocuments:
     if name in CHATS:
-        render = _renderer(tokenizer, data)
+        render = _renderer(tokenizer, data, special)
         build = _chat_preference if name == "preference_chat" else _chat
         return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "preference":
-        return lambda row: _preference(row, columns)
+        return lambda row: _preference(row, columns, special)
     if name == "prompt_completion":
-        return lambda row: _prompt_completion(row, *columns)
-    return lambda row: _text(row, columns[0])
+        return lambda row: _prompt_completion(row, columns, special)
+    return lambda row: _text(row, columns[0], special)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data) -> Render:
+def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: SpecialTokens) -> bool:
+    """Whether texts are chats that were rendered beforehand: each of several rows has a special token."""
+    texts = [[row.values.get(column) for column in columns] for row in first if isinstance(row.values, dict)]
+    return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens) -> Render:
     plain, with_tools = (
         ChatTemplate(resolve_template(data.chat_template, tokenizer, tools=tools), tokenizer, data.chat_template)
         for tools in (False, True)
     )
 
-    def render(messages: Messages, row: Row) -> list[tuple[str, list[Span]]]:
+    def render(messages: Messages, row: Row) -> list[list[Segment]]:
         tools = None if COLUMN in data.ignore_columns else tools_of(row)
-        return (with_tools if tools else plain).render(messages, row.where, tools)
+        (messages, tools), hidden = special.hide([messages, tools], row.where)
+        rendered = (with_tools if tools else plain).render(messages, row.where, tools)
+        return [_segments(text, spans, hidden, special) for text, spans in rendered]
 
     return render
 
@@ -214,24 +238,27 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
     return "".join(row.text(column) for column in columns)
 
 
-def _text(row: Row, column: str) -> list[Document]:
+def _text(row: Row, column: str, special: SpecialTokens) -> list[Document]:
     text = row.text(column)
     if row.begins and row.ends and not text.strip():
         return []
-    return [Document((Segment(text, True),), has_special_tokens=False, begins=row.begins, ends=row.ends)]
+    segments = (Segment(text, True, special.is_control(row.where, text)),)
+    return [Document(segments, has_special_tokens=False, begins=row.begins, ends=row.ends)]
 
 
-def _prompt_completion(row: Row, prompt_column: str, completion_column: str) -> list[Document]:
-    prompt, completion = row.text(prompt_column), row.text(completion_column)
-    return [_prompt_completion_document(prompt, completion)] if completion.strip() else []
+def _prompt_completion(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> list[Document]:
+    prompt, completion = (row.text(column) for column in columns)
+    control = special.is_control(row.where, prompt, completion)
+    return [_prompt_completion_document(prompt, completion, control)] if completion.strip() else []
 
 
-def _preference(row: Row, columns: tuple[str, ...]) -> list[Document]:
-    prompt, chosen, rejected = text_answers(row, columns)
+def _preference(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> list[Document]:
+    prompt, *answers = text_answers(row, columns)
     # Equal answers express no preference.
-    if chosen == rejected or not chosen.strip() or not rejected.strip():
+    if answers[0] == answers[1] or not all(answer.strip() for answer in answers):
         return []
-    return [_prompt_completion_document(prompt, chosen), _prompt_completion_document(prompt, rejected)]
+    control = special.is_control(row.where, prompt, *answers)
+    return [_prompt_completion_document(prompt, answer, control) for answer in answers]
 
 
 def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Document]:
@@ -239,27 +266,46 @@ def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Do
         return []
     # Only the last turn, in the last document, carries loss: all earlier turns are equal in both chats.
     last = [render(chat, row)[-1] for chat in chats]
-    if not all(text for text, _ in last):
+    if not all(last):
         raise RowError(
             f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another template"
         )
-    return [Document(tuple(_split_at_spans(text, spans[-1:])), has_special_tokens=True) for text, spans in last]
+    return [Document(tuple(_only_last_turn(segments)), has_special_tokens=True) for segments in last]
 
 
-def _prompt_completion_document(prompt: str, completion: str) -> Document:
-    segments = (Segment(prompt, False), Segment(completion, True))
+def _only_last_turn(segments: list[Segment]) -> list[Segment]:
+    """The segments of a chat whose last turn alone is generated."""
+    last = max((index for index, segment in enumerate(segments) if segment.generated), default=0)
+    first = last
+    while first > 0 and segments[first - 1].generated:
+        first -= 1
+    context = [segment._replace(generated=False) for segment in segments[:first]]
+    merged = [
+        Segment("".join(segment.text for segment in run), *how)
+        for how, run in groupby(context, key=lambda segment: segment[1:])
+    ]
+    return [*merged, *segments[first:]]
+
+
+def _prompt_completion_document(prompt: str, completion: str, control: bool) -> Document:
+    segments = (Segment(prompt, False, control), Segment(completion, True, control))
     return Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
 
 
 def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    rendered = [text for chat in chats for text in render(chat, row)]
-    return [Document(tuple(_split_at_spans(text, spans)), has_special_tokens=True) for text, spans in rendered if text]
+    rendered = [segments for chat in chats for segments in render(chat, row)]
+    return [Document(tuple(segments), has_special_tokens=True) for segments in rendered if segments]
 
 
-def _split_at_spans(text: str, spans: list[Span]) -> list[Segment]:
-    segments, at = [], 0
-    for begin, end in spans:
-        segments += [Segment(text[at:begin], False), Segment(text[begin:end], True)]
-        at = end
-    segments.append(Segment(text[at:], False))
-    return [segment for segment in segments if segment.text]
+def _segments(text: str, spans: list[Span], hidden: list[str], special: SpecialTokens) -> list[Segment]:
+    """A rendered text, cut at the assistant's turns, and at the control tokens around others that are hidden in it."""
+    plain = special.plain_spans(text) if hidden else []
+    bounds = sorted({0, len(text), *(bound for span in (*spans, *plain) for bound in span)})
+    return [
+        Segment(restore(text[begin:end], hidden), _within(begin, spans), not _within(begin, plain))
+        for begin, end in pairwise(bounds)
+    ]
+
+
+def _within(at: int, spans: list[Span]) -> bool:
+    return any(begin <= at < end for begin, end in spans)

@@ -94,7 +94,7 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
     report(f"{source.name}: format {name}, from {', '.join(columns)}")
     _report_unread(recipe, name, columns, first, report)
     tokenizer = _tokenizer(recipe, rows, name, columns, report)
-    row_format = make_format(name, columns, tokenizer, recipe.data)
+    row_format = make_format(name, columns, tokenizer, recipe.data, first)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=3)
     if row_format.templates is not None:
@@ -108,6 +108,7 @@ def _build(recipe: DataRecipe, folder: Path, report: Report) -> None:
         counts = encode_rows(recipe, rows(), row_format, encoder, buffer, report)
         if not counts.used:
             raise ValueError(f"data.source {source.name!r}: nothing is left to train on; {counts}")
+        _report_special_tokens(row_format, report)
         if name == "text":
             _report_lengths(recipe, buffer, report)
         train, validation = _write_splits(recipe, folder, buffer, tokenizer, encoder, row_format, report)
@@ -197,6 +198,17 @@ def _training_texts(
             yield from pieces(raw_text(name, columns, row, recipe.data))
         except RowError as error:
             raise_unless_skipping(recipe, error)
+
+
+def _report_special_tokens(row_format: Format, report: Report) -> None:
+    special = row_format.special_tokens
+    if special.example:
+        token, where = special.example
+        taken, other = ("control tokens", "text") if special.control else ("text", "control")
+        report(
+            f"{special.found:,} samples contain special tokens, such as {token!r} in {where}, which are taken as "
+            f"{taken}; to change that, set data.special_tokens to {other!r}"
+        )
 
 
 def _report_lengths(recipe: DataRecipe, buffer: DocumentBuffer, report: Report) -> None:

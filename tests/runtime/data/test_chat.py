@@ -320,3 +320,81 @@ def test_templates_run_in_a_sandbox(tokenizer: PreTrainedTokenizerFast) -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", tokenizer)
     with pytest.raises(RowError, match="unsafe"):
         template.render(TALK, "row 1")
+
+
+ALL = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "tool", "content": "Hi"},
+    {"role": "assistant", "content": "Fine."},
+]
+WRITE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def _without(condition: str) -> str:
+    return f"{{% for m in messages %}}{{% if not ({condition}) %}}{WRITE}{{% endif %}}{{% endfor %}}{PROMPT}"
+
+
+@pytest.mark.parametrize(
+    ("condition", "number", "role"),
+    [
+        ("m.role == 'system'", 1, "system"),
+        # "Hi" is in the text all the same.
+        ("m.role == 'tool'", 4, "tool"),
+        ("m.role == 'user' and loop.first", 0, ""),
+    ],
+    ids=["system", "tool", "other"],
+)
+def test_a_message_that_the_template_omits_is_refused(
+    condition: str, number: int, role: str, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    template = file(_without(condition))
+    if not number:
+        assert _learned(tokenizer, template, ALL) == _learned(tokenizer, None, ALL)
+        return
+    with pytest.raises(
+        RowError, match=rf"row 1: the chat template omits message {number}, of role '{role}', .*; set data"
+    ):
+        _learned(tokenizer, template, ALL)
+    others = [message for message in ALL if message["role"] != role]
+    assert _learned(tokenizer, template, others) == _learned(tokenizer, None, others)
+
+
+def test_a_message_that_is_omitted_in_a_later_row_is_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    """Though the template renders other messages of the role."""
+    form = make_format(
+        "chat", ("messages",), tokenizer, Data(chat_template=file(_without("m.role == 'user' and 'x' in m.content")))
+    )
+    assert form.documents(Row("row 1", {"messages": ALL}))
+    talk = [ALL[1], ALL[2], {"role": "user", "content": "An x?"}, ALL[4]]
+    # Its content decides, so that the template reads it; this is a limit of what can be seen from outside.
+    assert form.documents(Row("row 2", {"messages": talk}))
+    form = make_format("chat", ("messages",), tokenizer, Data(chat_template=file(_without("loop.index == 3"))))
+    assert form.documents(Row("row 1", {"messages": talk[:2]}))
+    with pytest.raises(RowError, match="row 2: the chat template omits message 3, of role 'user', 'An x"):
+        form.documents(Row("row 2", {"messages": talk}))
+
+
+def test_a_text_beside_tool_calls_that_the_template_omits_is_refused(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    write = "{% if m.tool_calls %}<|im_start|>assistant\n{{ m.tool_calls[0].function.name }}<|im_end|>\n{% else %}"
+    template = file(f"{{% for m in messages %}}{write}{WRITE}{{% endif %}}{{% endfor %}}{PROMPT}")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    assert _learned(tokenizer, template, [ALL[1], call])[0][1] == ["look<|im_end|>"]
+    with pytest.raises(
+        RowError, match="omits message 2, of role 'assistant', 'Let me look' beside its tool calls; set"
+    ):
+        _learned(tokenizer, template, [ALL[1], {**call, "content": "Let me look"}])
+
+
+def test_a_role_that_the_template_does_not_name_is_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    talk = [{"role": "developer", "content": "Be brief."}, *ALL[1:3]]
+    with pytest.raises(
+        RowError, match="row 1: message 1 has the role 'developer', which the chat template does not name"
+    ):
+        _learned(tokenizer, "chatml", talk)
+    template = file("{# 'developer' #}" + _without("false"))
+    assert _learned(tokenizer, template, talk)[0][0].startswith("<|im_start|>developer\nBe brief.")

@@ -124,7 +124,7 @@ def test_a_call_that_the_template_leaves_out_is_told(tokenizer, file, source):
 def test_arguments_in_json_that_the_template_quotes_are_told(tokenizer, file, marked, arguments):
     source = TEMPLATE
     if marked:
-        source = source.replace("{{ m.content or '' }}", "{% generation %}").replace(
+        source = source.replace("{{ m.content or '' }}", "{{ m.content or '' }}{% generation %}").replace(
             "<|im_end|>", "{% endgeneration %}"
         )
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
