@@ -192,7 +192,9 @@ def _builder(
 
 def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: SpecialTokens) -> bool:
     """Whether texts are chats that were rendered beforehand: each of several rows has a special token."""
-    texts = [[row.values.get(column) for column in columns] for row in first if isinstance(row.values, dict)]
+    # A long text in several rows counts once, like a short one.
+    rows = [row.values for row in first if isinstance(row.values, dict) and row.begins]
+    texts = [[values.get(column) for column in columns] for values in rows]
     return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
 
 

@@ -131,3 +131,10 @@ def test_a_text_about_special_tokens_is_a_text(
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert not any((data.train[index]["input_ids"] == end).any() for index in range(len(data.train)))
     assert any("1 samples contain special tokens" in line and "taken as text; " in line for line in lines)
+
+
+def test_a_text_in_several_rows_is_one_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    first = [Row("a", {"text": "It is <|im_end|>"}, begins=begins, ends=not begins) for begins in (True, False)]
+    assert not make_format("text", ("text",), tokenizer, Data(), first).special_tokens.control
+    whole = [Row(row.where, row.values) for row in first]
+    assert make_format("text", ("text",), tokenizer, Data(), whole).special_tokens.control
