@@ -1,5 +1,6 @@
 """Families without a row: what is found by structure, what is proven equal, and what keeps its own code."""
 
+import contextlib
 import copy
 import warnings
 
@@ -28,6 +29,7 @@ OWN = {
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
     },
     "granitemoe": {"logits_scaling": 3.0},
+    "mamba": {"state_size": 4, "use_mambapy": False},
     "stablelm": {"use_qkv_bias": True},
 }  # fmt: skip
 # Operator → number of modules, counted in the modeling files.
@@ -53,6 +55,8 @@ FAMILIES = {
     "phi": {"layer_norm": 3, "rope": 2, "linear_cross_entropy": 1},
     "gpt_neox": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
     "gpt2": {"layer_norm": 5, "linear_cross_entropy": 1},
+    "mamba": {"rms_norm": 3, "linear_cross_entropy": 1},
+    "openai-gpt": {"layer_norm": 4, "linear_cross_entropy": 1},
 }
 # One of each kind of norm, layer and rotation that no row has, for the kernels themselves.
 KINDS = ("qwen3_moe", "gpt_oss", "llama4_text", "cohere", "nemotron")
@@ -187,9 +191,50 @@ class EarlyRMSNorm(modeling_llama.LlamaRMSNorm):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+class FarClampedRMSNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-100, 100))
+
+
+class NarrowRMSNorm(modeling_llama.LlamaRMSNorm):
+    """Squares in bfloat16 what comes in float32, as some residual streams do."""
+
+    def forward(self, x):
+        return super().forward(x) if self.weight.dtype == x.dtype else super().forward(x.bfloat16()).to(x.dtype)
+
+
+class ClampedMLP(modeling_llama.LlamaMLP):
+    """As DeepSeek-V4's."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10.0)) * self.up_proj(x).clamp(-10.0, 10.0))
+
+
+class TupleMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return (super().forward(x),)
+
+
+class EvaluatedMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) if self.training else x
+
+
+class FlatMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) if x.dim() == 3 else x
+
+
+class WideMLP(modeling_llama.LlamaMLP):
+    """Gives a wider dtype than it takes."""
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
 class NoisyMLP(modeling_llama.LlamaMLP):
     def forward(self, x):
-        return super().forward(x) * 1.01
+        return super().forward(x) * 1.0001
 
 
 class ResidualMLP(modeling_llama.LlamaMLP):
@@ -204,22 +249,21 @@ class SwappedMLP(modeling_llama.LlamaMLP):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-class ScaledForCausalLM(modeling_llama.LlamaForCausalLM):
-    def forward(self, **inputs):
-        output = super().forward(**inputs)
-        output.loss = 0.5 * output.loss
-        return output
-
-
 @pytest.mark.parametrize(
     ("name", "cls", "operator", "reason"),
     [
         ("LlamaRMSNorm", ClampedRMSNorm, "rms_norm", "ClampedRMSNorm computes another norm"),
         ("LlamaRMSNorm", GroupedRMSNorm, "rms_norm", "GroupedRMSNorm computes another norm"),
         ("LlamaRMSNorm", EarlyRMSNorm, "rms_norm", r"EarlyRMSNorm rounds otherwise in bfloat16, in \d+% of the values"),
+        ("LlamaRMSNorm", FarClampedRMSNorm, "rms_norm", "FarClampedRMSNorm computes another norm"),
+        ("LlamaRMSNorm", NarrowRMSNorm, "rms_norm", "NarrowRMSNorm"),
+        ("LlamaMLP", ClampedMLP, "swiglu", "ClampedMLP computes something else than swiglu"),
+        ("LlamaMLP", TupleMLP, "swiglu", "TupleMLP computes something else than swiglu"),
+        ("LlamaMLP", EvaluatedMLP, "swiglu", "EvaluatedMLP computes something else than swiglu"),
+        ("LlamaMLP", FlatMLP, "swiglu", "FlatMLP computes something else than swiglu"),
+        ("LlamaMLP", WideMLP, "swiglu", "WideMLP computes something else than swiglu"),
         ("LlamaMLP", NoisyMLP, "swiglu", "NoisyMLP computes something else than swiglu"),
         ("LlamaMLP", ResidualMLP, "swiglu", "ResidualMLP computes something else than swiglu"),
-        ("LlamaForCausalLM", ScaledForCausalLM, "linear_cross_entropy", "ScaledForCausalLM has a forward without"),
     ],
 )
 def test_what_is_not_equal_keeps_its_own_code(name, cls, operator, reason) -> None:
@@ -237,39 +281,87 @@ def test_layers_are_known_by_what_they_do_and_not_by_name() -> None:
     assert mlp == Mlp(gate="up_proj", up="gate_proj")
 
 
-def test_a_rotation_the_other_way_round(monkeypatch) -> None:
-    def backwards(q, k, cos, sin, unsqueeze_dim=1):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), -sin.unsqueeze(unsqueeze_dim)
-        rotate = modeling_llama.rotate_half
-        return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
-
-    backwards.__globals__["__name__"], name = modeling_llama.__name__, backwards.__globals__["__name__"]
-    try:
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
-        kept = patch_model(other_family()).kept["rope"]
-    finally:
-        backwards.__globals__["__name__"] = name
-    assert "rotates in a way that rope does not know" in kept[0]
-
-
-def test_angles_that_do_not_come_twice(monkeypatch) -> None:
-    """The function is one that rope computes; what the model gives it is not."""
-    rotary = modeling_llama.LlamaRotaryEmbedding
-    original = rotary.forward
-
-    def uneven(self, x, position_ids):
-        cos, sin = original(self, x, position_ids)
-        return cos + torch.linspace(0, 0.1, cos.shape[-1]), sin
-
-    monkeypatch.setattr(rotary, "forward", uneven)
-    assert "angles in another layout" in patch_model(other_family()).kept["rope"][0]
-
-
 def test_dropout_is_not_left_out() -> None:
     model = other_family()
     for layer in model.model.layers:
         layer.mlp.dropout = nn.Dropout(0.1)
     assert "has more parts than a feed-forward layer: dropout" in patch_model(model).kept["swiglu"][0]
+
+
+class AdjustedMLP(modeling_llama.LlamaMLP):
+    adjust = torch.nn.Identity.forward
+
+    def forward(self, x):
+        return self.adjust(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "differ",
+    [
+        lambda mlp: setattr(mlp, "adjust", torch.sin),
+        lambda mlp: setattr(mlp, "dropout", nn.Dropout(0.1)),
+        lambda mlp: setattr(mlp, "offset", nn.Parameter(torch.ones(1))),
+    ],
+    ids=["function", "child", "weight"],
+)
+def test_modules_of_a_class_are_told_apart(differ) -> None:
+    """A proof of the first layer holds for the second one only where nothing differs."""
+    model = other_family(LlamaMLP=AdjustedMLP)
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.dropout = nn.Dropout(0.0)
+    second.dropout = nn.Dropout(0.0)
+    differ(second)
+    assert patch_model(model).replaced["swiglu"] == ("model.layers.0.mlp",)
+
+
+class NamedMLP(modeling_llama.LlamaMLP):
+    def forward(self, inputs):
+        return super().forward(inputs)
+
+
+class NamedRMSNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, inputs):
+        return super().forward(inputs)
+
+
+def test_takes_its_argument_by_its_name() -> None:
+    model, x = other_family(LlamaMLP=NamedMLP, LlamaRMSNorm=NamedRMSNorm), torch.randn(2, 3, 32)
+    modules = model.model.layers[0].mlp, model.model.norm
+    expected = [module(x) for module in modules]
+    assert {"swiglu", "rms_norm"} <= patch_model(model).replaced.keys()
+    for given in (lambda module: module(inputs=x), lambda module: module(x)):
+        torch.testing.assert_close([given(module) for module in modules], expected)
+    for module in modules:
+        with pytest.raises(TypeError):
+            module(wrong=x)
+
+
+def test_hooks_on_an_activation_keep_their_module() -> None:
+    model = other_family()
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    report = patch_model(model)
+    assert "swiglu" not in report.replaced and "act_fn, which has hooks" in report.kept["swiglu"][0]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu"), lambda: default_dtype(torch.bfloat16)],
+    ids=["inference mode", "no grad", "autocast", "bf16"],
+)
+def test_the_callers_modes_do_not_count(context) -> None:
+    expected, model = patch_model(other_family()), other_family()
+    with context():
+        assert patch_model(model) == expected
 
 
 def test_recipes() -> None:

@@ -2,8 +2,9 @@
 
 `discover` looks at the classes of a model's modules. For each class that could be a norm, a gated feed-forward layer,
 an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with the code
-of the class and random weights, and runs it beside the operator: forward and backward in fp32, and for norms forward in
-bf16, where the place of a rounding decides which variant it is. What is not equal keeps its own code, with the reason.
+of the class and random weights, and runs it beside the operator: forward and backward in fp32, in training and in
+evaluation, on inputs of several sizes and dimensions, and forward in 16 bits, where the place of a rounding decides
+which variant of a norm it is. What is not equal keeps its own code, with the reason.
 
 The copies live on the CPU, so the answer is the same for a model on any device, meta too. A model of a hundred layers
 has as many proofs as it has kinds of modules: some ten, of a few milliseconds each.
@@ -12,9 +13,9 @@ has as many proofs as it has kinds of modules: some ten, of a few milliseconds e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -24,7 +25,17 @@ from torch import Tensor, nn
 from .discover_head import prove_head
 from .discover_rope import prove_rope, rotations_of
 from .forwards import mlp_forward, norm_forward
-from .small_copy import SHAPE, WIDTH, NotEqual, copy_of, is_equal, random_linear, seeded, takes_one_tensor
+from .small_copy import (
+    INTERNALS,
+    SHAPE,
+    WIDTH,
+    NotEqual,
+    copy_of,
+    is_equal_module,
+    random_linear,
+    seeded,
+    takes_one_tensor,
+)
 from .structure import ACTIVATION_CLASSES, original_class
 from .table import ACTIVATIONS, OPERATORS, Mlp, Norm, Recipe
 
@@ -32,6 +43,9 @@ from .table import ACTIVATIONS, OPERATORS, Mlp, Norm, Recipe
 _INNER = 24
 # Two sums of one norm in bf16 may differ by their order; where the cast is another one, a tenth of the values differ.
 _MOST_ROUNDED_OTHERWISE = 0.02
+# Of inputs: a norm's epsilon counts in small ones, clamps such as DeepSeek-V4's at 10 in large ones.
+_NORM_SCALES = (0.03, 0.001, 1000.0)
+_MLP_SCALES = (1.0, 300.0)
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     kept: dict[str, dict[str, None]] = {}
     wanted = set(operators)
     proofs: dict[Any, Recipe | NotEqual] = {}
-    # Callers may build the model in a device context, under no_grad or autocast: none of it is for the copies.
-    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with _plain_pytorch():
         for path, module in model.named_modules():
             for operator, prove in _candidates(module):
                 if operator not in wanted:
@@ -71,6 +84,23 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
         {name: replacements[name] for name in OPERATORS if name in replacements and name in wanted},
         {name: tuple(kept[name]) for name in OPERATORS if name in kept},
     )
+
+
+@contextmanager
+def _plain_pytorch() -> Iterator[None]:
+    """Callers may patch in a device context, under no_grad or autocast or in bf16: none of it is for the copies."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _proof(prove: Callable[[nn.Module], Recipe], model: nn.Module) -> Recipe | NotEqual:
@@ -90,14 +120,20 @@ def _operator_of(recipe: Recipe, looked_for: str) -> str:
 
 
 def _looks(module: nn.Module) -> Any:
-    """What a proof depends on: the class, and the plain values, sizes and kinds of children of one module."""
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | None)}
-    parts = {name: type(child).__name__ for name, child in module.named_children()}
-    weights = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
-    biased = {name: getattr(child, "bias", None) is not None for name, child in module.named_children()}
+    """What a proof depends on: the class of one module, its attributes, the sizes of its weights, and its children."""
+    attributes = {name: _as_text(value) for name, value in vars(module).items() if name not in INTERNALS}
     # The index of a layer changes nothing that is proven here.
-    plain.pop("layer_idx", None)
-    return original_class(module), repr((sorted(plain.items()), parts, sorted(weights.items()), biased))
+    attributes.pop("layer_idx", None)
+    tensors = {
+        name: tuple(p.shape) for name, p in (*module._parameters.items(), *module._buffers.items()) if p is not None
+    }
+    return original_class(module), repr((sorted(attributes.items()), sorted(tensors.items()), module._modules))
+
+
+def _as_text(value: Any) -> str:
+    """The value where it is plain; of other objects, such as functions and configurations, which one it is."""
+    plain = isinstance(value, bool | int | float | str | tuple | list | None)
+    return repr(value) if plain else f"{type(value).__name__} at {id(value)}"
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], Recipe]]]:
@@ -109,7 +145,7 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], 
     if takes_one_tensor(cls) and (variants := list(_mlp_variants(module))):
         yield variants[0].operator, lambda _: _prove_mlp(module, variants)
     if names := rotations_of(cls):
-        yield "rope", lambda model: prove_rope(cls, names, model)
+        yield "rope", lambda model: prove_rope(module, names, model)
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) and hasattr(module, "loss_function"):
         yield "linear_cross_entropy", lambda _: prove_head(module)
 
@@ -131,18 +167,12 @@ def _prove_norm(module: nn.Module) -> Norm:
     random = seeded()
     for name in shapes:
         setattr(small, name, nn.Parameter(1.5 + torch.rand(WIDTH, generator=random)))
-    # Small enough that epsilon counts, and smaller.
-    x = torch.randn(2, *SHAPE, generator=random) * torch.tensor([0.03, 0.001]).view(2, 1, 1, 1)
-    weights = list(small.parameters())
-    same = [
-        variant
-        for variant in _norm_variants(module)
-        if is_equal(small, partial(norm_forward(variant), small), x, weights=weights)
-    ]
+    x = torch.randn(SHAPE, generator=random)
+    same = [v for v in _norm_variants(module) if is_equal_module(small, norm_forward(v), x, scales=_NORM_SCALES)]
     if not same:
         raise NotEqual("computes another norm than RMSNorm or LayerNorm over its last axis")
     # Equal in exact arithmetic; where values are rounded shows in bf16.
-    otherwise = {variant: _rounded_otherwise(small, variant, x) for variant in same}
+    otherwise = {variant: _rounded_otherwise(small, variant, 0.03 * x) for variant in same}
     best = min(same, key=lambda variant: otherwise[variant])
     if otherwise[best] > _MOST_ROUNDED_OTHERWISE:
         raise NotEqual(f"rounds otherwise in bfloat16, in {otherwise[best]:.0%} of the values")
@@ -159,24 +189,27 @@ def _norm_variants(module: nn.Module) -> Iterator[Norm]:
 
 
 def _rounded_otherwise(small: nn.Module, variant: Norm, x: Tensor) -> float:
-    """The share of values of a bf16 forward that `variant` rounds otherwise; 1 if the dtypes of results differ.
+    """The share of values that `variant` rounds to another 16-bit number; 1 if the dtypes of results differ.
 
-    Weights are in bf16 and in fp32, as a model has them under FSDP's and torch's mixed precision.
+    Dtypes of weights and input are those of a model in 16 bits, of mixed precision, and of residuals kept in fp32.
     """
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     worst = 0.0
-    for dtype in (torch.bfloat16, torch.float32):
+    for weight_dtype, dtype in ((bf16, bf16), (fp16, fp16), (fp32, bf16), (bf16, fp32)):
         cast = copy(small)
         # A shallow copy shares the dict of parameters.
         cast._parameters = dict(small._parameters)
         for name, parameter in small.named_parameters(recurse=False):
-            setattr(cast, name, nn.Parameter(parameter.detach().to(dtype)))
+            setattr(cast, name, nn.Parameter(parameter.detach().to(weight_dtype)))
         with torch.no_grad():
             try:
-                expected = cast(x.bfloat16())
+                expected = cast(x.to(dtype))
             except RuntimeError:
                 continue  # PyTorch's own LayerNorm takes no mixed dtypes: a model cannot come here with them.
-            y = norm_forward(variant)(cast, x.bfloat16())
-        worst = max(worst, (y != expected).float().mean().item() if y.dtype == expected.dtype else 1.0)
+            y = norm_forward(variant)(cast, x.to(dtype))
+        rounded = bf16 if dtype is fp32 else dtype
+        otherwise = (y.to(rounded) != expected.to(rounded)).float().mean().item()
+        worst = max(worst, otherwise if y.dtype == expected.dtype else 1.0)
     return worst
 
 
@@ -242,8 +275,17 @@ def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
             setattr(small, name, random_linear(*sizes, linear, random))
         for name, child in module.named_children():
             if name not in linears:
-                setattr(small, name, child)
+                setattr(small, name, copy(child))
         x = torch.randn(SHAPE, generator=random)
-        if is_equal(small, partial(mlp_forward(variant), small), x, weights=list(small.parameters())):
+        if is_equal_module(small, mlp_forward(variant), x, scales=_MLP_SCALES) and _has_dtype_of(small, variant, x):
             return variant
     raise NotEqual(f"computes something else than {variants[0].operator} between its linear layers")
+
+
+def _has_dtype_of(small: nn.Module, variant: Mlp, x: Tensor) -> bool:
+    """Whether the results in bf16 have one dtype, and differ by no more than roundings to it."""
+    small.bfloat16()
+    with torch.no_grad():
+        expected, y = small(x.bfloat16()), mlp_forward(variant)(small, x.bfloat16())
+    largest = expected.abs().max().item()
+    return y.dtype == expected.dtype and torch.allclose(y.float(), expected.float(), rtol=0.0, atol=0.02 * largest)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .forwards import causal_lm_forward
+from .forwards import LOSS_ARGUMENTS, causal_lm_forward
 from .small_copy import SHAPE, WIDTH, NotEqual, copy_of, is_equal, random_linear, seeded
 from .structure import original_class
 from .table import Head
 
 _VOCABULARY = 11
+_LABELS = [[1, 4, -100], [-100, 2, 10]]
 # Fields of a configuration by which families cap, divide and multiply logits.
 _CAPS = ("final_logit_softcapping",)
 _DIVISORS = ("logits_scaling",)
@@ -41,34 +42,36 @@ def prove_head(module: Any) -> Head:
     head = next((name for name in parts if getattr(module, name) is output), None)
     if body is None or head is None:
         raise NotEqual("has its body or its head in another place")
+    small = _small_copy(module, body, head, routed=False)
+    output = type(cls.forward(small, **_all_inputs(cls.forward)))
     routed = hasattr(module.config.get_text_config(), "output_router_logits")
-    for variant in _variants(module, body, head):
-        if not _has_loss_of(module, variant, routed=False):
+    for variant in _variants(module, body, head, output):
+        if not _has_loss_of(small, variant):
             continue
         balanced = replace(variant, balanced=True)
         try:
-            return balanced if routed and _has_loss_of(module, balanced, routed=True) else variant
+            small = _small_copy(module, body, head, routed=True)
+            return balanced if routed and _has_loss_of(small, balanced) else variant
         except Exception:
             # Where the loss of its routers is asked for, it runs its own forward.
             return variant
     raise NotEqual("computes its loss from the hidden states in another way")
 
 
-def _variants(module: Any, body: str, head: str) -> Iterator[Head]:
+def _variants(module: Any, body: str, head: str, output: type) -> Iterator[Head]:
     config = module.config.get_text_config()
+    usual = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
 
     def fields(names: tuple[str, ...]) -> list[str | None]:
         return [None, *(name for name in names if isinstance(getattr(config, name, None), int | float))]
 
     for softcap, divisor, multiplier in product(fields(_CAPS), fields(_DIVISORS), fields(_MULTIPLIERS)):
-        yield Head(body=body, head=head, softcap=softcap, divisor=divisor, multiplier=multiplier)
+        yield Head(body, head, softcap, divisor, multiplier, output=None if output is usual else output)
 
 
-def _has_loss_of(module: Any, variant: Head, *, routed: bool) -> bool:
-    """Whether a small copy of `module` has the loss of `variant`, with the loss of its routers or without."""
-    cls: Any = original_class(module)
-    random = seeded()
-    small = copy_of(module, {})
+def _small_copy(module: Any, body: str, head: str, *, routed: bool) -> Any:
+    """A small copy of `module` with a stand-in for its body, which adds the loss of its routers or does not."""
+    small, random = copy_of(module, {}), seeded()
     small.config = deepcopy(module.config)
     if hasattr(small, "vocab_size"):
         small.vocab_size = _VOCABULARY
@@ -78,34 +81,102 @@ def _has_loss_of(module: Any, variant: Head, *, routed: bool) -> bool:
                 setattr(config, name, value)
     experts = getattr(small, "num_experts", 4)
     routers = tuple(torch.randn(6, experts, generator=random) for _ in range(2)) if routed else None
-    setattr(small, variant.body, _Body(routers))
-    linear = random_linear(WIDTH, _VOCABULARY, getattr(module, variant.head), random)
-    setattr(small, variant.head, linear)
-    labels = torch.tensor([[1, 4, -100], [-100, 2, 10]])
+    setattr(small, body, _Body(original_class(getattr(module, body)), routers))
+    setattr(small, head, random_linear(WIDTH, _VOCABULARY, getattr(module, head), random))
+    return small
+
+
+def _has_loss_of(small: Any, variant: Head) -> bool:
+    """Whether a small copy of a causal model computes as `variant` does.
+
+    Raises:
+        NotEqual: the loss is the same, but what it passes to its body or returns besides is not.
+    """
+    cls: Any = type(small)
+    forwards = cls.forward, causal_lm_forward(cls.forward, variant)
+    labels = torch.tensor(_LABELS)
+    # It hides targets.
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
 
     def losses(forward: Callable[..., Any], hidden: Tensor) -> tuple[Any, ...]:
-        """Of labels as users pass them, with the items of a whole step, and of labels that are shifted already."""
+        """Of labels as users pass them, of padded rows, of a part of a step, and of labels that are shifted already."""
         asked: tuple[dict[str, Any], ...] = (
             {},
+            {"attention_mask": mask},
             {"num_items_in_batch": 7},
             {"num_items_in_batch": 7, "shift_labels": labels},
         )
         return tuple(forward(small, inputs_embeds=hidden, labels=labels, use_cache=False, **a).loss for a in asked)
 
-    original, ours = partial(losses, cls.forward), partial(losses, causal_lm_forward(cls.forward, variant))
-    return is_equal(original, ours, torch.randn(SHAPE, generator=random), weights=list(linear.parameters()))
+    body, weights = getattr(small, variant.body), list(getattr(small, variant.head).parameters())
+    original, ours = (partial(losses, forward) for forward in forwards)
+    # Large hidden states show caps on logits.
+    for scale in (1.0, 100.0):
+        if not is_equal(original, ours, scale * torch.randn(SHAPE, generator=seeded()), weights=weights):
+            return False
+    inputs = _all_inputs(cls.forward)
+    expected, given = (forward(small, **inputs) for forward in forwards)
+    if not _are_same(*body.calls[-2:]):
+        raise NotEqual("passes other arguments to its body than it is called with")
+    computed = {"loss": None, "logits": None, "aux_loss": None}
+    if not _are_same({**expected, **computed}, {name: given.get(name) for name in expected} | computed):
+        raise NotEqual(f"returns other things than its loss and what its body returns: {', '.join(expected)}")
+    return True
+
+
+def _all_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
+    """Something for every parameter of a causal model's forward that does not decide about the loss."""
+    known = {
+        "inputs_embeds": torch.ones(SHAPE),
+        "attention_mask": torch.ones(SHAPE[:2], dtype=torch.long),
+        "position_ids": torch.arange(SHAPE[1])[None],
+        "output_attentions": True,
+        "output_hidden_states": True,
+        "use_cache": False,
+    }
+    left = {"input_ids", "labels", "logits_to_keep", "return_dict", "output_router_logits", *LOSS_ARGUMENTS}
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD and p.name not in left]
+    given = {name: known.get(name, f"the {name} of the caller") for name in named}
+    return {**given, "labels": torch.tensor(_LABELS)}
+
+
+def _are_same(expected: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether both hold the same objects, or the same of the strings that stand for some."""
+    return expected.keys() == given.keys() and all(
+        given[name] is value or (isinstance(value, str) and given[name] == value) for name, value in expected.items()
+    )
 
 
 class _Body(nn.Module):
-    """A model's body whose last hidden state is the embeddings that it is given."""
+    """A model's body whose last hidden state is the embeddings that it is given, and which keeps its arguments."""
 
-    def __init__(self, router_logits: tuple[Tensor, ...] | None) -> None:
+    def __init__(self, cls: type[nn.Module], router_logits: tuple[Tensor, ...] | None) -> None:
         super().__init__()
+        self._arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
         self._router_logits = router_logits
+        self.calls: list[dict[str, Any]] = []
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Return an output with the fields that heads read."""
-        output = import_module("transformers.modeling_outputs").MoeModelOutputWithPast
-        fields = output(last_hidden_state=inputs_embeds, router_logits=self._router_logits)
-        fields.cross_attentions = None  # What GPT-2 returns besides.
-        return fields
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an output with all the fields that heads read."""
+        passed = dict(zip((argument.name for argument in self._arguments), args, strict=False)) | kwargs
+        defaults = {argument.name: argument.default for argument in self._arguments}
+        # Bodies take these from the configuration, where heads do too.
+        left = {"return_dict", "output_router_logits"}
+        self.calls.append(
+            {k: v for k, v in passed.items() if k not in left and v is not None and v is not defaults.get(k)}
+        )
+        return _Output(last_hidden_state=passed["inputs_embeds"], router_logits=self._router_logits)
+
+
+class _Output(dict[str, Any]):
+    """An output of a body, with something in every field."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name, f"the {name} of the body")
+
+    def __getitem__(self, key: Any) -> Any:
+        # As outputs of transformers, which are tuples too.
+        return super().__getitem__("last_hidden_state" if key == 0 else key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,13 +52,21 @@ def rotations_of(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(name for name in names if callable(function.__globals__.get(name)))
 
 
-def prove_rope(cls: type[nn.Module], names: tuple[str, ...], model: nn.Module) -> Rope:
-    """How the functions `names`, which the forward of `cls` calls, rotate.
+def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
+    """How the functions `names`, which the forward of `module` calls, rotate.
 
     Raises:
         NotEqual: one of them rotates otherwise, or the model's angles come in another layout.
     """
+    cls: Any = original_class(module)
     function: Any = inspect.unwrap(cls.forward)
+    # Others, such as the indexers of sparse attention and towers for images, rotate tensors of other shapes.
+    if "Attention" not in cls.__name__ or type(getattr(module, "config", None)) is not _text_config(model):
+        raise NotEqual("is no attention of the text model")
+    if function is not cls.forward:
+        raise NotEqual("has a forward inside of a decorator")
+    if any(i.argval in names and i.opname != "LOAD_GLOBAL" for i in dis.get_instructions(function)):
+        raise NotEqual(f"uses {' and '.join(names)} for something else than calls")
     layouts = _layouts(model)
     rotations = []
     for name in names:
@@ -77,11 +86,14 @@ def prove_rope(cls: type[nn.Module], names: tuple[str, ...], model: nn.Module) -
 def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
     """Whether `original` is the rotation `kind`: in both orders of axes, and of a part of a head if it takes one."""
     call, ours = _CALLS[kind], ROTATIONS[kind]
-    parameters = tuple(inspect.signature(original).parameters)
-    if parameters not in (call.parameters, call.parameters[:-1]):
+    signature = inspect.signature(original).parameters
+    parameters = tuple(signature)
+    ordered = "unsqueeze_dim" in parameters
+    if parameters not in (call.parameters, call.parameters[:-1]) or (
+        ordered and signature["unsqueeze_dim"].default != 1
+    ):
         return False
     random = seeded()
-    ordered = "unsqueeze_dim" in parameters
     axes = (1, 2) if ordered else (2,) if call.layout == "complex" else (1,)
     for axis, rotated in product(axes, (_FEATURES, _FEATURES // 2)):
         shapes = [(2, n, 5, _FEATURES) if axis == 1 else (2, 5, n, _FEATURES) for n in (4, 2)]
@@ -93,7 +105,16 @@ def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
             continue  # It takes whole heads alone, and will be called with nothing else.
         if not is_equal(_with(original, rest), _with(ours, rest), *tensors):
             return False
+        if not _is_equal_in_bf16(_with(original, rest), _with(ours, rest), tensors):
+            return False
     return True
+
+
+def _is_equal_in_bf16(original: Callable[..., Any], ours: Callable[..., Any], tensors: list[Tensor]) -> bool:
+    """Whether results in bf16 by angles in fp32 have the same values up to rounding; their dtype may be wider."""
+    results = [function(*(x.bfloat16() for x in tensors)) for function in (original, ours)]
+    expected, given = (y if isinstance(y, tuple) else (y,) for y in results)
+    return all(torch.allclose(e.float(), y.float(), rtol=0.0, atol=0.05) for e, y in zip(expected, given, strict=True))
 
 
 def _with(function: Callable[..., Any], rest: tuple[Any, ...]) -> Callable[..., Any]:
@@ -121,6 +142,11 @@ def _angles(layout: str, width: int, random: torch.Generator) -> tuple[Tensor, .
     return angle.cos(), angle.sin()
 
 
+def _text_config(model: Any) -> type:
+    """The configuration's class of the part that makes text, by which its modules are told from those of towers."""
+    return type(model.config.get_text_config())
+
+
 def _layouts(model: nn.Module) -> set[str]:
     """The layouts in which the model's rotary modules give angles, of which `rope` reads one where they come twice.
 
@@ -129,9 +155,10 @@ def _layouts(model: nn.Module) -> set[str]:
     layouts: set[str] = set()
     for module in model.modules():
         cls: Any = original_class(module)
-        # Towers for images rotate by functions of their own.
-        if "Rotary" not in cls.__name__ or "Vision" in cls.__name__ or not hasattr(module, "config"):
+        if "Rotary" not in cls.__name__ or type(getattr(module, "config", None)) is not _text_config(model):
             continue
+        if any(True for _ in module.parameters()):
+            return set()  # The operator has no gradient for angles.
         kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or ()
         by_kind = "layer_type" in inspect.signature(cls.forward).parameters
         for named in [{"layer_type": kind} for kind in dict.fromkeys(kinds)] if by_kind else [{}]:

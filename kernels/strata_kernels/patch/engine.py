@@ -7,6 +7,7 @@ the original class.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from .discover import Found, discover
-from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_rope
-from .structure import activation_options, activations_of, is_own, linear_head, original_class, unwrap
+from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_parameter_of, with_rope
+from .structure import activation_options, activations_of, is_hooked, is_own, linear_head, original_class, unwrap
 from .table import OPERATORS, ROWS, Head, Mlp, Norm, Recipe, Rope, Row
 
 
@@ -182,7 +183,7 @@ def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
     home = _home(cls)
     replaced = {f"{cls.__name__}.forward": cls.forward}
     if isinstance(recipe, Rope):
-        replaced |= {name: getattr(import_module(home), name) for name, _ in recipe.functions}
+        replaced |= {name: getattr(sys.modules.get(home), name, None) for name, _ in recipe.functions}
     for name, function in replaced.items():
         if not is_own(function, home):
             raise ValueError(
@@ -195,6 +196,8 @@ def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
             raise ValueError(
                 f"{operator} computes {activations_of(operator)}, but {path}.{recipe.activation} is {activation}"
             )
+        if is_hooked(activation):
+            raise ValueError(f"{operator} does not call {path}.{recipe.activation}, which has hooks; remove those")
     if isinstance(recipe, Head):
         linear_head(getattr(module, recipe.head))
         losses = import_module("transformers.loss.loss_utils")
@@ -227,9 +230,9 @@ def _patched(cls: Any, operator: str, recipe: Recipe) -> Any:
 def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
     match recipe:
         case Norm():
-            return norm_forward(recipe)
+            return with_parameter_of(cls.forward, norm_forward(recipe))
         case Mlp():
-            return mlp_forward(recipe)
+            return with_parameter_of(cls.forward, mlp_forward(recipe))
         case Rope():
             return with_rope(cls.forward, recipe)
         case Head():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
@@ -25,6 +26,8 @@ from .structure import activate_and_project, activation_options, linear_head
 from .table import Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
+# What callers pass on to the loss alone.
+LOSS_ARGUMENTS = ("num_items_in_batch", "max_targets", "ignore_index", "shift_labels")
 # (hidden states [B, T, H], weight and bias of the head, cap on its logits) → the output's loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
@@ -73,6 +76,21 @@ def mlp_forward(mlp: Mlp) -> Forward:
     return forward
 
 
+def with_parameter_of(original: Forward, forward: Forward) -> Forward:
+    """`forward` with the name that `original` gives its one argument, by which a family may pass it."""
+    (_, name), (_, ours) = (tuple(inspect.signature(function).parameters) for function in (original, forward))
+    if name == ours:
+        return forward
+
+    def renamed(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if name in kwargs:
+            kwargs[ours] = kwargs.pop(name)
+        y: Tensor = forward(self, *args, **kwargs)
+        return y
+
+    return renamed
+
+
 def with_rope(original: Forward, rotation: Rope) -> Forward:
     """The attention's forward, where the functions that rotate are the fused operator.
 
@@ -98,41 +116,55 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
 
 
 def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim))
+    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim))
 
 
 def _halves_once(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """As above; cos and sin come once per pair."""
-    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
+    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
 
 
 def _halves_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """As `_halves`, for queries or keys alone."""
-    layout = _layout(unsqueeze_dim)
-    return rope(x, x[:, :0] if layout == "bhsd" else x[:, :, :0], cos, sin, layout=layout)[0]
+    return _rotate_one(x, cos, sin, layout=_layout(unsqueeze_dim))
 
 
 def _neighbors(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Neighboring features are a pair; cos and sin come with the angles once in each half."""
     width = cos.shape[-1]
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=width, interleaved=True)
+    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=width, interleaved=True)
 
 
 def _neighbors_repeated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Neighboring features are a pair; cos and sin come with each angle twice in a row."""
-    return rope(q, k, cos, sin, layout=_layout(unsqueeze_dim), interleaved=True)
+    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), interleaved=True)
 
 
 def _complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Neighboring features are the parts of a complex number; the angles come as such numbers."""
-    return rope(xq, xk, freqs_cis, layout="bshd", interleaved=True)
+    return _rotate(xq, xk, freqs_cis, layout="bshd", interleaved=True)
+
+
+def _rotate(q: Tensor, k: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
+    if q.dtype == k.dtype:
+        return rope(q, k, *angles, layout=layout, **options)
+    # Under autocast, what comes out of a norm may have another dtype than what comes out of a projection.
+    y_q, y_k = (_rotate_one(x, *angles, layout=layout, **options) for x in (q, k))
+    return y_q, y_k
+
+
+def _rotate_one(x: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> Tensor:
+    no_heads = x[:, :0] if layout == "bhsd" else x[:, :, :0]
+    return rope(x, no_heads, *angles, layout=layout, **options)[0]
 
 
 def _layout(unsqueeze_dim: int) -> Layout:
-    return "bhsd" if unsqueeze_dim == 1 else "bshd"
+    """The order of axes where cos and sin, [B, S, R], get an axis at `unsqueeze_dim`."""
+    layouts: dict[int, Layout] = {1: "bhsd", 2: "bshd", -2: "bshd", -3: "bhsd"}
+    return layouts[unsqueeze_dim]
 
 
 # The rotations of transformers' families, with the parameters that the families give them.
@@ -153,7 +185,8 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
     the head.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
-    output = import_module("transformers.modeling_outputs").CausalLMOutputWithPast
+    output = recipe.output or import_module("transformers.modeling_outputs").CausalLMOutputWithPast
+    fields = {field.name for field in dataclasses.fields(output)} - {"loss", "logits", "aux_loss"}
     can_return_tuple = import_module("transformers.utils").can_return_tuple
     balance = getattr(inspect.unwrap(original), "__globals__", {}).get("load_balancing_loss_func")
 
@@ -171,6 +204,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
             return original(self, **kwargs)
         kwargs.pop("labels", None)
+        of_loss = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
         logits_to_keep = kwargs.pop("logits_to_keep", 0)
         if routed or "output_router_logits" in kwargs:
             kwargs["output_router_logits"] = routed
@@ -178,6 +212,9 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]
         head, softcap = linear_head(getattr(self, recipe.head)), getattr(config, recipe.softcap or "", None)
+        if hidden.dtype.itemsize > head.weight.dtype.itemsize:
+            # Families that keep residuals in fp32 cast before the head (Mamba).
+            hidden = hidden.to(head.weight.dtype)
         # Logits are linear in hidden states and bias, so scaling both scales the logits.
         hidden = _scaled(hidden, config, recipe)
         bias = None if head.bias is None else _scaled(head.bias, config, recipe)
@@ -186,21 +223,18 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
             hidden = _on_mesh_of(head.weight, hidden)
         loss: Any
         if head_loss is None:
-            loss = _causal_lm_loss(hidden, head.weight, bias, labels, softcap=softcap, **kwargs)
+            loss = _causal_lm_loss(hidden, head.weight, bias, labels, softcap=softcap, **of_loss)
         else:
             loss = head_loss(hidden, head.weight, bias, softcap)
+        computed = {}
         if routed:
             assert balance is not None
             routers, mask = outputs.router_logits, kwargs.get("attention_mask")
-            imbalance = balance(routers, self.num_experts, self.num_experts_per_tok, mask)
-            loss = loss + self.router_aux_loss_coef * imbalance.to(loss.device)
-        return output(
-            # A copy, because FSDP registers hooks on outputs and warns about views.
-            loss=loss.to_local().clone() if sharded else loss,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            computed["aux_loss"] = balance(routers, self.num_experts, self.num_experts_per_tok, mask)
+            loss = loss + self.router_aux_loss_coef * computed["aux_loss"].to(loss.device)
+        # A copy, because FSDP registers hooks on outputs and warns about views.
+        computed["loss"] = loss.to_local().clone() if sharded else loss
+        return output(**computed, **{name: getattr(outputs, name, None) for name in fields})
 
     patched: Forward = wraps(original)(can_return_tuple(forward))
     return patched
@@ -234,7 +268,6 @@ def _causal_lm_loss(
     max_targets: int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **_: Any,
 ) -> Tensor:
     """transformers' `ForCausalLMLoss` from hidden states: position t predicts label t + 1.
 

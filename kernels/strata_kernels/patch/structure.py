@@ -90,7 +90,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     False if PEFT or a quantization replaces it, a parallel strategy shards its weight, or hooks gather it.
     """
     plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
-    return plain and not _is_hooked(module)
+    return plain and not is_hooked(module)
 
 
 def activate_and_project(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
@@ -104,13 +104,14 @@ def activate_and_project(activate: Callable[..., Tensor], projection: nn.Module)
     if is_plain_linear(projection):
         return activate(weight=projection.weight, bias=projection.bias)
     fused: Callable[..., Tensor] | None = getattr(projection, "project_activation", None)
-    if fused is not None and not _is_hooked(projection):
+    if fused is not None and not is_hooked(projection):
         return fused(activate)
     y: Tensor = projection(activate())
     return y
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something hangs on the call of `module`."""
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)

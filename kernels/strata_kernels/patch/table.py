@@ -72,6 +72,7 @@ class Head:
     softcap: the config's field with the cap on the logits, where it has one.
     divisor, multiplier: the config's field by which the logits are divided or multiplied, where there is one.
     balanced: its loss of routers, where the config asks for it, is `load_balancing_loss_func` of the modeling file.
+    output: the class of the forward's output; None for `CausalLMOutputWithPast`.
     """
 
     body: str = "model"
@@ -80,6 +81,7 @@ class Head:
     divisor: str | None = None
     multiplier: str | None = None
     balanced: bool = False
+    output: type | None = None
 
 
 # What a patched module computes.
