@@ -115,3 +115,22 @@ def test_residuals_in_fp32() -> None:
     expected = model(input_ids=tokens, labels=tokens).loss
     assert "linear_cross_entropy" in patch_model(model).replaced
     torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected.float(), atol=0.02, rtol=0.02)
+
+
+class OuterForConditionalGeneration(modeling_llama.LlamaPreTrainedModel):
+    """As Llama 4's for images: what is inside is a causal model too, and its logits are needed."""
+
+    def __init__(self, inner):
+        super().__init__(inner.config)
+        self.language_model = inner
+
+    def forward(self, input_ids, labels=None):
+        return self.language_model(input_ids=input_ids, labels=labels).logits
+
+
+def test_a_causal_model_inside_of_another_one() -> None:
+    model, tokens = OuterForConditionalGeneration(other_family()), torch.randint(3, VOCABULARY, (2, 9))
+    report = patch_model(model)
+    assert "linear_cross_entropy" not in report.replaced
+    assert "has a forward without" in report.kept["linear_cross_entropy"][0]
+    assert model.train()(tokens, labels=tokens).shape == (2, 9, VOCABULARY)

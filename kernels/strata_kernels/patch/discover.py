@@ -69,12 +69,12 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     proofs: dict[Any, Recipe | NotEqual] = {}
     with _plain_pytorch():
         for path, module in model.named_modules():
-            for operator, prove in _candidates(module):
+            for operator, prove in _candidates(module, model):
                 if operator not in wanted:
                     continue
                 key = operator, _looks(module)
                 if key not in proofs:
-                    proofs[key] = _proof(prove, model)
+                    proofs[key] = _proof(prove)
                 found = proofs[key]
                 if isinstance(found, NotEqual):
                     kept.setdefault(operator, {})[f"{original_class(module).__name__} {found}"] = None
@@ -103,9 +103,9 @@ def _plain_pytorch() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _proof(prove: Callable[[nn.Module], Recipe], model: nn.Module) -> Recipe | NotEqual:
+def _proof(prove: Callable[[], Recipe]) -> Recipe | NotEqual:
     try:
-        return prove(model)
+        return prove()
     except NotEqual as reason:
         return reason
     except Exception as error:
@@ -136,18 +136,20 @@ def _as_text(value: Any) -> str:
     return repr(value) if plain else f"{type(value).__name__} at {id(value)}"
 
 
-def _candidates(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], Recipe]]]:
-    """The operators that `module` could be, each with the function that proves it."""
+def _candidates(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, Callable[[], Recipe]]]:
+    """The operators that `module`, a part of `model`, could be, each with the function that proves it."""
     cls = original_class(module)
     name = cls.__name__
     if "Norm" in name and takes_one_tensor(cls) and not any(module.children()):
-        yield "layer_norm" if "LayerNorm" in name else "rms_norm", lambda _: _prove_norm(module)
+        yield "layer_norm" if "LayerNorm" in name else "rms_norm", lambda: _prove_norm(module)
     if takes_one_tensor(cls) and (variants := list(_mlp_variants(module))):
-        yield variants[0].operator, lambda _: _prove_mlp(module, variants)
+        yield variants[0].operator, lambda: _prove_mlp(module, variants)
     if names := rotations_of(cls):
-        yield "rope", lambda model: prove_rope(module, names, model)
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) and hasattr(module, "loss_function"):
-        yield "linear_cross_entropy", lambda _: prove_head(module)
+        yield "rope", lambda: prove_rope(module, names, model)
+    # Of a causal model inside of another one, the outer one decides which output it needs.
+    causal = module is model and name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    if causal and hasattr(module, "loss_function"):
+        yield "linear_cross_entropy", lambda: prove_head(module)
 
 
 # -- norms
