@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from copy import deepcopy
 from functools import lru_cache
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from strata_kernels import PatchReport, patch_model
+from strata_kernels.patch.structure import unwrap
 from strata_platform.model_config import require_sizes
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Model
@@ -302,8 +304,23 @@ def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel
 def prepare_for_training(model: PreTrainedModel, kernels: Kernels, training: Training) -> PatchReport | None:
     """Patch the operators and set up activation checkpointing."""
     report = patch(model, kernels)
+    if not has_fused_loss(report):
+        _require_shared_loss(unwrap(model))
     checkpoint_activations(model, training)
     return report
+
+
+def _require_shared_loss(model: nn.Module) -> None:
+    """Raises ValueError unless the model computes its loss by transformers' `loss_function`.
+
+    Only that takes labels that are shifted already, and divides by the tokens of a whole step.
+    """
+    cls = type(model)
+    if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
+        raise ValueError(
+            f"model.name: {cls.__name__} computes its loss by code of its own, which ignores the number of tokens in a "
+            "step; choose a causal language model that uses transformers' loss_function"
+        )
 
 
 def has_fused_loss(report: PatchReport | None) -> bool:

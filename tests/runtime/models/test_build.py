@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     Gemma3Config,
     GPT2Config,
     GPT2LMHeadModel,
@@ -202,6 +204,20 @@ def test_a_family_without_a_row_trains_by_default_and_is_refused_where_all_opera
     assert "swiglu" in prepare_for_training(LlamaForCausalLM(llama), Kernels(), Training()).kept
     with pytest.raises(ValueError, match=r"kernels\.enabled is true, but swiglu: .* Set it to auto, which keeps"):
         prepare_for_training(LlamaForCausalLM(llama), Kernels(enabled=True), Training())
+
+
+@pytest.mark.parametrize("enabled", [True, False, "auto"])
+def test_a_model_with_a_loss_of_its_own_is_refused(enabled):
+    """BART's decoder takes labels that are shifted already and averages over its own batch."""
+    config = BartConfig(vocab_size=64, d_model=8, decoder_layers=1, decoder_attention_heads=1, decoder_ffn_dim=8)
+    kernels = Kernels(enabled=enabled, exclude=["linear_cross_entropy"])
+    with pytest.raises(ValueError, match="BartForCausalLM computes its loss by code of its own"):
+        prepare_for_training(BartForCausalLM(config), kernels, Training())
+
+
+def test_a_loss_that_is_not_fused_is_transformers_own():
+    report = prepare_for_training(build_model(Model(), 0), Kernels(exclude=["linear_cross_entropy"]), Training())
+    assert not has_fused_loss(report)
 
 
 @pytest.fixture
