@@ -37,6 +37,6 @@ def verify(spec: RunSpec) -> str:
         raise ValueError(report["error"])
     Deck("Verification", render_verification(report))
     if not report["passed"]:
-        failed = [f"{check['name']}: {check['detail']}" for check in report["checks"] if check["verdict"] == "fail"]
+        failed = [f"{check['name']}: {check['detail']}" for check in report["checks"] if check["status"] == "fail"]
         raise ValueError(f"{spec.name} does not train right: {'; '.join(failed) or 'no check applies to it'}")
     return done.stdout

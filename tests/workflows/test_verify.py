@@ -11,7 +11,7 @@ from tasks import verify as module
 from tasks.runtime.report.checks import render_verification
 from workflows.verify import verify
 
-CHECK = {"name": "mask", "verdict": "pass", "figure": 0.0, "limit": 0.0, "seconds": 0.1, "detail": "of 3 <documents>"}
+CHECK = {"name": "mask", "status": "pass", "figure": 0.0, "limit": 0.0, "seconds": 0.1, "detail": "of 3 <documents>"}
 SHOWN = [{"text": "What is <b>? ", "learned": False}, {"text": "It is 2.", "learned": True}]
 REPORT = {"name": "run", "passed": True, "subject": "verify run", "checks": [{**CHECK, "shown": SHOWN}]}
 
@@ -45,7 +45,7 @@ def test_the_report_of_the_same_command_is_returned(verified):
     [
         (
             1,
-            REPORT | {"passed": False, "checks": [CHECK | {"verdict": "fail"}]},
+            REPORT | {"passed": False, "checks": [CHECK | {"status": "fail"}]},
             ValueError,
             "does not train right: mask: of 3",
         ),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strata_kernels import join_weight, split_weight
 from tasks.runtime.checkpoint.flat_shard import FlatShard, local_values, shard_of
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
+from tasks.runtime.optim.state_tensors import REMAINDER, new_state_tensor
 from tasks.runtime.process.rng import random_states, restore_random_states
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,12 @@ def has_adapter(model: nn.Module) -> bool:
 class FlatStateOptimizer(Protocol):
     """An optimizer that keeps its state in flat buffers of its own instead of one tensor per parameter."""
 
-    def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's state tensors of a parameter, by name."""
 
-    def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def new_state_tensor(
+        self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor | None:
         """The tensor to load a parameter's state into; None when this rank needs none of it."""
 
     def copy_weights_to_masters(self) -> None:
@@ -76,7 +78,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: i
     """All tensors that this rank contributes to a checkpoint: replicated ones, and its shards of the sharded ones."""
     tensors = saved_tensors(model)
     for name, parameter in model.named_parameters():
-        for slot, tensor in _slots(optimizer, parameter).items():
+        for slot, tensor in _state(optimizer, parameter).items():
             tensors[f"{_OPTIMIZER}{slot}.{name}"] = tensor
     return tensors | {f"{_RANDOM}{rank}.{name}": state for name, state in random_states().items()}
 
@@ -111,10 +113,10 @@ def read_model_tensors(index: Index) -> dict[str, Tensor]:
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer state, sharded like the parameters are now. Call it after `load_model`."""
     parameters = dict(model.named_parameters())
-    new_slot: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
+    new_state_tensor: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
     if isinstance(optimizer, FlatStateOptimizer):
         optimizer.copy_weights_to_masters()
-        new_slot = optimizer.new_slot
+        new_state_tensor = optimizer.new_state_tensor
     else:
         # State that the checkpoint lacks did not exist when it was saved.
         optimizer.state.clear()
@@ -146,7 +148,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
             if beside_masters and shape == parameters[name].shape:
                 # Beside fp32 master weights the moments are fp32, too; load them in the dtype of the parameter.
                 dtype = parameters[name].dtype
-            tensor = new_slot(parameters[name], slot, shape, dtype)
+            tensor = new_state_tensor(parameters[name], slot, shape, dtype)
             if tensor is not None:
                 tensors[key] = tensor
     if dropped:
@@ -164,13 +166,13 @@ def _split_master(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
 ) -> dict[str, Tensor]:
     """Read an fp32 master weight; for a bfloat16 parameter, split it into the weight and its low 16 bits."""
-    master = new_slot(parameter, parameter.shape, torch.float32, paged=False)
+    master = new_state_tensor(parameter, parameter.shape, torch.float32, paged=False)
 
     def split() -> None:
         if parameter.dtype == torch.bfloat16:
             weight, low = split_weight(local_values(master))
             state = optimizer.state[parameter]
-            state[REMAINDER] = new_slot(
+            state[REMAINDER] = new_state_tensor(
                 parameter, parameter.shape, torch.int16, paged=getattr(optimizer, "paged", False)
             )
             local_values(state[REMAINDER]).copy_(low)
@@ -186,7 +188,7 @@ def _join_master(
     optimizer: FlatStateOptimizer, parameter: nn.Parameter, key: str, convert: list[Callable[[], None]]
 ) -> dict[str, Tensor]:
     """Read the low 16 bits of a bfloat16 parameter and join them with the weight to its fp32 master weight."""
-    master = optimizer.new_slot(parameter, MASTER, parameter.shape, torch.float32)
+    master = optimizer.new_state_tensor(parameter, MASTER, parameter.shape, torch.float32)
     if not isinstance(master, FlatShard):
         return {}
     low = FlatShard(master.shape, master.start, torch.zeros_like(master.flat, dtype=torch.int16))
@@ -209,17 +211,17 @@ def load_random_states(index: Index, rank: int) -> None:
     restore_random_states(states)
 
 
-def _slots(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     if isinstance(optimizer, FlatStateOptimizer):
-        return optimizer.slots(parameter)
-    slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
-    return slots
+        return optimizer.optimizer_state(parameter)
+    state: dict[str, Tensor] = optimizer.state.get(parameter, {})
+    return state
 
 
 def _new_slot(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
     # On the device where the optimizer itself would put it. PyTorch's own optimizers have no `paged`.
-    tensor = new_slot(parameter, shape, dtype, paged=getattr(optimizer, "paged", False))
+    tensor = new_state_tensor(parameter, shape, dtype, paged=getattr(optimizer, "paged", False))
     optimizer.state[parameter][name] = tensor
     return tensor

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from strata_kernels import StepPlan, adamw_step, join_weight, split_weight
 from tasks.runtime.optim.rounding import WeightRounding, local
-from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.state_tensors import new_state_tensor
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 # Elements of a parameter that are converted to fp32 at a time on the CPU, so that they stay in its cache.
@@ -133,7 +133,7 @@ class ExactAdamW(TypedStateOptimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             # The checkpoint's run may have kept its moments on another device, in another dtype.
             if name not in state or state[name].dtype != dtype:
-                moment = new_slot(parameter, parameter.shape, dtype, paged=self.paged)
+                moment = new_state_tensor(parameter, parameter.shape, dtype, paged=self.paged)
                 if name in state:
                     local(moment).copy_(local(state[name]))
                 state[name] = moment
@@ -162,7 +162,9 @@ class PagedAdamW(torch.optim.AdamW):
             if parameter.grad is not None and not self.state[parameter]:
                 dtypes = {"step": torch.float32, "exp_avg": parameter.dtype, "exp_avg_sq": parameter.dtype}
                 self.state[parameter] = {
-                    name: new_slot(parameter, torch.Size() if name == "step" else parameter.shape, dtype, paged=True)
+                    name: new_state_tensor(
+                        parameter, torch.Size() if name == "step" else parameter.shape, dtype, paged=True
+                    )
                     for name, dtype in dtypes.items()
                 }
         return super()._init_group(group, *lists)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from strata_kernels import StepPlan, weight_step
 from tasks.runtime.optim.rounding import WeightRounding
-from tasks.runtime.optim.state_tensors import new_slot
+from tasks.runtime.optim.state_tensors import new_state_tensor
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 BLOCK = 256
@@ -77,8 +77,8 @@ class AdamW8bit(TypedStateOptimizer):
         if not state:
             scales = torch.Size((parameter.shape[0], parameter.shape[1:].numel() // BLOCK))
             for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = new_slot(parameter, parameter.shape, torch.uint8, paged=self.paged)
-                state[f"{moment}_scale"] = new_slot(parameter, scales, torch.float32, paged=self.paged)
+                state[moment] = new_state_tensor(parameter, parameter.shape, torch.uint8, paged=self.paged)
+                state[f"{moment}_scale"] = new_state_tensor(parameter, scales, torch.float32, paged=self.paged)
             state["step"] = torch.zeros(())
         # The kernel takes a Python number. Only a loaded count is on the device, which makes the host wait once.
         state["step"] = state["step"].cpu() + 1

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from strata_kernels import Rounding, Shard
 from strata_platform.spec.training import Optimizer
-from tasks.runtime.optim.state_tensors import REMAINDER, new_slot
+from tasks.runtime.optim.state_tensors import REMAINDER, new_state_tensor
 
 ROUNDINGS: dict[str, Rounding] = {
     "fp32_master": "master",
@@ -50,7 +50,7 @@ class WeightRounding:
             state.pop(REMAINDER, None)
             return None
         if REMAINDER not in state:
-            state[REMAINDER] = new_slot(parameter, parameter.shape, torch.int16, paged=paged)
+            state[REMAINDER] = new_state_tensor(parameter, parameter.shape, torch.int16, paged=paged)
         return state[REMAINDER]
 
     def shard_of(self, parameter: nn.Parameter) -> Shard:

@@ -14,7 +14,7 @@ REMAINDER = "remainder"
 """Name of the optimizer state that holds the low 16 bits of the master weights."""
 
 
-def new_slot(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, *, paged: bool) -> Tensor:
+def new_state_tensor(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, *, paged: bool) -> Tensor:
     """Zeros of `shape` for the state of `parameter`, on its device; with `paged` in managed memory.
 
     A tensor with the parameter's rows, such as a moment or its scales, is sharded like the parameter. Any other tensor,

@@ -198,17 +198,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skip_next_step = False
         """Whether the next step must not change the weights."""
 
-    def slots(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's shard of a parameter's state."""
-        span, slots = self._spans.get(parameter), dict[str, Tensor]()
+        span, state = self._spans.get(parameter), dict[str, Tensor]()
         if span is not None:
             if self._has_masters:
-                slots[MASTER] = span.of(span.flat)
+                state[MASTER] = span.of(span.flat)
             for name, value in self.state.get(span.flat, {}).items():
-                slots[name] = span.of(value) if value.shape == span.flat.shape else value
-        return slots
+                state[name] = span.of(value) if value.shape == span.flat.shape else value
+        return state
 
-    def new_slot(self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def new_state_tensor(
+        self, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor | None:
         """Memory of the engine for one entry of a checkpoint, in the engine's dtype; None if the engine has no such
         entry.
         """

@@ -8,7 +8,7 @@ from typing import Any
 from tasks.runtime.report.rendering import render
 from tasks.runtime.report.sections import Table
 
-_COLUMNS = ("name", "verdict", "figure", "limit", "seconds", "detail")
+_COLUMNS = ("name", "status", "figure", "limit", "seconds", "detail")
 
 
 def render_verification(report: Mapping[str, Any]) -> str:

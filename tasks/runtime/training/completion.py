@@ -16,7 +16,7 @@ from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.warmup.facts import WarmupFacts
+from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
 
 if TYPE_CHECKING:
     from tasks.runtime.training.session import Session
@@ -29,7 +29,7 @@ def write_record(
     step: TrainingStep,
     steps: int,
     attempt: int,
-    warmup: WarmupFacts,
+    warmup: WarmupMetadata,
 ) -> CompletionRecord:
     """Build the record from the run's metrics and its last checkpoint, and write it to the run's folder. Runs on rank
     0.

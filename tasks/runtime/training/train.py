@@ -108,7 +108,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
-    warmup = run.training_warmup.facts()
+    warmup = run.training_warmup.metadata()
     return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
 
 

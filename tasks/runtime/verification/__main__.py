@@ -78,7 +78,7 @@ def _verify(spec: RunSpec, folder: Path, arguments: argparse.Namespace) -> int:
             report.findings.append(finding)
             print(finding.line(color=out.isatty()), file=out, flush=True)
     report.seconds = time.monotonic() - began
-    print(report.verdict, file=out, flush=True)
+    print(report.summary, file=out, flush=True)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     return 0 if report.passed else EXIT_FAILED

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Verdict = Literal["pass", "fail", "n/a"]
+Status = Literal["pass", "fail", "n/a"]
 
 _COLORS = {"pass": "\x1b[32m", "fail": "\x1b[31m", "n/a": "\x1b[2m"}
 _LEARNED, _RESET = "\x1b[30;42m", "\x1b[0m"
@@ -40,7 +40,7 @@ class Finding:
     """One line of the report."""
 
     name: str
-    verdict: Verdict
+    status: Status
     seconds: float
     detail: str
     figure: float | None = None
@@ -51,14 +51,14 @@ class Finding:
     def of(cls, name: str, measured: Measured, seconds: float) -> Finding:
         """The line for the result of a check."""
         detail = f"{measured.problem}; {measured.detail}" if measured.problem else measured.detail
-        verdict: Verdict = "pass" if measured.passed else "fail"
-        return cls(name, verdict, seconds, detail, measured.figure, measured.limit, measured.shown)
+        status: Status = "pass" if measured.passed else "fail"
+        return cls(name, status, seconds, detail, measured.figure, measured.limit, measured.shown)
 
     def line(self, *, color: bool) -> str:
         """The finding as text for people, followed by the text that was checked, if any."""
         figures = "" if self.figure is None else f"{self.figure:.3g} (limit {self.limit:.3g})"
-        verdict = f"{_COLORS[self.verdict]}{self.verdict:<4}{_RESET}" if color else f"{self.verdict:<4}"
-        lines = [f"{verdict}  {self.name:<12} {figures:<24} {self.seconds:5.1f} s  {self.detail}"]
+        status = f"{_COLORS[self.status]}{self.status:<4}{_RESET}" if color else f"{self.status:<4}"
+        lines = [f"{status}  {self.name:<12} {figures:<24} {self.seconds:5.1f} s  {self.detail}"]
         if self.shown:
             begin, end = (_LEARNED, _RESET) if color else _MARKS
             text = "".join(f"{begin}{text}{end}" if learned else text for text, learned in self.shown)
@@ -69,7 +69,7 @@ class Finding:
         """The finding as JSON values; a figure that is not finite is null."""
         values: dict[str, Any] = {
             "name": self.name,
-            "verdict": self.verdict,
+            "status": self.status,
             "figure": self.figure if self.figure is None or math.isfinite(self.figure) else None,
             "limit": self.limit,
             "seconds": round(self.seconds, 2),

@@ -35,18 +35,18 @@ class Report:
     @property
     def failed(self) -> list[Finding]:
         """The findings of failed checks."""
-        return [finding for finding in self.findings if finding.verdict == "fail"]
+        return [finding for finding in self.findings if finding.status == "fail"]
 
     @property
     def passed(self) -> bool:
         """Whether all checks that apply pass, and at least one applies."""
-        return not self.failed and any(finding.verdict == "pass" for finding in self.findings)
+        return not self.failed and any(finding.status == "pass" for finding in self.findings)
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """The last line."""
-        counts = {verdict: sum(f.verdict == verdict for f in self.findings) for verdict in ("pass", "fail", "n/a")}
-        summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        counts = {status: sum(f.status == status for f in self.findings) for status in ("pass", "fail", "n/a")}
+        summary = ", ".join(f"{number} {status}" for status, number in counts.items())
         return f"{'verified' if self.passed else 'NOT verified'}: {summary}, {self.seconds:.0f} s"
 
     def to_dict(self) -> dict[str, Any]:

@@ -151,9 +151,9 @@ class _Watch:
 
 def most_exact(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
     """The parameter that the next step reads: the fp32 master weight if the optimizer keeps low bits."""
-    slots: dict[str, Tensor] = optimizer.state.get(parameter, {})
+    state: dict[str, Tensor] = optimizer.state.get(parameter, {})
     weight = local_values(parameter).detach()
-    return join_weight(weight, local_values(slots[REMAINDER])) if REMAINDER in slots else weight
+    return join_weight(weight, local_values(state[REMAINDER])) if REMAINDER in state else weight
 
 
 def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:

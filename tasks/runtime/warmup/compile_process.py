@@ -24,19 +24,19 @@ from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.warmup import inductor_cache
-from tasks.runtime.warmup.facts import WarmupFacts, WarmupFiles
 from tasks.runtime.warmup.plan import plan_kernels
 from tasks.runtime.warmup.pod import caches_graphs
 from tasks.runtime.warmup.store import open_store
+from tasks.runtime.warmup.warmup_metadata import WarmupFiles, WarmupMetadata
 
 log = logging.getLogger("tasks.runtime.warmup.compile_process")
 
 
-def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, list[KernelDescription]]:
+def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupMetadata, Plan, list[KernelDescription]]:
     """Compile or fetch every kernel that a step of `spec` launches.
 
     Returns:
-        The facts of the warm-up, the plan, and a description of each of its kernels.
+        The metadata of the warm-up, the plan, and a description of each of its kernels.
     """
     breaker = CircuitBreaker(spec.kernels.store.timeout)
     with ThreadPoolExecutor(1) as executor:
@@ -54,13 +54,13 @@ def warm_kernels(spec: RunSpec, images: list[Path]) -> tuple[WarmupFacts, Plan, 
     if report.skipped is None:
         counts = ", ".join(f"{number} {origin}" for origin, number in filler.counts().items())
         log.info("warm-up: kernels by origin: %s; %d entries uploaded to the store", counts, filler.pushed)
-    facts = WarmupFacts.model_validate(report.to_dict() | filler.to_dict()).updated(
-        WarmupFacts() if graphs is None else graphs.result(),
+    metadata = WarmupMetadata.model_validate(report.to_dict() | filler.to_dict()).updated(
+        WarmupMetadata() if graphs is None else graphs.result(),
         plan_seconds=plan_seconds,
         compile_seconds=sum(kernel.seconds for kernel in report.compiled if not kernel.hit),
         load_seconds=sum(kernel.seconds for kernel in report.compiled if kernel.hit),
     )
-    return facts, plan, filler.kernels
+    return metadata, plan, filler.kernels
 
 
 def _cache_filler(settings: KernelStore, images: list[Path], breaker: CircuitBreaker) -> CacheFiller:
@@ -83,10 +83,10 @@ def main() -> None:
     configure_logging()
     spec = RunSpec.model_validate_json(sys.stdin.read())
     files = WarmupFiles(Path(sys.argv[1]))
-    facts, plan, kernels = warm_kernels(spec, [Path(image) for image in sys.argv[2:]])
-    for problem in facts.problems or ():
+    metadata, plan, kernels = warm_kernels(spec, [Path(image) for image in sys.argv[2:]])
+    for problem in metadata.problems or ():
         log.warning("warm-up: %s", problem)
-    files.write(facts, plan, kernels)
+    files.write(metadata, plan, kernels)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from strata_kernels.warmup.store import Store
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.warmup.facts import WarmupFacts
 from tasks.runtime.warmup.store import open_store
+from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +104,12 @@ def graphs_key(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker) -> WarmupFacts:
-    """Fill this start's folder from the first archive that exists. Returns facts; empty ones if there is no folder."""
+def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker) -> WarmupMetadata:
+    """Fill this start's folder from the first archive that exists. Returns metadata, empty without a folder."""
     start = time.perf_counter()
     folder, environment, key = _folder(), graph_cache.environment(), graphs_key(spec)
     if folder is None:
-        return WarmupFacts()
+        return WarmupMetadata()
     origin, count = None, 0
     for name, store in _places(spec.kernels.store, environment, images, breaker):
         if name == "store":
@@ -129,7 +129,7 @@ def fetch_graphs(spec: RunSpec, images: Sequence[Path], breaker: CircuitBreaker)
             if name == "store":
                 breaker.call("refresh entries of", store.refresh_used)
             break
-    return WarmupFacts(graphs_from=origin, graph_files=count, graph_seconds=time.perf_counter() - start)
+    return WarmupMetadata(graphs_from=origin, graph_files=count, graph_seconds=time.perf_counter() - start)
 
 
 def _places(
@@ -185,10 +185,10 @@ class GraphArchiver:
         if self._thread is not None:
             self._thread.join()
 
-    def facts(self) -> WarmupFacts:
+    def metadata(self) -> WarmupMetadata:
         """Graphs that this process found and compiled, and archives that it uploaded."""
         now = graph_cache.graph_counts()
-        return WarmupFacts(
+        return WarmupMetadata(
             graphs_found=now.found - self._before.found,
             graphs_compiled=now.compiled - self._before.compiled,
             graphs_not_kept=now.bypassed - self._before.bypassed,

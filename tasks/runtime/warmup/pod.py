@@ -1,8 +1,8 @@
 """Compile a run's kernels once per pod, before its training processes start, and fetch graphs of `torch.compile`.
 
 Kernels compile in a process of their own (`tasks.runtime.warmup.compile_process`), so that its crash, hang or CUDA
-context does not affect training. Training starts in any case, and the facts say what happened. Without a GPU there are
-no kernels, and this process fetches the graphs.
+context does not affect training. Training starts in any case, and the metadata records what happened. Without a GPU
+there are no kernels, and this process fetches the graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from strata_platform.spec.training import Training
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
-from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
+from tasks.runtime.warmup.warmup_metadata import LateCompile, WarmupFiles, WarmupMetadata
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +50,14 @@ _REQUIRED_BYTES = 32 << 20
 _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))))  # noqa: S108
 
 
-def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
+def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupMetadata:
     """Warm up this pod, unless the agent that started this process has done so.
 
     The first process that gets the pod's lock warms up, and the others wait for it. Sets TRITON_CACHE_DIR, and
     TORCHINDUCTOR_CACHE_DIR for graphs. Never raises: after a failed warm-up, training compiles as it goes.
 
     Returns:
-        The facts in the pod's first process, and empty ones in the others.
+        The metadata in the pod's first process, and empty ones in the others.
     """
     reason = _reason_to_skip(spec.kernels)
     files = warmup_files(folder)
@@ -66,7 +66,7 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
     if reason is not None and not done:
         log.info("warm-up: %s", reason)
     if reason is not None and not caches_graphs(spec.kernels, spec.training):
-        return WarmupFacts(skipped=reason)
+        return WarmupMetadata(skipped=reason)
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     try:
         if not done:
@@ -75,9 +75,9 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupFacts:
                     _run_warmup(spec, files, reason)
                 else:
                     os.environ.update(turn.variables)
-        return files.read_report() if first else WarmupFacts()
+        return files.read_report() if first else WarmupMetadata()
     except (OSError, ValueError) as error:
-        return _skipped_warmup(f"its report cannot be read: {error}") if first else WarmupFacts()
+        return _skipped_warmup(f"its report cannot be read: {error}") if first else WarmupMetadata()
 
 
 def caches_graphs(kernels: Kernels, training: Training) -> bool:
@@ -116,7 +116,7 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
     if torch.cuda.is_available():
         report = _warm_up_kernels(spec, files)
     else:
-        report = WarmupFacts(skipped=reason)
+        report = WarmupMetadata(skipped=reason)
         if not problems:
             breaker = CircuitBreaker(spec.kernels.store.timeout, problems)
             fetched = inductor_cache.fetch_graphs(spec, _baked(), breaker)
@@ -129,7 +129,7 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
     write_json(files.report, report.to_dict())
 
 
-def _with_problems(report: WarmupFacts, problems: list[str]) -> WarmupFacts:
+def _with_problems(report: WarmupMetadata, problems: list[str]) -> WarmupMetadata:
     return report.updated(problems=(*problems, *(report.problems or ())))
 
 
@@ -137,12 +137,12 @@ def _baked() -> list[Path]:
     return [Path(os.environ[BAKED_KERNELS])] if os.environ.get(BAKED_KERNELS) else []
 
 
-def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
+def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupMetadata:
     """Run the compile process with the first cache directory that can be written."""
     deadline = time.monotonic() + spec.kernels.warmup_timeout
     configured = inductor_cache.triton_directory()
     problems: list[str] = []
-    report: WarmupFacts | None = None
+    report: WarmupMetadata | None = None
     for directory in [configured, *(folder / "triton" for folder in _private_folders())]:
         problem = _space_problem(directory)
         if problem is None:
@@ -162,8 +162,8 @@ def _warm_up_kernels(spec: RunSpec, files: WarmupFiles) -> WarmupFacts:
     return _with_problems(report, problems) if problems else report
 
 
-def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) -> WarmupFacts:
-    """Run the compile process and return its facts; if it fails, `skipped` says why."""
+def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) -> WarmupMetadata:
+    """Run the compile process and return its metadata; if it fails, `skipped` says why."""
     files.remove()
     try:
         done = subprocess.run(
@@ -184,9 +184,9 @@ def _run(spec: RunSpec, files: WarmupFiles, images: list[Path], timeout: float) 
         return _skipped_warmup(f"its report cannot be read: {error}")
 
 
-def _skipped_warmup(problem: str) -> WarmupFacts:
+def _skipped_warmup(problem: str) -> WarmupMetadata:
     log.warning("warm-up: %s; training starts anyway and compiles as it goes", problem)
-    return WarmupFacts(skipped=problem)
+    return WarmupMetadata(skipped=problem)
 
 
 def warmup_files(folder: RunFolder) -> WarmupFiles:

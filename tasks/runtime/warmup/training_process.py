@@ -16,24 +16,24 @@ from strata_kernels.warmup import Plan, warmup
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.warmup.facts import LateCompile, WarmupFacts
 from tasks.runtime.warmup.inductor_cache import GraphArchiver
 from tasks.runtime.warmup.pod import caches_graphs, late_compiles, warmup_files
+from tasks.runtime.warmup.warmup_metadata import LateCompile, WarmupMetadata
 
 log = logging.getLogger(__name__)
 
 
 class TrainingWarmup:
-    """This process's side of the warm-up, from the pod's facts to those of the completion record."""
+    """This process's side of the warm-up, from the pod's metadata to those of the completion record."""
 
     def __init__(
         self,
-        pod: WarmupFacts,
+        pod: WarmupMetadata,
         misses: list[LateCompile],
         modules: ModuleLoader,
         archiver: GraphArchiver | None,
     ) -> None:
-        """`pod` holds the facts of the pod's warm-up in its first process; `misses` grows while training runs."""
+        """`pod` holds the metadata of the pod's warm-up in its first process; `misses` grows while training runs."""
         self._pod, self.misses, self._modules, self._archiver = pod, misses, modules, archiver
 
     def wait_until_loaded(self) -> None:
@@ -50,21 +50,21 @@ class TrainingWarmup:
         if self._archiver is not None:
             self._archiver.close()
 
-    def facts(self) -> WarmupFacts:
-        """All that is known now: the pod's facts, and this process's modules, graphs and late compiles."""
-        graphs = WarmupFacts() if self._archiver is None else self._archiver.facts()
+    def metadata(self) -> WarmupMetadata:
+        """All that is known now: the pod's metadata, and this process's modules, graphs and late compiles."""
+        graphs = WarmupMetadata() if self._archiver is None else self._archiver.metadata()
         return self._pod.updated(
-            self._modules.facts(), graphs, later_compiles=len(self.misses), later_misses=tuple(self.misses)
+            self._modules.metadata(), graphs, later_compiles=len(self.misses), later_misses=tuple(self.misses)
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """`facts` as plain data, for the record, the trackers and Prometheus."""
-        return self.facts().to_dict()
+        """`metadata` as plain data, for the record, the trackers and Prometheus."""
+        return self.metadata().to_dict()
 
 
 @contextmanager
 def training_warmup(
-    spec: RunSpec, folder: RunFolder, processes: Processes, pod: WarmupFacts
+    spec: RunSpec, folder: RunFolder, processes: Processes, pod: WarmupMetadata
 ) -> Iterator[TrainingWarmup]:
     """Load the planned modules in a thread while the caller builds the model, and record late compiles.
 
@@ -111,11 +111,11 @@ class ModuleLoader:
             self._waited,
         )
 
-    def facts(self) -> WarmupFacts:
+    def metadata(self) -> WarmupMetadata:
         """Number of modules, seconds of loading, and seconds that training waited; empty if none was loaded."""
         if not self._modules:
-            return WarmupFacts()
-        return WarmupFacts(modules=self._modules, module_seconds=self._seconds, module_wait_seconds=self._waited)
+            return WarmupMetadata()
+        return WarmupMetadata(modules=self._modules, module_seconds=self._seconds, module_wait_seconds=self._waited)
 
     def _load(self, plan: Path) -> None:
         start = time.perf_counter()

@@ -180,19 +180,19 @@ def mesh():
 )
 def test_a_slot_is_split_like_its_parameter(placements, mesh, made):
     parameter = nn.Parameter(distribute_tensor(torch.ones(6, 512), mesh, placements))
-    moment = state_tensors.new_slot(parameter, parameter.shape, torch.uint8, paged=True)
-    scales = state_tensors.new_slot(parameter, torch.Size((6, 2)), torch.float32, paged=True)
+    moment = state_tensors.new_state_tensor(parameter, parameter.shape, torch.uint8, paged=True)
+    scales = state_tensors.new_state_tensor(parameter, torch.Size((6, 2)), torch.float32, paged=True)
     for slot, shape in ((moment, (6, 512)), (scales, (6, 2))):
         assert isinstance(slot, DTensor) and not slot.requires_grad
         assert (slot.shape, slot.stride(), slot.placements) == (shape, (shape[1], 1), parameter.placements)
         assert slot.device_mesh == parameter.device_mesh and slot.to_local().data_ptr() in made
-    count = state_tensors.new_slot(parameter, torch.Size(), torch.float32, paged=True)
+    count = state_tensors.new_state_tensor(parameter, torch.Size(), torch.float32, paged=True)
     assert not isinstance(count, DTensor) and count.shape == ()
 
 
 def test_what_is_not_in_one_piece_keeps_its_order(made):
     parameter = nn.Parameter(torch.ones(4, 6).t())
-    slot = state_tensors.new_slot(parameter, parameter.shape, torch.float32, paged=True)
+    slot = state_tensors.new_state_tensor(parameter, parameter.shape, torch.float32, paged=True)
     assert slot.stride() == parameter.stride() and not made
 
 

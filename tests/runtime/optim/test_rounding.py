@@ -199,12 +199,12 @@ class FlatMasters(torch.optim.Optimizer):
         super().__init__(list(model.parameters()), {})
         self.copy_weights_to_masters()
 
-    def slots(self, parameter):
+    def optimizer_state(self, parameter):
         return {"master": FlatShard(parameter.shape, 0, self.flat[parameter])}
 
-    def new_slot(self, parameter, name, shape, dtype):
+    def new_state_tensor(self, parameter, name, shape, dtype):
         # Moments are the engine's own matter.
-        return self.slots(parameter)[name] if name == "master" else None
+        return self.optimizer_state(parameter)[name] if name == "master" else None
 
     def copy_weights_to_masters(self):
         self.flat = {p: p.detach().float().flatten() for group in self.param_groups for p in group["params"]}

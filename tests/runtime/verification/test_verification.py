@@ -127,8 +127,8 @@ def pairs(tmp_path_factory):
 
 def test_all_checks_that_apply_pass(plain):
     found = {finding.name: finding for finding in table.examine(replace(plain, kept={}))}
-    assert {name: finding.detail for name, finding in found.items() if finding.verdict == "fail"} == {}
-    applying = [name for name, finding in found.items() if finding.verdict == "pass"]
+    assert {name: finding.detail for name, finding in found.items() if finding.status == "fail"} == {}
+    applying = [name for name, finding in found.items() if finding.status == "pass"]
     assert applying == ["mask", "packing", "kernels", "recompute", "batching", "updates", "buffers", "export", "resume"]
     assert "2 processes under ddp" in found["batching"].detail
     assert found["kernels"].figure < 2 and found["resume"].figure == 0
@@ -154,12 +154,12 @@ def test_models_from_a_folder_pass_on_chats_and_are_cut(kind, chat, tmp_path):
     assert torch.equal(kept, model.get_parameter("model.layers.2.mlp.up_proj.weight"))
     names = ["mask", "packing", "kernels", "recompute", "updates", "buffers"]
     found = list(table.examine(subject, names))
-    assert {finding.name: finding.verdict for finding in found} == dict.fromkeys(names, "pass"), found
+    assert {finding.name: finding.status for finding in found} == dict.fromkeys(names, "pass"), found
 
 
 def test_chats_are_shown_with_what_is_learned(chat):
     found = check(chat, "mask")
-    assert found.verdict == "pass", found.detail
+    assert found.status == "pass", found.detail
     learned = [text for text, is_learned in found.shown if is_learned]
     assert all(text.endswith("<|im_end|>") for text in learned) and learned[0].startswith("It is ")
     assert "⟦" in found.line(color=False) and "\x1b[30;42m" in found.line(color=True)
@@ -212,7 +212,7 @@ def some_turns(row):
 )
 def test_a_wrong_mask_is_found(chat, change, said):
     found = check(with_rows(chat, change), "mask")
-    assert found.verdict == "fail" and said in found.detail
+    assert found.status == "fail" and said in found.detail
 
 
 def test_a_doubled_beginning_is_found(plain):
@@ -221,7 +221,7 @@ def test_a_doubled_beginning_is_found(plain):
         plain, lambda row: {**row, "input_ids": row["input_ids"].masked_fill(row["position_ids"] == 1, begin)}
     )
     found = check(twice, "mask")
-    assert found.verdict == "fail" and "'<|bos|>' twice" in found.detail
+    assert found.status == "fail" and "'<|bos|>' twice" in found.detail
 
 
 def test_a_leak_between_documents_is_found(plain, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_leak_between_documents_is_found(plain, monkeypatch):
         token_losses, "model_inputs", lambda batch: {k: v for k, v in inputs(batch).items() if k not in without}
     )
     found = check(plain, "packing")
-    assert found.verdict == "fail" and found.figure > 0
+    assert found.status == "fail" and found.figure > 0
 
 
 def test_a_wrong_gradient_of_a_kernel_is_found(plain, monkeypatch):
@@ -244,8 +244,8 @@ def test_a_wrong_gradient_of_a_kernel_is_found(plain, monkeypatch):
 
     monkeypatch.setattr(build, "patch_model", patch_model)
     found = check(plain, "kernels")
-    assert found.verdict == "fail" and found.figure > 10
-    assert check(plain, "recompute").verdict == "fail", "the kernels are in it, too"
+    assert found.status == "fail" and found.figure > 10
+    assert check(plain, "recompute").status == "fail", "the kernels are in it, too"
 
 
 def test_a_layer_that_is_recomputed_otherwise_is_found(plain, monkeypatch):
@@ -261,18 +261,18 @@ def test_a_layer_that_is_recomputed_otherwise_is_found(plain, monkeypatch):
         return original(other, *args, **options)
 
     monkeypatch.setattr(activation_checkpointing, "checkpoint", checkpoint)
-    assert check(plain, "kernels").verdict == "pass"
+    assert check(plain, "kernels").status == "pass"
     found = check(plain, "recompute")
-    assert found.verdict == "fail" and "gradient_checkpointing full" in found.detail
+    assert found.status == "fail" and "gradient_checkpointing full" in found.detail
 
 
-@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (1.001, "fail")])
-def test_compiled_layers_are_compared(plain, monkeypatch, scale, verdict):
+@pytest.mark.parametrize(("scale", "status"), [(1.0, "pass"), (1.001, "fail")])
+def test_compiled_layers_are_compared(plain, monkeypatch, scale, status):
     # The compiler itself takes half a minute; what it makes of a layer is what the check looks at.
     monkeypatch.setattr(torch, "compile", lambda forward, **options: lambda *a, **k: forward(*a, **k) * scale)
     asked = replace(plain, spec=subjects.changed(plain.spec, {"training": {"compile": True}}))
-    assert check(plain, "compile").verdict == "n/a"
-    assert check(asked, "compile").verdict == verdict
+    assert check(plain, "compile").status == "n/a"
+    assert check(asked, "compile").status == status
 
 
 def test_a_mean_over_micro_batches_is_found(plain, monkeypatch):
@@ -284,7 +284,7 @@ def test_a_mean_over_micro_batches_is_found(plain, monkeypatch):
 
     monkeypatch.setattr(Job, "loss", loss)
     found = check(plain, "batching")
-    assert found.verdict == "fail" and found.figure > 0.01
+    assert found.status == "fail" and found.figure > 0.01
 
 
 def test_processes_that_count_for_themselves_are_found(plain, monkeypatch):
@@ -297,13 +297,13 @@ def test_processes_that_count_for_themselves_are_found(plain, monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     found = check(plain, "batching")
-    assert found.verdict == "fail" and "2 processes under ddp" in found.detail.rpartition("worst")[2]
+    assert found.status == "fail" and "2 processes under ddp" in found.detail.rpartition("worst")[2]
 
 
 def test_processes_are_started_by_torch_elastic(lora, monkeypatch):
     monkeypatch.setattr(subjects.Subject, "start", START)
     found = check(lora, "batching")
-    assert found.verdict == "pass", found.detail
+    assert found.status == "pass", found.detail
 
 
 @pytest.mark.parametrize("place", ["build_model", "materialize"])
@@ -318,7 +318,7 @@ def test_buffers_in_bfloat16_are_found(plain, monkeypatch, place):
 
     monkeypatch.setattr(weights, place, rounded)
     found = check(plain, "buffers")
-    assert found.verdict == "fail" and "bfloat16, not float32" in found.detail
+    assert found.status == "fail" and "bfloat16, not float32" in found.detail
 
 
 def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
@@ -331,14 +331,14 @@ def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
 
     monkeypatch.setattr(training_step, "prepare_for_training", rounded)
     found = check(plain, "buffers")
-    assert found.verdict == "fail" and "in the job: values differ" in found.detail
+    assert found.status == "fail" and "in the job: values differ" in found.detail
 
 
 def test_the_specs_strategy_is_what_two_processes_run(plain, monkeypatch):
     split = {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 2}}
     subject = replace(plain, asked=subjects.changed(plain.asked, split))
     found = check(subject, "batching")
-    assert found.verdict == "pass" and "2 processes under fsdp" in found.detail, found.detail
+    assert found.status == "pass" and "2 processes under fsdp" in found.detail, found.detail
     assert "in 8 ways" in check(subject, "buffers").detail
     original = fsdp.materialize
 
@@ -348,17 +348,17 @@ def test_the_specs_strategy_is_what_two_processes_run(plain, monkeypatch):
 
     monkeypatch.setattr(fsdp, "materialize", rounded)
     found = check(subject, "buffers")
-    assert found.verdict == "fail" and "rank 0 under fsdp: bfloat16, not float32" in found.detail
+    assert found.status == "fail" and "rank 0 under fsdp: bfloat16, not float32" in found.detail
 
 
 @pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora"}])
 def test_dpos_reference_is_the_base_model(pairs, monkeypatch, adapter):
     subject = replace(pairs, spec=subjects.changed(pairs.spec, {"adapter": adapter}))
     found = check(subject, "reference")
-    assert found.verdict == "pass", found.detail
+    assert found.status == "pass", found.detail
     original = Dpo.log_probs
     monkeypatch.setattr(Dpo, "log_probs", lambda self, *args: original(self, *args) * 1.01)
-    assert check(subject, "reference").verdict == "fail"
+    assert check(subject, "reference").status == "fail"
 
 
 def test_a_stale_reference_is_found(pairs, monkeypatch):
@@ -371,7 +371,7 @@ def test_a_stale_reference_is_found(pairs, monkeypatch):
 
     monkeypatch.setattr(Dpo, "prepare", prepare)
     found = check(pairs, "reference")
-    assert found.verdict == "fail" and "worst: the reference's" in found.detail
+    assert found.status == "fail" and "worst: the reference's" in found.detail
 
 
 def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
@@ -382,8 +382,8 @@ def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
         objective={"type": "distill", "teacher": str(folder)},
     )
     found = check(subject, "reference")
-    assert found.verdict == "pass", found.detail
-    assert check(subject, "kernels").verdict == "pass"
+    assert found.status == "pass", found.detail
+    assert check(subject, "kernels").status == "pass"
     original = distill.build_model
 
     def other(settings, seed):
@@ -392,23 +392,23 @@ def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
         return model
 
     monkeypatch.setattr(distill, "build_model", other)
-    assert check(subject, "reference").verdict == "fail"
+    assert check(subject, "reference").status == "fail"
 
 
 @pytest.mark.parametrize(
-    ("precision", "verdict"), [("fp32_master", "pass"), ("stochastic_rounding", "pass"), ("nearest", "fail")]
+    ("precision", "status"), [("fp32_master", "pass"), ("stochastic_rounding", "pass"), ("nearest", "fail")]
 )
-def test_lost_updates_are_found(plain, precision, verdict):
+def test_lost_updates_are_found(plain, precision, status):
     optimizer = {"lr": 1e-5, "precision": precision}
     asked = subjects.changed(plain.asked, {"model": {"dtype": "bfloat16"}, "optimizer": optimizer})
     spec = subjects.changed(plain.spec, {"optimizer": optimizer})
     found = check(replace(plain, asked=asked, spec=spec), "updates")
-    assert found.verdict == verdict, found.detail
-    assert found.figure > 0.5 if verdict == "fail" else found.figure < 0.05
+    assert found.status == status, found.detail
+    assert found.figure > 0.5 if status == "fail" else found.figure < 0.05
 
 
 def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
-    assert check(lora, "updates").verdict == "pass"
+    assert check(lora, "updates").status == "pass"
     original = Job.end_step
 
     def end_step(self, *args):
@@ -417,7 +417,7 @@ def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
 
     monkeypatch.setattr(Job, "end_step", end_step)
     found = check(lora, "updates")
-    assert found.verdict == "fail" and "model.embed_tokens.weight is frozen but changed" in found.detail
+    assert found.status == "fail" and "model.embed_tokens.weight is frozen but changed" in found.detail
 
 
 def test_a_tensor_without_a_gradient_is_found(plain, monkeypatch):
@@ -429,16 +429,16 @@ def test_a_tensor_without_a_gradient_is_found(plain, monkeypatch):
 
     monkeypatch.setattr(training_step, "prepare_for_training", prepare)
     found = check(plain, "updates")
-    assert found.verdict == "fail" and "model.norm.weight is trainable but has no gradient" in found.detail
+    assert found.status == "fail" and "model.norm.weight is trainable but has no gradient" in found.detail
 
 
 def test_a_bad_merge_is_found(lora, monkeypatch):
     from peft.tuners.lora import LoraModel
 
     found = check(lora, "adapter")
-    assert found.verdict == "pass", found.detail
+    assert found.status == "pass", found.detail
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self, **options: self.unload())
-    assert check(lora, "adapter").verdict == "fail"
+    assert check(lora, "adapter").status == "fail"
 
 
 def test_an_export_that_changes_a_weight_is_found(plain, monkeypatch):
@@ -454,19 +454,19 @@ def test_an_export_that_changes_a_weight_is_found(plain, monkeypatch):
     # What a run itself makes sure of, in a process of its own, and before the error.
     monkeypatch.setattr(export_model, "verify", lambda *arguments: None)
     found = check(plain, "export")
-    assert found.verdict == "fail" and "model.norm.weight differs from the checkpoint" in found.detail
+    assert found.status == "fail" and "model.norm.weight differs from the checkpoint" in found.detail
 
 
 def test_a_resume_that_forgets_the_optimizer_is_found(plain, monkeypatch):
     monkeypatch.setattr(train, "load_optimizer", lambda index, model, optimizer: None)
     found = check(plain, "resume")
-    assert found.verdict == "fail" and "different: step 4" in found.detail
+    assert found.status == "fail" and "different: step 4" in found.detail
 
 
 def test_a_run_that_begins_anew_does_not_pass_for_one_that_resumed(plain, monkeypatch):
     monkeypatch.setattr(train.checkpoint, "latest", lambda root: None)
     found = check(plain, "resume")
-    assert found.verdict == "fail" and "not from a killed attempt and its successor" in found.detail
+    assert found.status == "fail" and "not from a killed attempt and its successor" in found.detail
 
 
 def test_a_check_that_raises_has_failed_and_the_others_are_done():
@@ -479,7 +479,7 @@ def test_a_check_that_raises_has_failed_and_the_others_are_done():
         table.Check("nan", "", lambda subject: Measured(float("nan"), 2.0, "of nothing")),
     ]
     found = list(table.examine(None, checks=checks))
-    assert [finding.verdict for finding in found] == ["fail", "pass", "fail"]
+    assert [finding.status for finding in found] == ["fail", "pass", "fail"]
     assert "RuntimeError: no such thing" in found[0].detail
     assert found[2].to_dict()["figure"] is None
 
@@ -487,9 +487,9 @@ def test_a_check_that_raises_has_failed_and_the_others_are_done():
 def test_a_report_passes_when_something_applies_and_nothing_fails():
     line = partial(Finding, seconds=0.0, detail="")
     verdicts = [["pass", "n/a"], ["n/a"], ["pass", "fail"]]
-    reports = [Report("run", "", [line(f"{n}", verdict) for n, verdict in enumerate(row)]) for row in verdicts]
+    reports = [Report("run", "", [line(f"{n}", status) for n, status in enumerate(row)]) for row in verdicts]
     assert [report.passed for report in reports] == [True, False, False]
-    assert reports[2].verdict.startswith("NOT verified: 1 pass, 1 fail, 0 n/a")
+    assert reports[2].status.startswith("NOT verified: 1 pass, 1 fail, 0 n/a")
 
 
 def test_the_command_prints_json_and_exits_by_the_verdict(tmp_path, monkeypatch, capsys):
@@ -502,7 +502,7 @@ def test_the_command_prints_json_and_exits_by_the_verdict(tmp_path, monkeypatch,
 
     code, printed = run(str(file), "--json", "--only", "mask", "compile")
     report = json.loads(printed.out)
-    assert code == 0 and report["passed"] and [c["verdict"] for c in report["checks"]] == ["pass", "n/a"]
+    assert code == 0 and report["passed"] and [c["status"] for c in report["checks"]] == ["pass", "n/a"]
     assert printed.err.startswith("verify finetune: tiny-llama")
     code, printed = run(str(file), "--only", "masks")
     assert code == 2 and "there is no such check" in printed.err

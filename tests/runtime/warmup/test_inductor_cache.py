@@ -163,7 +163,7 @@ def test_what_pytorch_keeps_by_itself_is_not_given_on(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_cache, "graph_counts", lambda: next(counts))
     archiver = inductor_cache.GraphArchiver(spec, Processes())
     archiver.close()
-    assert archiver.facts().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
+    assert archiver.metadata().to_dict()["graphs_compiled"] == 2 and not list(tmp_path.rglob("*.tar.gz"))
     shared(tmp_path).replace(inductor_cache.graphs_key(spec), {"new": b""})
     assert inductor_cache.fetch_graphs(spec, [], CircuitBreaker()).to_dict() == {} and graph_cache.read(here()) == FILES
 
@@ -250,7 +250,7 @@ for _ in range(3):
     giver.step_ended()
 giver.close()
 from torch._dynamo.utils import counters
-print(json.dumps({**report, **giver.facts().to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
+print(json.dumps({**report, **giver.metadata().to_dict(), "loss": loss.item(), **counters["aot_autograd"]}))
 """
 
 
@@ -305,7 +305,7 @@ def test_only_the_first_process_of_a_job_gives_to_the_store(tmp_path, monkeypatc
         archiver.step_ended()
         archiver.step_ended()
         archiver.close()
-        assert archiver.facts().to_dict()["graph_problems"] == []
+        assert archiver.metadata().to_dict()["graph_problems"] == []
         return list(tmp_path.rglob("*.tar.gz"))
 
     assert given(Processes(9, 1, 16)) == []

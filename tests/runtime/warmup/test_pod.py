@@ -20,9 +20,9 @@ from strata_platform.spec import KernelStore, RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import pod as warm_pod
 from tasks.runtime.warmup.compile_process import warm_kernels
-from tasks.runtime.warmup.facts import LateCompile, WarmupFacts, WarmupFiles
 from tasks.runtime.warmup.plan import plan_kernels
 from tasks.runtime.warmup.store import open_store
+from tasks.runtime.warmup.warmup_metadata import LateCompile, WarmupFiles, WarmupMetadata
 from tests.kernels.helpers.store_races import Driver, Pointer, copy_kernel
 
 SMALL = {"data": {"sequence_length": 64}, "training": {"micro_batch_size": 2}}
@@ -219,9 +219,9 @@ def test_one_of_eight_processes_warms_up_and_the_others_wait(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_process_of_the_warm_up_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    facts, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
-    assert facts.planned == len(plan) > 5 and facts.skipped.startswith("no GPU here") and kernels == []
-    assert facts.problems == () and facts.store_hits == 0
+    metadata, plan, kernels = warm_kernels(RunSpec.model_validate(SMALL), [])
+    assert metadata.planned == len(plan) > 5 and metadata.skipped.startswith("no GPU here") and kernels == []
+    assert metadata.problems == () and metadata.store_hits == 0
 
 
 def test_a_store_that_cannot_be_opened_is_a_problem_and_no_more(tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_what_is_compiled_during_training_is_told_with_its_difference(tmp_path, 
 
 def test_facts_are_the_same_after_their_way_through_the_files(tmp_path):
     files = WarmupFiles(tmp_path / "warmup-pod.json")
-    facts = WarmupFacts.model_validate(
+    metadata = WarmupMetadata.model_validate(
         {
             "device": "GPU",
             "planned": 2,
@@ -285,8 +285,8 @@ def test_facts_are_the_same_after_their_way_through_the_files(tmp_path):
         }
     )
     plan = Plan(())
-    files.write(facts, plan, [KernelDescription("a", {"D": "16"})])
-    assert files.read_report() == facts and files.read_kernels() == [KernelDescription("a", {"D": "16"})]
+    files.write(metadata, plan, [KernelDescription("a", {"D": "16"})])
+    assert files.read_report() == metadata and files.read_kernels() == [KernelDescription("a", {"D": "16"})]
     assert Plan.from_json(files.plan.read_text()) == plan
     # A field that is not known is absent; one that is known to be nothing is null.
     assert set(json.loads(files.report.read_text())) == {"device", "planned", "compiled", "failed", "graphs_from"}

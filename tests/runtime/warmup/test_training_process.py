@@ -12,9 +12,9 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import training_process as module
-from tasks.runtime.warmup.facts import WarmupFacts
 from tasks.runtime.warmup.pod import warmup_files
 from tasks.runtime.warmup.training_process import ModuleLoader, training_warmup
+from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
 
 PLANNED = WarmupReport("GPU", 2, (Compiled("a", "", 0.1, hit=True),), (Failed("b", "x=1", "no room"),), 0.1)
 
@@ -46,7 +46,7 @@ def test_the_model_is_built_meanwhile(plan, monkeypatch, caplog):
     built.set()
     loading.wait()
     loading.wait()
-    report = loading.facts().to_dict()
+    report = loading.metadata().to_dict()
     assert report["modules"] == 1 and report["module_seconds"] > 0 and report["module_wait_seconds"] > 0
     assert "b was not loaded: no room" in caplog.text
 
@@ -56,14 +56,14 @@ def test_a_plan_that_cannot_be_read_is_told(plan, caplog, text):
     plan.write_text(text)
     loading = ModuleLoader(plan, OnGpu())
     loading.wait()
-    assert loading.facts().to_dict() == {} and "modules load when they are launched" in caplog.text
+    assert loading.metadata().to_dict() == {} and "modules load when they are launched" in caplog.text
 
 
 @pytest.mark.parametrize("processes", [Processes(), OnGpu()], ids=["no GPU", "no plan"])
 def test_where_nothing_is_planned_nothing_is_loaded(tmp_path, processes):
     loading = ModuleLoader(tmp_path / "none.json", processes)
     loading.wait()
-    assert loading.facts().to_dict() == {}
+    assert loading.metadata().to_dict() == {}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -80,7 +80,7 @@ def test_a_first_launch_finds_its_module_loaded(tmp_path, monkeypatch):
     for item in plan.specializations:
         item.kernel.device_caches.clear()
     warmup_files(folder).plan.write_text(plan.to_json())
-    with training_warmup(spec, folder, Processes(), WarmupFacts()) as warm:
+    with training_warmup(spec, folder, Processes(), WarmupMetadata()) as warm:
         warm.wait_until_loaded()
         with count_compiles() as counted:
             step("cuda")

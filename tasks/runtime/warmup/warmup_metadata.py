@@ -43,8 +43,8 @@ class LateCompile(_Frozen):
     difference: str
 
 
-class WarmupFacts(_Frozen):
-    """Facts of a warm-up. A field without a value is not known, and is absent from JSON.
+class WarmupMetadata(_Frozen):
+    """Metadata of a warm-up. A field without a value is not known, and is absent from JSON.
 
     The pod's first process fills in kernels and graphs; each training process adds its own modules, graphs and late
     compiles.
@@ -95,10 +95,10 @@ class WarmupFacts(_Frozen):
     later_compiles: int | None = None
     later_misses: tuple[LateCompile, ...] | None = None
 
-    def updated(self, *others: WarmupFacts, **facts: Any) -> WarmupFacts:
-        """A copy with the facts that `others` know, and with `facts`."""
+    def updated(self, *others: WarmupMetadata, **metadata: Any) -> WarmupMetadata:
+        """A copy with the metadata that `others` know, and with `metadata`."""
         known = {name: value for other in (self, *others) for name, value in other.known()}
-        return WarmupFacts(**{**known, **facts})
+        return WarmupMetadata(**{**known, **metadata})
 
     def known(self) -> list[tuple[str, Any]]:
         """Fields that were given a value, None included, with that value."""
@@ -130,15 +130,15 @@ class WarmupFiles:
         for path in (self.report, self.kernels, self.plan):
             path.unlink(missing_ok=True)
 
-    def write(self, facts: WarmupFacts, plan: Plan, kernels: Sequence[KernelDescription]) -> None:
+    def write(self, metadata: WarmupMetadata, plan: Plan, kernels: Sequence[KernelDescription]) -> None:
         """Write all three. The report comes last: where it exists, so do the others."""
         write_json(self.kernels, [kernel.to_dict() for kernel in kernels])
         self.plan.write_text(plan.to_json(), encoding="utf-8")
-        write_json(self.report, facts.to_dict())
+        write_json(self.report, metadata.to_dict())
 
-    def read_report(self) -> WarmupFacts:
+    def read_report(self) -> WarmupMetadata:
         """Raises OSError if there is no report, and ValueError if it is not one."""
-        return WarmupFacts.model_validate_json(self.report.read_bytes())
+        return WarmupMetadata.model_validate_json(self.report.read_bytes())
 
     def read_kernels(self) -> list[KernelDescription]:
         """Descriptions of the planned kernels; [] if nothing was planned."""
