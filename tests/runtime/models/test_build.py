@@ -177,7 +177,7 @@ def beyond(tmp_path_factory):
 
 def prepared(folder, model, text):
     (folder / "rows.jsonl").write_text(json.dumps({"text": text}))
-    data = {"source": str(folder / "rows.jsonl"), "sequence_length": 16}
+    data = {"source": str(folder / "rows.jsonl"), "sequence_length": 16, "special_tokens": "control"}
     spec = RunSpec(model={"name": str(model)}, data=data, objective={"type": "pretrain"})
     return spec.model, prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "data", report=print)
 
