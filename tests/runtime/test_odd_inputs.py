@@ -233,7 +233,7 @@ TOKENIZERS = {
     "no-end": ("tokenizer_config.json", changed(eos_token=None), "has no end-of-sequence token"),
     "syntax": ("chat_template.jinja", text("{% if %}"), "the tokenizer's own template is not a Jinja template: line 1"),
     "error": ("chat_template.jinja", text("{{ raise_exception('no') }}"), "the chat template rejects these messages"),
-    "nothing": ("chat_template.jinja", text("\n"), "nothing is left to train on"),
+    "nothing": ("chat_template.jinja", text("\n"), "the chat template omits message 1"),
     "no-template": ("chat_template.jinja", without, "the tokenizer has no chat template; set data.chat_template to"),
 }  # fmt: skip
 
@@ -263,7 +263,7 @@ TEMPLATES = {
     "loop": (loop, "data.chat_template '.*t.jinja' cannot be read: Too many levels of symbolic links"),
     "latin-1": (text("é".encode("latin-1")), "data.chat_template '.*t.jinja' cannot be read: .*; save it as UTF-8"),
     "syntax": (text("{{"), "data.chat_template: '.*t.jinja' is not a Jinja template: line 1"),
-    "empty": (text(""), "data.source .*: nothing is left to train on"),
+    "empty": (text(""), "rows.jsonl line 1: the chat template omits message 1"),
 }
 
 

@@ -58,7 +58,7 @@ except BaseException as error:
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
         # The agent may tell of the other process, which lost this one.
         ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),
-        ("loses_a_peer killed", "local", ("RECOVERABLE", "was killed: the container's memory was used up")),
+        ("loses_a_peer killed", "local", ("RECOVERABLE", "the container's memory was used up")),
     ],
 )
 def test_end_of_an_attempt(name, where, says, tmp_path):

@@ -595,7 +595,7 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
 def test_a_start_that_was_refused_leaves_its_name_in_the_store(output, store, caplog):
     spec = make_spec(output, "refused", "torch", "single", 1, steps=2)
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": {"every": 2, "url": "flaky://bucket/runs"}})
-    many = RunSpec.model_validate({**spec.model_dump(), "training": {"steps": 2, "micro_batch_size": 10**6}})
+    many = RunSpec.model_validate({**spec.model_dump(), "training": {"steps": 2, "micro_batch_size": 2**16}})
     folder = RunFolder.of(spec)
     with pytest.raises(ValueError, match="fewer than one batch"):
         train_spec(many)
