@@ -220,7 +220,11 @@ def runtime(monkeypatch):
             torch.OutOfMemoryError,
             r"^optimizer\.paged: neither cuda:0 nor the host has 2\.0 MiB more",
         ),
-        ("cudaErrorNotSupported", ValueError, r"^optimizer\.paged: cuda:0 cannot allocate .*cudaErrorNotSupported.* to false"),
+        (
+            "cudaErrorNotSupported",
+            ValueError,
+            r"^optimizer\.paged: cuda:0 cannot allocate .*cudaErrorNotSupported.* to false",
+        ),
     ],
 )
 def test_memory_that_is_not_there_is_told(error, type, message, runtime, monkeypatch):
