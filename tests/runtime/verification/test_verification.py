@@ -486,10 +486,10 @@ def test_a_check_that_raises_has_failed_and_the_others_are_done():
 
 def test_a_report_passes_when_something_applies_and_nothing_fails():
     line = partial(Finding, seconds=0.0, detail="")
-    verdicts = [["pass", "n/a"], ["n/a"], ["pass", "fail"]]
-    reports = [Report("run", "", [line(f"{n}", status) for n, status in enumerate(row)]) for row in verdicts]
+    rows = [["pass", "n/a"], ["n/a"], ["pass", "fail"]]
+    reports = [Report("run", "", [line(f"{n}", status) for n, status in enumerate(row)]) for row in rows]
     assert [report.passed for report in reports] == [True, False, False]
-    assert reports[2].status.startswith("NOT verified: 1 pass, 1 fail, 0 n/a")
+    assert reports[2].summary.startswith("NOT verified: 1 pass, 1 fail, 0 n/a")
 
 
 def test_the_command_prints_json_and_exits_by_the_verdict(tmp_path, monkeypatch, capsys):
