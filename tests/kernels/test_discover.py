@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from strata_kernels import patch_model, unpatch_model
 from strata_kernels.patch.discover import discover
@@ -143,6 +144,26 @@ def test_the_loss_of_routers_is_added_once(counted) -> None:
     assert without < expected[0] - 0.1
 
 
+class SquaredBalanceForCausalLM(modeling_qwen3_moe.Qwen3MoeForCausalLM):
+    def forward(self, input_ids=None, inputs_embeds=None, labels=None, output_router_logits=None, **others):
+        others |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "output_router_logits": output_router_logits}
+        output = super().forward(labels=labels, **others)
+        if labels is not None and output.aux_loss is not None:
+            output.loss = output.loss + output.aux_loss**2
+        return output
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_another_loss_of_routers_is_left_to_the_family_where_it_is_asked_for(asked) -> None:
+    model, tokens = build_other("qwen3_moe", output_router_logits=asked), torch.randint(3, VOCABULARY, (2, 9))
+    model.__class__ = SquaredBalanceForCausalLM
+    expected = gradients_of(model, tokens)
+    report = patch_model(model)
+    assert ("linear_cross_entropy" in report.counts) is not asked
+    assert ("adds the loss of its routers in another way" in report.summary()) is asked
+    torch.testing.assert_close(gradients_of(model, tokens), expected, atol=1e-5, rtol=1e-3)
+
+
 def test_says_the_same_of_a_model_on_meta() -> None:
     expected = patch_model(build_other("cohere"))
     with torch.device("meta"):
@@ -272,7 +293,7 @@ def test_what_is_not_equal_keeps_its_own_code(name, cls, operator, reason) -> No
     assert operator not in report.replaced and len(report.replaced) == 3
     with pytest.raises(ValueError, match=reason):
         patch_model(model, require_all=True)
-    assert report.kept[operator] and f"{operator} not everywhere" in report.summary()
+    assert report.kept[operator] and f"{operator} left out: " in report.summary()
 
 
 def test_layers_are_known_by_what_they_do_and_not_by_name() -> None:

@@ -408,7 +408,7 @@ def test_what_cannot_be_patched_keeps_its_own_code(batch) -> None:
     expected = train(model, **batch)
     report = patch_model(model)
     assert report.counts == {"rms_norm": 5, "rope": LAYERS, "linear_cross_entropy": 1}
-    assert "swiglu not everywhere: swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp" in report.summary()
+    assert "swiglu left out: swiglu computes SiLUActivation, SiLU, but model.layers.0.mlp" in report.summary()
     torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
 
 

@@ -36,26 +36,37 @@ def prove_head(module: Any) -> Head:
     cls: Any = original_class(module)
     if not {"inputs_embeds", "labels"} <= inspect.signature(cls.forward).parameters.keys():
         raise NotEqual("has a forward without inputs_embeds and labels")
-    output = module.get_output_embeddings()
+    linear = module.get_output_embeddings()
     parts = [name for name, _ in module.named_children()]
     body = next((name for name in (cls.base_model_prefix, "model") if name in parts), None)
-    head = next((name for name in parts if getattr(module, name) is output), None)
+    head = next((name for name in parts if getattr(module, name) is linear), None)
     if body is None or head is None:
         raise NotEqual("has its body or its head in another place")
     small = _small_copy(module, body, head, routed=False)
     output = type(cls.forward(small, **_all_inputs(cls.forward)))
-    routed = hasattr(module.config.get_text_config(), "output_router_logits")
+    # None for a family that adds no loss of its routers.
+    routed = getattr(module.config.get_text_config(), "output_router_logits", None)
     for variant in _variants(module, body, head, output):
         if not _has_loss_of(small, variant):
             continue
         balanced = replace(variant, balanced=True)
-        try:
-            small = _small_copy(module, body, head, routed=True)
-            return balanced if routed and _has_loss_of(small, balanced) else variant
-        except Exception:
-            # Where the loss of its routers is asked for, it runs its own forward.
-            return variant
+        if routed is not None and _is_balanced_as(_small_copy(module, body, head, routed=True), balanced):
+            return balanced
+        if routed:
+            raise NotEqual("adds the loss of its routers in another way")
+        return variant
     raise NotEqual("computes its loss from the hidden states in another way")
+
+
+def _is_balanced_as(small: Any, balanced: Head) -> bool:
+    """Whether the family adds the loss of its routers as `balanced` does. Otherwise callers who ask for that loss get
+    the family's own forward.
+    """
+    try:
+        return _has_loss_of(small, balanced)
+    except Exception:
+        # Foreign code with routers of its own.
+        return False
 
 
 def _variants(module: Any, body: str, head: str, output: type) -> Iterator[Head]:

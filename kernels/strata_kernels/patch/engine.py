@@ -53,7 +53,7 @@ class PatchReport:
         parts = [f"{operator} x{count}" for operator, count in self.counts.items()] or ["nothing is fused"]
         parts += [f"{operator} excluded" for operator in self.excluded]
         parts += [f"{operator} has no place in it" for operator in self.unsupported]
-        parts += [f"{operator} not everywhere: {'; '.join(reasons)}" for operator, reasons in self.kept.items()]
+        parts += [f"{operator} left out: {'; '.join(reasons)}" for operator, reasons in self.kept.items()]
         return f"{self.model_type}{' (by structure)' * self.by_structure}: {', '.join(parts)}"
 
 
@@ -107,10 +107,10 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
         raise ValueError(f"{reasons}; pass exclude={tuple(kept)} to patch the rest")
 
     unpatch_model(base)
-    for operator, modules in replacements.items():
+    for modules in replacements.values():
         for _, module, recipe in modules:
             cls: Any = type(module)
-            module.__class__ = _patched(cls, operator, recipe)
+            module.__class__ = _patched(cls, recipe)
     return PatchReport(
         model_type=model_type,
         replaced={name: tuple(path or "(model)" for path, *_ in modules) for name, modules in replacements.items()},
@@ -213,8 +213,8 @@ def _home(cls: type[nn.Module]) -> str:
 
 
 @cache
-def _patched(cls: Any, operator: str, recipe: Recipe) -> Any:
-    """The subclass of `cls` that runs `operator`. It has the same name, which configs and wrapping policies look up."""
+def _patched(cls: Any, recipe: Recipe) -> Any:
+    """The subclass of `cls` that computes `recipe`, with the name that configs and wrapping policies look up."""
     namespace = {
         "forward": _forward(cls, recipe),
         "_strata_original": cls,
@@ -222,7 +222,7 @@ def _patched(cls: Any, operator: str, recipe: Recipe) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         # A pickle would find the original class by its module and name.
-        "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, operator, recipe)),
+        "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, recipe)),
     }
     return type(cls)(cls.__name__, (cls,), namespace)
 
@@ -239,11 +239,11 @@ def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
             return causal_lm_forward(cls.forward, recipe)
 
 
-def _reduce(module: nn.Module, protocol: Any, key: tuple[type[nn.Module], str, Recipe]) -> tuple[Any, ...]:
+def _reduce(module: nn.Module, protocol: Any, key: tuple[type[nn.Module], Recipe]) -> tuple[Any, ...]:
     reduced: Any = object.__reduce_ex__(module, protocol)
     return _new, key, *reduced[2:]
 
 
-def _new(cls: Any, operator: str, recipe: Recipe) -> Any:
-    patched = _patched(cls, operator, recipe)
+def _new(cls: Any, recipe: Recipe) -> Any:
+    patched = _patched(cls, recipe)
     return patched.__new__(patched)

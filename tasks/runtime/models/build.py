@@ -338,8 +338,10 @@ def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
     """
     if not kernels.enabled:
         return None
+    if kernels.enabled == "auto":
+        return patch_model(model, exclude=kernels.exclude)
     try:
-        return patch_model(model, exclude=kernels.exclude, require_all=kernels.enabled is True)
+        return patch_model(model, exclude=kernels.exclude, require_all=True)
     except ValueError as error:
         raise ValueError(
             f"kernels.enabled is true, but {error}. Set it to auto, which keeps the model's own code there, or leave "
