@@ -43,5 +43,6 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
 
 
 def _patched(model: Any, exclude: Iterable[str]) -> Any:
-    _log.info(patch_model(model, exclude=exclude).summary())
+    report = patch_model(model, exclude=exclude)
+    _log.log(logging.INFO if report.replaced else logging.WARNING, report.summary())
     return model

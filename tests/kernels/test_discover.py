@@ -277,7 +277,12 @@ class SwappedMLP(modeling_llama.LlamaMLP):
         ("LlamaRMSNorm", GroupedRMSNorm, "rms_norm", "GroupedRMSNorm computes another norm"),
         ("LlamaRMSNorm", EarlyRMSNorm, "rms_norm", r"EarlyRMSNorm rounds otherwise in bfloat16, in \d+% of the values"),
         ("LlamaRMSNorm", FarClampedRMSNorm, "rms_norm", "FarClampedRMSNorm computes another norm"),
-        ("LlamaRMSNorm", NarrowRMSNorm, "rms_norm", "NarrowRMSNorm"),
+        (
+            "LlamaRMSNorm",
+            NarrowRMSNorm,
+            "rms_norm",
+            r"NarrowRMSNorm rounds otherwise in bfloat16, in \d+% of the values",
+        ),
         ("LlamaMLP", ClampedMLP, "swiglu", "ClampedMLP computes something else than swiglu"),
         ("LlamaMLP", TupleMLP, "swiglu", "TupleMLP computes something else than swiglu"),
         ("LlamaMLP", EvaluatedMLP, "swiglu", "EvaluatedMLP computes something else than swiglu"),

@@ -87,6 +87,7 @@ def test_towers_for_images_keep_their_rotation() -> None:
     expected = tower(pixels, image_sizes=sizes_of_images).last_hidden_state
     report = patch_model(model)
     assert report.counts["rope"] == 2 and report.kept["rope"] == ("PixtralAttention is no attention of the text model",)
+    assert "rope x2" in report.summary() and "rope not everywhere: PixtralAttention" in report.summary()
     torch.testing.assert_close(tower(pixels, image_sizes=sizes_of_images).last_hidden_state, expected)
 
 

@@ -1,4 +1,4 @@
-"""Patch a model: one engine for every row of the table.
+"""Patch a model: one engine for what the table or `discover` finds.
 
 The engine sets a module's class to a subclass that overrides `forward`. It stores nothing on the module: parameters,
 buffers, hooks and state dict do not change, copies are patched too, and other models are not affected. Unpatching sets
@@ -31,7 +31,7 @@ class PatchReport:
         model_type: of the model's configuration.
         replaced: operator → paths of the modules that now run it.
         excluded: operators left out because the caller asked for it.
-        unsupported: operators that the table says this family has no place for.
+        unsupported: the activations, where the table's row has a feed-forward layer of another kind.
         kept: operator → why modules that it could have replaced keep their own code.
         by_structure: whether the modules were found by what they compute, as the table has no row for the family.
     """
@@ -53,7 +53,10 @@ class PatchReport:
         parts = [f"{operator} x{count}" for operator, count in self.counts.items()] or ["nothing is fused"]
         parts += [f"{operator} excluded" for operator in self.excluded]
         parts += [f"{operator} has no place in it" for operator in self.unsupported]
-        parts += [f"{operator} left out: {'; '.join(reasons)}" for operator, reasons in self.kept.items()]
+        for operator, reasons in self.kept.items():
+            parts.append(
+                f"{operator} {'not everywhere' if operator in self.replaced else 'left out'}: {'; '.join(reasons)}"
+            )
         return f"{self.model_type}{' (by structure)' * self.by_structure}: {', '.join(parts)}"
 
 

@@ -119,7 +119,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 # "gelu_new", NewGELUActivation, is the tanh approximation in PyTorch code.
-ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
+_ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
     "swiglu": {"transformers.activations.SiLUActivation": {}, "torch.nn.modules.activation.SiLU": {}},
     "geglu": {
         "transformers.activations.GELUActivation": {"approximate": "none"},
@@ -133,9 +133,9 @@ ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
     """The keyword arguments for `operator` to compute `activation`; None if it cannot."""
     cls = type(activation)
-    return ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
+    return _ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
 
 
 def activations_of(operator: str) -> str:
     """The names of the activations that `operator` computes, as error messages list them."""
-    return ", ".join(name.rpartition(".")[2] for name in ACTIVATION_CLASSES[operator])
+    return ", ".join(name.rpartition(".")[2] for name in _ACTIVATION_CLASSES[operator])

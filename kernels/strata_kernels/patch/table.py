@@ -1,4 +1,4 @@
-"""Which transformers models can be patched, and how they differ: one row per `config.model_type`.
+"""How known families of transformers are patched: one row per `config.model_type`. Others: `discover`.
 
 All of them are decoders whose modeling file follows one naming scheme (`<Prefix>RMSNorm`, `<Prefix>MLP`,
 `<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row

@@ -55,7 +55,7 @@ def plan_model(
     kernels.
 
     Args:
-        config: from `load_config`, or of any causal model of transformers that `patch_model` supports.
+        config: from `load_config`, or of any causal model of transformers that has sdpa attention.
         dtype: the dtype of weights and hidden states in the layers (with FSDP, of the gathered weights): bf16 | fp16 |
             fp32.
         batch: rows of a micro-batch.
@@ -64,7 +64,7 @@ def plan_model(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: `patch_model` does not support the model.
+        ValueError: transformers has no such model, or not with sdpa attention.
     """
     with torch.device("meta"):
         # Attention launches no kernels of this package; this implementation runs on meta tensors.

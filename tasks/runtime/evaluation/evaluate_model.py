@@ -108,7 +108,9 @@ def _measure(
     )
     set_special_tokens(model, tokenizer)
     _disable_router_loss(model)
-    objective = build_validation_objective(spec, fused=has_fused_loss(patch(model, spec.kernels)))
+    patched = patch(model, spec.kernels)
+    log.info("kernels in evaluation: %s", patched.summary() if patched else "off")
+    objective = build_validation_objective(spec, fused=has_fused_loss(patched))
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
     means = validation_means(model, objective, data, spec)

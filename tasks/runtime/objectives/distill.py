@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import NATS
 
+log = logging.getLogger(__name__)
+
 # Key of the teacher's fingerprint in a checkpoint's metadata.
-_FACT = "teacher"
+_METADATA_KEY = "teacher"
 
 
 class Distill:
@@ -85,7 +88,7 @@ class Distill:
             kind = Unreachable if isinstance(error, Unreachable) else ValueError
             raise kind(f"objective.teacher: {error}") from error
         # Checkpoints of earlier versions have no fingerprint of the teacher.
-        self._require_same(found, context.metadata.get(_FACT, found))
+        self._require_same(found, context.metadata.get(_METADATA_KEY, found))
         self._fingerprint = found
         set_dtypes(teacher, processes.on_main(lambda: dtypes_of(teacher)))
         if self._varlen:
@@ -98,7 +101,7 @@ class Distill:
 
     def metadata(self) -> dict[str, Any]:
         """The fingerprint of the teacher's weights."""
-        return {_FACT: self._fingerprint}
+        return {_METADATA_KEY: self._fingerprint}
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Return the data unchanged."""
@@ -163,7 +166,9 @@ class Distill:
     def _adopt(self, teacher: PreTrainedModel) -> None:
         teacher.requires_grad_(False)
         teacher.eval()
-        self._teacher_fused = has_fused_loss(patch(teacher, self._spec.kernels))
+        patched = patch(teacher, self._spec.kernels)
+        log.info("kernels of the teacher: %s", patched.summary() if patched else "off")
+        self._teacher_fused = has_fused_loss(patched)
         self._teacher = teacher
 
     def _teacher_spec(self) -> RunSpec:

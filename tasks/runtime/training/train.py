@@ -330,7 +330,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
     if step.varlen:
         log.info("attention: varlen, without masks")
-    log.info("kernels: %s", patched.summary() if patched else "off")
+    unfused = patched is not None and not patched.replaced
+    log.log(logging.WARNING if unfused else logging.INFO, "kernels: %s", patched.summary() if patched else "off")
     log.info(
         "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
         steps,

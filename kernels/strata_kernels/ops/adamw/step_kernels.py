@@ -1,10 +1,9 @@
 """The kernels of `adamw_step` and `weight_step`; `adamw/__init__.py` has the formulas.
 
 Axes: n tensors, the elements of a tensor in memory order, chunks of a tensor, blocks of a chunk. One launch updates
-many
-tensors: a program updates one chunk, and reads the addresses and sizes of its tensor from a table. A kernel before it
-computes the values that all chunks of a tensor share from its step: bias corrections and the first words of the random
-bits.
+many tensors: a program updates one chunk, and reads the addresses and sizes of its tensor from a table. A kernel before
+it computes the values that all chunks of a tensor share from its step: bias corrections and the first words of the
+random bits.
 
 The bits equal those of `step_reference.py`: every operation is rounded once and in the same order, division and square
 root are rounded correctly, there is no fused multiply-add, and integers wrap around.
