@@ -390,7 +390,3 @@ def test_a_checkpoint_that_is_passed_over_is_warned_of(finished, tmp_path, caplo
     happened(RunFolder(tmp_path / "out" / "finetune"))
     assert checkpoint.latest(tmp_path / "out" / "finetune" / "checkpoints") is None
     assert message in caplog.text
-
-
-def test_the_table_has_fifty_cases():
-    assert len(SPECS) + len(DATA) + len(RUNS) + len(MODELS) >= 50

@@ -70,7 +70,7 @@ class Unread:
     """
 
     def __init__(self, name: str, read: tuple[str, ...], data: Data) -> None:
-        self.read = {*read, *optional_columns(name, data)}
+        self.read = {*read, *_optional_columns(name, data)}
         meanings = {**_MEANINGS, **{synonym: _MEANINGS[known] for synonym, known in _SYNONYMS.items()}}
         meanings[data.system_column] = _MEANINGS["system"]
         self._meanings = {
@@ -79,6 +79,14 @@ class Unread:
             if name in meaning[0] and column not in self.read and column not in data.ignore_columns
         }
         self._format = name
+        self._data = data
+
+    def without_effect(self) -> list[str]:
+        """Fields of `data` that were set to the name of a column which the format does not read."""
+        fields = {field: info.default for field, info in Data.model_fields.items() if field.endswith("_column")}
+        given = {field: getattr(self._data, field) for field in fields}
+        unread = {*given.values()} - self.read - {*self._data.ignore_columns}
+        return [f"{field} {value!r}" for field, value in given.items() if value != fields[field] and value in unread]
 
     def require_harmless(self, row: Row) -> None:
         """Raise ValueError if a column that is not read changes what the row means."""
@@ -94,7 +102,21 @@ class Unread:
                 )
 
 
-def optional_columns(name: str, data: Data) -> tuple[str, ...]:
+def keys_in(value: Any) -> set[str]:
+    """Keys of all mappings in a value, at any depth."""
+    keys: set[str] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            keys |= item.keys()
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+    return keys
+
+
+def _optional_columns(name: str, data: Data) -> tuple[str, ...]:
     """Columns that a format reads if they are there."""
     if name not in CHATS:
         return ()

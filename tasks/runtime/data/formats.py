@@ -96,14 +96,17 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         ValueError: a column is missing, no row is readable, or the format does not fit the objective.
     """
     data = recipe.data
-    present = [column for column in columns_of(rows) if column not in data.ignore_columns]
-    if not present:
+    available = columns_of(rows)
+    if not available:
         raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
-    if data.system_column != _SYSTEM and data.system_column not in present:
+    if data.system_column != _SYSTEM and data.system_column not in available:
         raise ValueError(
-            f"data.system_column {data.system_column!r}: the data has {', '.join(map(repr, present))}"
-            f"{suggestion(data.system_column, present)}"
+            f"data.system_column {data.system_column!r}: the data has {', '.join(map(repr, available))}"
+            f"{suggestion(data.system_column, available)}"
         )
+    present = [column for column in available if column not in data.ignore_columns]
+    if not present:
+        raise ValueError(f"data.ignore_columns: no column is left of {', '.join(map(repr, available))}; remove one")
     if recipe.objective == "dpo":
         columns = preference_columns(data, present)
         return PREFERENCES[are_chats(columns, rows)], columns

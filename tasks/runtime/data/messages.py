@@ -113,9 +113,9 @@ def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: {key} is {value!r} and role is {message['role']!r}, but only the assistant's messages carry "
                 f"loss; set it to false, or name {key!r} in data.ignore_columns"
             )
-        if int(value) != int(message.setdefault("weight", value)):
+        if value != message.setdefault("weight", value):
             raise RowError(f"{where}: {key} is {value!r}, but weight is {message['weight']!r}; leave one of them out")
-    return {**message, "weight": int(message["weight"])}
+    return message
 
 
 def _require_weight(message: dict[str, Any], where: str) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock
-from tasks.runtime.data.columns import Unread, columns_of
+from tasks.runtime.data.columns import Unread, columns_of, keys_in
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData, Sample
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
@@ -27,6 +26,7 @@ from tasks.runtime.data.formats import Format, choose_format, make_format, raw_t
 from tasks.runtime.data.prepared_manifest import Manifest, Split
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.special_tokens import texts_in
 from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.data.text_files import pieces
 from tasks.runtime.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, trains_tokenizer
@@ -152,27 +152,29 @@ def _first(rows: Iterator[Row]) -> list[Row]:
     characters = 0
     for row in islice(rows, _FORMAT_ROWS):
         first.append(row)
-        characters += _characters(row.values)
+        characters += sum(map(len, texts_in(row.values)))
         if characters > _FORMAT_CHARACTERS:
             break
     return first
 
 
-def _characters(value: Any) -> int:
-    """Characters of all texts in a value."""
-    if isinstance(value, str):
-        return len(value)
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_characters, items))
-
-
 def _report_unread(recipe: DataRecipe, name: str, columns: tuple[str, ...], first: list[Row], report: Report) -> None:
-    """Report the columns of the first rows that are not read. Raises ValueError if one changes what a row means."""
+    """Report the columns of the first rows that are not read. Raises ValueError if one changes what a row means.
+
+    Warns of fields of `data` that name a column in vain.
+    """
     unread = Unread(name, columns, recipe.data)
+    for field in unread.without_effect():
+        warnings.warn(f"data.{field} has no effect: the data's format is {name}", stacklevel=4)
     for row in first:
         unread.require_harmless(row)
     if left := [column for column in columns_of(first) if column not in unread.read]:
         report(f"columns not used: {', '.join(map(repr, left))}")
+    # It names keys of messages, too.
+    known = keys_in([row.values for row in first])
+    if missing := [column for column in recipe.data.ignore_columns if column not in known]:
+        found = f"none of the first {len(first)} rows has {', '.join(map(repr, missing))}"
+        warnings.warn(f"data.ignore_columns: {found}", stacklevel=4)
 
 
 def _tokenizer(
@@ -219,8 +221,11 @@ def _report_lengths(recipe: DataRecipe, buffer: DocumentBuffer, report: Report) 
     median, length = int(np.median(lengths)), recipe.data.sequence_length
     report(f"{samples.size:,} documents, median {median:,} tokens")
     if recipe.objective == "pretrain" and median * _SHORT < length:
-        divided = recipe.data.documents != "file" or recipe.data.document_separator is not None
-        way_out = "set data.documents to 'file'" if divided else "join texts that belong together"
+        way_out = "join texts that belong together"
+        if recipe.data.documents != "file":
+            way_out = "set data.documents to 'file'"
+        elif recipe.data.document_separator is not None:
+            way_out = "leave out data.document_separator"
         warnings.warn(
             f"half of the documents have at most {median:,} tokens, far fewer than data.sequence_length {length:,}, "
             f"and none attends to another: the model sees little context. To train on longer ones, {way_out}.",
@@ -242,7 +247,8 @@ def _write_splits(
         samples, buffer.lengths, fraction=fraction, seed=recipe.seed, divisible=row_format.name == "text"
     )
     if ends:
-        report(f"validation: the last {100 * fraction:g} % of each text, because whole texts would be too much or none")
+        share = f"the last {100 * fraction:g} % of each long text"
+        report(f"validation: {share}, because whole texts would be too much or none")
     length = recipe.data.sequence_length if recipe.data.packing else None
     group_size = 2 if row_format.paired else 1
     splits = [

@@ -51,7 +51,7 @@ class SpecialTokens:
 
         Nothing is replaced in a value without special tokens, or if they are control tokens. Keys stay.
         """
-        if self.is_control(where, *_texts(value)):
+        if self.is_control(where, *texts_in(value)):
             return value, []
         hidden: list[str] = []
 
@@ -81,11 +81,18 @@ def _with_space(name: str, token: Any) -> str:
     return f"{before}{re.escape(name)}{after}"
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in items for text in _texts(item)]
+def texts_in(value: Any) -> list[str]:
+    """All texts in a value, at any depth and in order, but for the keys of its mappings."""
+    found, left = [], [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            left += reversed(item.values())
+        elif isinstance(item, list):
+            left += reversed(item)
+    return found
 
 
 def _mapped(value: Any, change: Any) -> Any:

@@ -1,7 +1,7 @@
 """Documents of text files: whole files, paragraphs, lines, or what a separator divides.
 
 A file is decoded as it is read. A document that is longer than a part is given in several rows, so that memory holds a
-part of it, whatever its size; `cut` says where parts begin.
+part of it, whatever its size; `cut` says where parts begin. A line is given whole.
 """
 
 from __future__ import annotations
@@ -103,12 +103,16 @@ def _decoded(file: IO[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[str]) -> Iterator[str]:
-    held = ""
+    held: list[str] = []
     for chunk in chunks:
-        *whole, held = (held + chunk).split("\n")
-        yield from whole
-    if held:
-        yield held
+        first, *rest = chunk.split("\n")
+        held.append(first)
+        if rest:
+            yield "".join(held)
+            yield from rest[:-1]
+            held = rest[-1:]
+    if last := "".join(held):
+        yield last
 
 
 def _parts(chunks: Iterable[str], separator: str | None, size: int) -> Iterator[_Part]:

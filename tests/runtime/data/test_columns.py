@@ -17,7 +17,6 @@ TALK = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": 
 PAIR = {"prompt": "2 + 2 =", "completion": " 4"}
 PREFERENCE = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
 CHATS = {"chosen": TALK, "rejected": [TALK[0], {"role": "assistant", "content": "No."}]}
-KNOWN = {"messages", *PAIR, *PREFERENCE, "instruction", "input", "output"}
 ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
 
 Prepare = Callable[..., PreparedData]
@@ -214,6 +213,9 @@ FLAGS = {
     "mask": ({"mask": True}, "has 'mask': which parts"),
     "scale": ({"loss": 0.5}, r"loss is 0\.5; it may be true or false"),
     "both": ({"train": True, "weight": 0}, "train is True, but weight is 0"),
+    "more": ({"train": True, "weight": 1.5}, r"train is True, but weight is 1\.5"),
+    "less": ({"train": False, "weight": 0.5}, r"train is False, but weight is 0\.5"),
+    "text": ({"train": True, "weight": "high"}, "train is True, but weight is 'high'"),
 }
 
 
@@ -232,3 +234,16 @@ def test_a_user_is_not_learned(prepared: Prepare) -> None:
         prepared(rows)
     rows[0]["messages"][0]["train"] = False
     assert _documents(prepared(rows))[0][1] == "Hi.<|im_end|>"
+
+
+def test_fields_that_name_a_column_in_vain_are_warned_of(prepared: Prepare) -> None:
+    rows = [{"messages": [{**TALK[0], "id": 1}, TALK[1]], "extra": "x"}]
+    with pytest.warns(UserWarning, match=r"^data\.prompt_column 'question' has no effect: the data's format is chat$"):
+        prepared(rows, prompt_column="question")
+    with pytest.warns(UserWarning, match=r"^data\.ignore_columns: none of the first 1 rows has 'nowhere'$"):
+        prepared(rows, ignore_columns=["extra", "nowhere", "id"])
+
+
+def test_the_columns_of_the_data_are_named_though_they_are_ignored(prepared: Prepare) -> None:
+    with pytest.raises(ValueError, match=r"data\.ignore_columns: no column is left of 'prompt', 'completion'"):
+        prepared([PAIR], ignore_columns=list(PAIR))

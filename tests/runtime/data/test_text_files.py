@@ -44,6 +44,8 @@ def test_a_document_is_a_file_a_paragraph_a_line_or_what_a_separator_divides(par
     ]  # fmt: skip
     assert _rows("a\r\n\nb", part=part, unit="line") == [("a line 1", "a"), ("a line 2", ""), ("a line 3", "b")]
     assert _rows("", part=part) == [("a", "")]
+    long = "x" * (1 << 20)
+    assert _rows(f"{long}y\n{long}\n", unit="line") == [("a line 1", f"{long}y"), ("a line 2", long)]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_of_one_long_text_the_end_is_held_out(tmp_path: Path, byte_tokenizer: st
     # 589 characters and two special tokens are 40 pieces of 15 new tokens; 4 of them are held out: the last has 5.
     assert (data.manifest.train.documents, data.manifest.validation.documents) == (36, 4)
     assert (data.manifest.train.target_tokens, data.manifest.validation.target_tokens) == (540, 50)
-    assert "validation: the last 10 % of each text, because whole texts would be too much or none" in lines
+    assert "validation: the last 10 % of each long text, because whole texts would be too much or none" in lines
     kept = [data.validation[index]["input_ids"] for index in range(len(data.validation))]
     assert any("ight;</s>" in data.tokenizer().decode(row) for row in kept)
     shown = data.samples(9)
@@ -210,3 +212,5 @@ def test_texts_far_shorter_than_a_row_are_warned_of(tmp_path: Path, byte_tokeniz
     with pytest.warns(UserWarning, match=r"at most 15 tokens, .*, join texts that belong together\.$"):
         _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.jsonl", sequence_length=256)
     _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt", documents="line", sequence_length=240)
+    with pytest.warns(UserWarning, match=r"at most 28 tokens, .*, leave out data\.document_separator\.$"):
+        _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt", document_separator="night", sequence_length=512)
