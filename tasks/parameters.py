@@ -10,10 +10,8 @@ from typing import Any
 from flytekit.interaction.click_types import JsonParamType
 from pydantic import BaseModel
 
-from strata_platform.spec import RunSpec, load_spec
-from strata_platform.spec.load import read_values
-
-_SUFFIXES = (".yaml", ".yml", ".json")
+from strata_platform.spec import RunSpec
+from strata_platform.spec.load import SPEC_SUFFIXES, load_spec_with_lines, read_values
 
 
 def read_files_as_strata_does() -> None:
@@ -29,12 +27,12 @@ def _reading_files(parse: Callable[[JsonParamType, Any, Any], Any]) -> Callable[
     @wraps(parse)
     def read(self: JsonParamType, value: Any, param: Any) -> Any:
         wanted = self._python_type
-        is_file = isinstance(value, str) and value.endswith(_SUFFIXES)
+        is_file = isinstance(value, str) and value.endswith(SPEC_SUFFIXES)
         if not (is_file and isinstance(wanted, type) and issubclass(wanted, BaseModel)):
             return parse(self, value, param)
         if wanted is RunSpec:
             # flytekit validates the values again, but no longer knows their lines.
-            load_spec(Path(value))
+            return load_spec_with_lines(Path(value))[1].value
         return read_values(value)
 
     return read

@@ -25,7 +25,7 @@ from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_price
 from strata_platform.estimate.gpus import gpu_kind
 from strata_platform.estimate.prices import CONFIG_MAP
 from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.load import load_spec_argument, load_spec_with_lines, read_standard_input
+from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_lines, load_spec_argument
 from strata_platform.spec.local_files import local_file_problems
 from strata_platform.spec.schema import json_schema
 
@@ -86,12 +86,12 @@ def spec(
 def _read_with_files(file: Path, backend: BackendName) -> RunSpec:
     """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
     try:
-        checked, document = load_spec_with_lines(read_standard_input() if str(file) == "-" else file)
+        checked, document = load_argument_with_lines(file)
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
     if problems := list(local_file_problems(checked)):
-        missing = SpecError(problems).with_lines(str(file), document.lines)
+        missing = SpecError(problems).with_lines(STANDARD_INPUT if str(file) == "-" else str(file), document.lines)
         if backend == "local":
             typer.echo(f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte", err=True)
             raise typer.Exit(missing.exit_code)

@@ -45,7 +45,7 @@ def require_sizes(config: Mapping[str, Any], where: str) -> None:
 
     A model for more than text has the sizes of its language model in a part called `text_config`.
     """
-    for problem in _problems(config):
+    if problem := next(iter(_problems(config)), None):
         raise ValueError(f"{where}: {problem}; correct it, or fetch the file again")
     text = config.get("text_config")
     if isinstance(text, Mapping):

@@ -151,7 +151,7 @@ def _kept_by_recomputed(work: Workload) -> float:
 
 def activations_of_layer(work: Workload) -> float:
     """Bytes that the backward pass of a layer reads: the inputs of norms, products, attention and the gate."""
-    shape, parallel = work.shape, work.context_parallel
+    shape, parallel = work.shape, work.parallel.context_parallel
     # A mask needs keys and values repeated for every head. Context parallelism keeps those of the whole row.
     keys = (shape.queries if work.masked else shape.keys) * parallel
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
@@ -192,7 +192,7 @@ def _loss(work: Workload) -> float:
     logits = work.tokens * work.shape.vocabulary
     if not work.fused_loss:
         # Every tensor-parallel rank gathers the logits of the whole vocabulary.
-        return float(states + logits * work.tensor_parallel * _PLAIN_LOGIT)
+        return float(states + logits * work.parallel.tensor_parallel * _PLAIN_LOGIT)
     if work.lora:
         return float(states + min(logits * size, _LOSS_BUDGET))
     # The gradient of the head, and a second buffer of its size that sums several chunks exactly.

@@ -52,16 +52,16 @@ def lines(found: Estimate, best: Estimate | None, tokens: float | None, price: P
         if part:
             yield f"  {name:<12}{part / _GIB:8.1f}"
     left = (found.gpu.memory - found.memory.peak) / _GIB
-    verdict = f"fits, {left:.1f} to spare" if found.fits else f"does not fit: {max(-left, 0):.1f} too much"
+    fit = f"fits, {left:.1f} to spare" if found.fits else f"does not fit: {max(-left, 0):.1f} too much"
     if not found.fits and left >= 0:
-        verdict = f"does not fit safely: {left:.1f} to spare"
-    yield f"  {'peak':<12}{found.memory.peak / _GIB:8.1f} of {found.gpu.memory / _GIB:.1f}: {verdict}"
+        fit = f"does not fit safely: {left:.1f} to spare"
+    yield f"  {'peak':<12}{found.memory.peak / _GIB:8.1f} of {found.gpu.memory / _GIB:.1f}: {fit}"
     yield ""
     rate = f"{found.tokens_per_second:,.0f} tokens/s on each GPU"
     yield f"speed: {rate}, {found.time.step:.2f} s a step, MFU {found.mfu:.0%}"
     yield from _length(found, tokens, price)
     yield ""
-    yield from _advice(found, best, tokens, price)
+    yield from _advice(found, best)
 
 
 def _length(found: Estimate, tokens: float | None, price: Price | None) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _length(found: Estimate, tokens: float | None, price: Price | None) -> Itera
     yield f"length: {hours(found, tokens):,.1f} hours for {tokens:,.0f} tokens{money}"
 
 
-def _advice(found: Estimate, best: Estimate | None, tokens: float | None, price: Price | None) -> Iterator[str]:
+def _advice(found: Estimate, best: Estimate | None) -> Iterator[str]:
     if best is None:
         yield "no layout of this run fits these GPUs; try a shorter data.sequence_length or an adapter"
         return

@@ -58,7 +58,7 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     traffic = tokens * _layer_traffic(work, light) + _dequantization_traffic(work, again)
     elementwise = shape.layers * traffic / gpu.stream
     # Without the fused operator every tensor-parallel rank has the logits of the whole vocabulary.
-    logit = _LOGIT_BYTES if work.fused_loss else _PLAIN_LOGIT_BYTES * work.tensor_parallel
+    logit = _LOGIT_BYTES if work.fused_loss else _PLAIN_LOGIT_BYTES * work.parallel.tensor_parallel
     loss = tokens * shape.vocabulary * logit / gpu.stream
     # The host launches kernels ahead of the GPU, so the slower of the two counts.
     launched = shape.layers * gpu.layer * (1 + light / 3)
@@ -97,9 +97,9 @@ def _layer_traffic(work: Workload, again: float) -> float:
         # weights.
         copied = 4 * (1 + again) if work.quantized else 0
         traffic += sum(b for _, b in shape.linear_layers) * size * (6 * (2 + again) + copied)
-    if work.context_parallel > 1:
+    if work.parallel.context_parallel > 1:
         # The queries of this rank, and the keys and values of the whole row.
-        joined = shape.queries + 2 * shape.keys * work.context_parallel
+        joined = shape.queries + 2 * shape.keys * work.parallel.context_parallel
         traffic += joined * _JOINED_BYTES * size * (2 + again)
     return traffic * (1.0 if work.fused else _UNFUSED)
 
@@ -155,7 +155,7 @@ def _sent_within_groups(work: Workload) -> float:
     shape, tokens = work.shape, work.tokens
     every = work.training.recomputed_every
     again = 1 / every if every else 0.0
-    ways, parts = work.tensor_parallel, work.context_parallel
+    ways, parts = work.parallel.tensor_parallel, work.parallel.context_parallel
     # Hidden states and their gradients are all-reduced around attention and the gate, once more in a recomputed layer,
     # after the embeddings and before the head. An all-reduce is a reduce-scatter and an all-gather.
     sums = shape.layers * (4 + again) + 2

@@ -1,4 +1,4 @@
-"""What one process of a run holds and computes: the facts that memory and time are estimated from."""
+"""What one process of a run holds and computes: from which memory and time are estimated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Workload:
         shape: the model, or the shard of one rank under tensor parallelism.
         tokens: tokens of a micro-batch that this process computes.
         sequence_length: tokens of a whole row, also under context parallelism.
-        tensor_parallel, context_parallel: sizes of the process groups.
         dp_cp_size: processes that gradients are reduced over.
         shards: processes that FSDP shards weights, gradients and optimizer state over; 1 without FSDP.
         weight_bytes: bytes of a weight and of its gradient; also of a moment, unless the optimizer is AdamW 8-bit.
@@ -41,8 +40,6 @@ class Workload:
     shape: ModelShape
     tokens: int
     sequence_length: int
-    tensor_parallel: int
-    context_parallel: int
     dp_cp_size: int
     shards: int
     weight_bytes: int
@@ -72,15 +69,13 @@ class Workload:
         weight_bytes = 4 if spec.model.dtype == "float32" else 2
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
         compute_bytes = 2 if in_bfloat16 else weight_bytes
-        several_documents = spec.data.packing or spec.parallel.context_parallel > 1
+        several_documents = spec.data.packing or parallel.context_parallel > 1
         return cls(
-            shape=_shard_of(shape, spec.parallel.tensor_parallel),
-            tokens=spec.training.micro_batch_size * spec.data.sequence_length // spec.parallel.context_parallel,
+            shape=_shard_of(shape, parallel.tensor_parallel),
+            tokens=spec.training.micro_batch_size * spec.data.sequence_length // parallel.context_parallel,
             sequence_length=spec.data.sequence_length,
-            tensor_parallel=spec.parallel.tensor_parallel,
-            context_parallel=spec.parallel.context_parallel,
-            dp_cp_size=spec.topology.world_size // spec.parallel.tensor_parallel,
-            shards=spec.model_shards // spec.parallel.tensor_parallel,
+            dp_cp_size=spec.topology.world_size // parallel.tensor_parallel,
+            shards=spec.model_shards // parallel.tensor_parallel,
             weight_bytes=weight_bytes,
             compute_bytes=compute_bytes,
             fused=bool(kernels.enabled),
@@ -126,7 +121,7 @@ class Workload:
 
         Under context parallelism the mask is causal as well.
         """
-        return 1.0 if self.masked and self.context_parallel == 1 else 0.5
+        return 1.0 if self.masked and self.parallel.context_parallel == 1 else 0.5
 
 
 def _not_estimated(field: str, feature: str, instead: str) -> SpecError:

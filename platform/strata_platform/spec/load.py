@@ -17,7 +17,8 @@ from strata_platform.spec.describe import format_value
 from strata_platform.spec.run_spec import RunSpec
 from strata_platform.spec.yaml_core import Document, dump_yaml, read_yaml
 
-_SUFFIXES = (".yaml", ".yml", ".json")
+SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+STANDARD_INPUT = "standard input"
 # A spec has a few kilobytes. More is another file by mistake, or a stream that never ends.
 _MAX_BYTES = 4 << 20
 
@@ -46,16 +47,14 @@ def load_spec_with_lines(path_or_text: str | Path) -> tuple[RunSpec, Document]:
 
 def load_spec_argument(argument: str | Path) -> RunSpec:
     """The spec that a command line names: a file, or `-` for standard input. Raises SpecError."""
-    return load_spec(read_standard_input() if str(argument) == "-" else Path(argument))
+    return load_argument_with_lines(argument)[0]
 
 
-def read_standard_input() -> str:
-    """The text of standard input, for `load_spec`. Raises SpecError if it is too long for a spec."""
-    text = sys.stdin.read(_MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
-        raise _too_long("standard input")
-    # With a line break, the text is not taken for the name of a file.
-    return text + "\n"
+def load_argument_with_lines(argument: str | Path) -> tuple[RunSpec, Document]:
+    """As `load_spec_argument`; also the values as written, with the line of each field."""
+    if str(argument) == "-":
+        return _parse(_read_standard_input(), STANDARD_INPUT)
+    return load_spec_with_lines(Path(argument))
 
 
 def read_values(path: str | Path) -> Any:
@@ -87,7 +86,14 @@ def _as_path(path_or_text: str | Path) -> Path | None:
         return None
     # False where a path cannot be asked for, such as a long text.
     exists = os.path.exists(path_or_text) and not os.path.isdir(path_or_text)
-    return Path(path_or_text) if exists or path_or_text.endswith(_SUFFIXES) else None
+    return Path(path_or_text) if exists or path_or_text.endswith(SPEC_SUFFIXES) else None
+
+
+def _read_standard_input() -> str:
+    text = sys.stdin.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise _too_long(STANDARD_INPUT)
+    return text
 
 
 def _read_file(path: Path) -> str:

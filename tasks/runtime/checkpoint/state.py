@@ -78,8 +78,8 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, rank: i
     """All tensors that this rank contributes to a checkpoint: replicated ones, and its shards of the sharded ones."""
     tensors = saved_tensors(model)
     for name, parameter in model.named_parameters():
-        for slot, tensor in _state(optimizer, parameter).items():
-            tensors[f"{_OPTIMIZER}{slot}.{name}"] = tensor
+        for entry, tensor in _state(optimizer, parameter).items():
+            tensors[f"{_OPTIMIZER}{entry}.{name}"] = tensor
     return tensors | {f"{_RANDOM}{rank}.{name}": state for name, state in random_states().items()}
 
 
@@ -113,7 +113,7 @@ def read_model_tensors(index: Index) -> dict[str, Tensor]:
 def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer state, sharded like the parameters are now. Call it after `load_model`."""
     parameters = dict(model.named_parameters())
-    new_state_tensor: Callable[..., Tensor | None] = partial(_new_slot, optimizer)
+    new_state_tensor: Callable[..., Tensor | None] = partial(_new_state_tensor, optimizer)
     if isinstance(optimizer, FlatStateOptimizer):
         optimizer.copy_weights_to_masters()
         new_state_tensor = optimizer.new_state_tensor
@@ -125,30 +125,30 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     dropped = 0
     for key in index:
         if key.startswith(_OPTIMIZER):
-            slot, name = key.removeprefix(_OPTIMIZER).split(".", 1)
+            entry, name = key.removeprefix(_OPTIMIZER).split(".", 1)
             if name not in parameters:
                 raise ValueError(
-                    f"the checkpoint has optimizer state {slot!r} of {name!r}, a parameter that this model lacks; "
+                    f"the checkpoint has optimizer state {entry!r} of {name!r}, a parameter that this model lacks; "
                     "restore the model it was trained with, or choose another name"
                 )
             shape, dtype = index.shape(key), index.dtype(key)
-            if isinstance(optimizer, FlatStateOptimizer) and slot == REMAINDER:
+            if isinstance(optimizer, FlatStateOptimizer) and entry == REMAINDER:
                 tensors |= _join_master(optimizer, parameters[name], key, convert)
                 continue
-            if not isinstance(optimizer, FlatStateOptimizer) and slot in (MASTER, REMAINDER):
+            if not isinstance(optimizer, FlatStateOptimizer) and entry in (MASTER, REMAINDER):
                 rounded = parameters[name].dtype == torch.bfloat16
                 if rounded and not getattr(optimizer, "keeps_remainder", False):
                     # Neither is to take memory in the first step.
                     dropped += 1
                     continue
-                if slot == MASTER:
+                if entry == MASTER:
                     tensors |= _split_master(optimizer, parameters[name], key, convert)
                     continue
-            beside_masters = f"{_OPTIMIZER}{MASTER}.{name}" in index and slot != "step"
+            beside_masters = f"{_OPTIMIZER}{MASTER}.{name}" in index and entry != "step"
             if beside_masters and shape == parameters[name].shape:
                 # Beside fp32 master weights the moments are fp32, too; load them in the dtype of the parameter.
                 dtype = parameters[name].dtype
-            tensor = new_state_tensor(parameters[name], slot, shape, dtype)
+            tensor = new_state_tensor(parameters[name], entry, shape, dtype)
             if tensor is not None:
                 tensors[key] = tensor
     if dropped:
@@ -218,7 +218,7 @@ def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
     return state
 
 
-def _new_slot(
+def _new_state_tensor(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
     # On the device where the optimizer itself would put it. PyTorch's own optimizers have no `paged`.

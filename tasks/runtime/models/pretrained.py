@@ -115,4 +115,6 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
             try:
                 load_pretrained(folder, device_map="meta")
             except ValueError as error:
-                raise ValueError(str(error) if field == "model.name" else f"{field}: {error}") from error
+                if field == "model.name":
+                    raise
+                raise ValueError(f"{field}: {error}") from error

@@ -224,8 +224,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if name not in state:
             like = span.flat.detach()
             state[name] = torch.zeros_like(like) if split else like.new_zeros(shape, dtype=dtype)
-        slot: Tensor = state[name]
-        return span.of(slot) if split else slot
+        tensor: Tensor = state[name]
+        return span.of(tensor) if split else tensor
 
     def copy_weights_to_masters(self) -> None:
         """Copy the model's weights to the fp32 masters. Call it after loading other weights into the model."""

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strata_platform.spec.objectives import Distill as DistillSettings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.models.build import build_model
+from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.training.job import Job
@@ -108,7 +109,7 @@ def _teacher(job: Job, subject: Subject) -> tuple[float, str]:
     hidden, head = job.objective._run_teacher(batch)
     found = hidden if head.weight is None else hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
     name, revision = job.spec.objective.teacher, job.spec.objective.teacher_revision
-    plain = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=subject.computes_in)
+    plain = load_pretrained(name, revision=revision, dtype=subject.computes_in)
     with torch.no_grad():
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
         expected: Tensor = _plain(plain, subject)(**inputs, use_cache=False).logits.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The table of checks: name, what it proves, when it applies, and its function."""
+"""The table of checks: name, function, and when it applies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Check:
     """A claim about training, and its test."""
 
     name: str
-    proves: str
     run: Callable[[Subject], Measured]
     does_not_apply: Callable[[Subject], str | None] = lambda subject: None
     """Returns the reason why the check does not apply, or None if it applies."""
@@ -39,36 +38,18 @@ def _no_adapter(subject: Subject) -> str | None:
 
 
 CHECKS = (
-    Check("mask", "Targets are exactly the texts that the model has to write, each with its end token.", targets.mask),
-    Check(
-        "packing",
-        "Documents of a packed row are independent of each other.",
-        packed_rows.packing,
-        packed_rows.does_not_apply,
-    ),
-    Check("kernels", "The fused operators give the model's loss and gradients.", numerics.kernels, _no_kernels),
-    Check("recompute", "Recomputed activations give the same gradients.", numerics.recomputation),
-    Check("compile", "Compiled layers give the same gradients.", numerics.compiled, _not_compiled),
-    Check(
-        "batching",
-        "Results do not depend on how rows are distributed over micro-batches and processes.",
-        batching.batching,
-    ),
-    Check(
-        "reference",
-        "The reference model or the teacher is the model that the spec names.",
-        reference_model.reference,
-        reference_model.does_not_apply,
-    ),
-    Check("updates", "Trainable weights change as in fp32, and frozen weights do not change.", weights.updates),
-    Check(
-        "buffers",
-        "Buffers outside of weights files, such as inv_freq, are right however the model was loaded.",
-        weights.buffers,
-    ),
-    Check("adapter", "Merging the adapter does not change what the model computes.", weights.adapter, _no_adapter),
-    Check("export", "transformers alone reads the trained model from the exported folder.", weights.export),
-    Check("resume", "A killed run resumes and ends with the same bits as an undisturbed one.", resume.resume),
+    Check("mask", targets.mask),
+    Check("packing", packed_rows.packing, packed_rows.does_not_apply),
+    Check("kernels", numerics.kernels, _no_kernels),
+    Check("recompute", numerics.recomputation),
+    Check("compile", numerics.compiled, _not_compiled),
+    Check("batching", batching.batching),
+    Check("reference", reference_model.reference, reference_model.does_not_apply),
+    Check("updates", weights.updates),
+    Check("buffers", weights.buffers),
+    Check("adapter", weights.adapter, _no_adapter),
+    Check("export", weights.export),
+    Check("resume", resume.resume),
 )
 
 

@@ -22,6 +22,7 @@ from tasks.runtime.models.build import (
     materialize,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, without_adapter
+from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.training.trained_weights import ADAPTER, build_trained_model
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
@@ -155,9 +156,7 @@ def export(subject: Subject) -> Measured:
     run = trained(subject)
     folder = subject.new_file(".model")
     write_model(run.spec, subject.data, run.weights, folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", attn_implementation=run.spec.model.attention, use_safetensors=True
-    )
+    model = load_pretrained(str(folder), dtype="auto", attn_implementation=run.spec.model.attention)
     different = _other_tensors(run, model) if run.spec.adapter.type == "none" else []
     dtype = model.dtype
     # Merging the adapter for the export rounds the weights once more.

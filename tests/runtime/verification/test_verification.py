@@ -474,9 +474,9 @@ def test_a_check_that_raises_has_failed_and_the_others_are_done():
         raise RuntimeError("no such thing")
 
     checks = [
-        table.Check("broken", "", broken),
-        table.Check("good", "", lambda subject: Measured(1.0, 2.0, "fine")),
-        table.Check("nan", "", lambda subject: Measured(float("nan"), 2.0, "of nothing")),
+        table.Check("broken", broken),
+        table.Check("good", lambda subject: Measured(1.0, 2.0, "fine")),
+        table.Check("nan", lambda subject: Measured(float("nan"), 2.0, "of nothing")),
     ]
     found = list(table.examine(None, checks=checks))
     assert [finding.status for finding in found] == ["fail", "pass", "fail"]
@@ -492,7 +492,7 @@ def test_a_report_passes_when_something_applies_and_nothing_fails():
     assert reports[2].summary.startswith("NOT verified: 1 pass, 1 fail, 0 n/a")
 
 
-def test_the_command_prints_json_and_exits_by_the_verdict(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_json_and_exits_by_the_result(tmp_path, monkeypatch, capsys):
     file = tmp_path / "spec.yaml"
     file.write_text(json.dumps(SMALL))
 
@@ -509,7 +509,7 @@ def test_the_command_prints_json_and_exits_by_the_verdict(tmp_path, monkeypatch,
     file.write_text("model: {name: /nowhere}")
     code, printed = run(str(file), "--json")
     assert code == 2 and "/nowhere" in json.loads(printed.out)["error"]
-    monkeypatch.setattr(table, "CHECKS", [table.Check("no", "", lambda subject: Measured(1.0, 0.0, "wrong"))])
+    monkeypatch.setattr(table, "CHECKS", [table.Check("no", lambda subject: Measured(1.0, 0.0, "wrong"))])
     monkeypatch.setattr(table.examine, "__defaults__", ((), table.CHECKS))
     file.write_text(json.dumps(SMALL))
     code, printed = run(str(file))

@@ -28,7 +28,7 @@ _OF_A_STEP = {
     "mfu": ("strata_mfu_ratio", "Model FLOPs utilization of all devices, 0 to 1."),
 }
 
-# Metrics of the warm-up: name, help text, label, and the label's values with their names in the facts.
+# Metrics of the warm-up: name, help text, label, and the label's values with their names in the metadata.
 _OF_WARMUP = (
     (
         "strata_warmup_kernels",
@@ -62,7 +62,7 @@ class Prometheus:
     """The metrics, and the endpoint that serves them."""
 
     def __init__(self, spec: RunSpec, processes: Processes, warmup: Callable[[], Mapping[str, Any]]) -> None:
-        """If the port is taken, there is a warning and no endpoint. `warmup` returns the current facts at each
+        """If the port is taken, there is a warning and no endpoint. `warmup` returns the current metadata at each
         scrape.
         """
         assert spec.tracking.prometheus_port is not None
@@ -133,7 +133,7 @@ class Prometheus:
 
 
 class _Warmup(Collector):
-    """Collects the warm-up's facts at each scrape. Only the pod's first process has those of the pod."""
+    """Collects the warm-up's metadata at each scrape. Only the pod's first process has those of the pod."""
 
     def __init__(self, labels: Mapping[str, str], report: Callable[[], Mapping[str, Any]]) -> None:
         self._labels, self._report = labels, report
