@@ -24,9 +24,10 @@ from strata_platform.errors import SpecError, StrataError
 from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
 from strata_platform.estimate.gpus import gpu_kind
 from strata_platform.estimate.prices import CONFIG_MAP
-from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_lines, load_spec_argument
+from strata_platform.spec import RunSpec, dump_spec, load_spec
+from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_places, load_spec_argument
 from strata_platform.spec.local_files import local_file_problems
+from strata_platform.spec.overrides import OPTION
 from strata_platform.spec.schema import json_schema
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -59,6 +60,7 @@ def spec(
         Path | None,
         typer.Argument(help="YAML or JSON file, - for standard input; without one, the spec with all its defaults."),
     ] = None,
+    overrides: commands.Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a spec instead.")] = False,
     checks: Annotated[
         bool, typer.Option("--checks", help="Print the checks that a run passes before it trains instead.")
@@ -71,27 +73,27 @@ def spec(
 ) -> None:
     """Check a spec, and that the files it names exist, and print it with its defaults filled in."""
     if checks:
-        if file is not None or schema:
-            raise typer.BadParameter("--checks lists the checks of every run; leave FILE and --schema out")
+        if file is not None or schema or overrides:
+            raise typer.BadParameter("--checks lists the checks of every run; leave FILE, --schema and --set out")
         _print_checks()
     elif schema:
-        if file is not None:
-            raise typer.BadParameter("--schema describes every spec and reads no FILE; leave one of them out")
+        if file is not None or overrides:
+            raise typer.BadParameter("--schema describes every spec and reads no FILE; leave FILE and --set out")
         typer.echo(json.dumps(json_schema(), indent=2))
     else:
-        checked = RunSpec() if file is None else _read_with_files(file, backend)
+        checked = _read("{}", overrides) if file is None else _read_with_files(file, overrides, backend)
         typer.echo(dump_spec(checked, format), nl=False)
 
 
-def _read_with_files(file: Path, backend: BackendName) -> RunSpec:
+def _read_with_files(file: Path, overrides: list[str] | None, backend: BackendName) -> RunSpec:
     """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
     try:
-        checked, document = load_argument_with_lines(file)
+        checked, composed = load_argument_with_places(file, overrides or ())
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
     if problems := list(local_file_problems(checked)):
-        missing = SpecError(problems).with_lines(STANDARD_INPUT if str(file) == "-" else str(file), document.lines)
+        missing = SpecError(problems).with_places(STANDARD_INPUT if str(file) == "-" else str(file), composed.places)
         if backend == "local":
             typer.echo(f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte", err=True)
             raise typer.Exit(missing.exit_code)
@@ -115,6 +117,7 @@ def _print_checks() -> None:
 @app.command("estimate")
 def estimate_(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
+    overrides: commands.Overrides = None,
     gpu: Annotated[
         str | None,
         typer.Option(help=f"GPU model: {', '.join(GPUS)}; by default resources.gpu_type, or h200."),
@@ -144,7 +147,7 @@ def estimate_(
     """
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
-    asked = _read(file)
+    asked = _read(file, overrides)
     kind = gpu or _kind(asked.resources.gpu_type)
     try:
         shape = shape_of(asked.model.name, config)
@@ -184,6 +187,7 @@ def doctor(
 @app.command()
 def verify(
     file: Annotated[str, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
+    overrides: commands.Overrides = None,
     only: Annotated[list[str] | None, typer.Option(help="Do this check alone; may be given several times.")] = None,
     layers: Annotated[int, typer.Option(min=0, help="Cut the model to its first layers; 0 leaves it whole.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; lines go to standard error.")] = False,
@@ -197,6 +201,9 @@ def verify(
         raise typer.Exit(2)
     # A process of its own, which has torch; what it prints is this command's.
     command = [sys.executable, "-m", "tasks.runtime.verification", file, "--layers", str(layers)]
+    for override in overrides or ():
+        # One word: the value may begin with a dash.
+        command.append(f"{OPTION}={override}")
     if as_json:
         command.append("--json")
     if only:
@@ -235,9 +242,10 @@ def _warn(message: str) -> None:
     typer.echo(f"WARNING: {message}", err=True)
 
 
-def _read(file: Path) -> RunSpec:
+def _read(file: Path | str, overrides: list[str] | None) -> RunSpec:
+    """The spec in a file, on standard input, or in a text."""
     try:
-        return load_spec_argument(file)
+        return (load_spec if isinstance(file, str) else load_spec_argument)(file, overrides or ())
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None

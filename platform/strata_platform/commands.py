@@ -31,6 +31,14 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Set a field of the spec, such as optimizer.lr=1e-5; the value is YAML. May be given several times.",
+    ),
+]
 _Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local run's folder.")]
 _Backend = Annotated[BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until the run ends.")]
@@ -46,6 +54,7 @@ def submit(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show the log until the run ends, as logs -f does.")
     ] = False,
+    overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit.")] = False,
     image: Annotated[
         str | None, typer.Option(help="On a cluster: first register this folder's workflow to run in this image.")
@@ -56,7 +65,7 @@ def submit(
     """Start a run, or continue one that was stopped. The run outlives this command."""
     with _errors():
         client = _connect(backend, image=image, poll=poll)
-        spec = load_spec_argument(file)
+        spec = load_spec_argument(file, overrides or ())
         if backend == "local":
             require_local_files(spec)
         run = client.submit(spec, force=force)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from click import ClickException
 
@@ -28,7 +29,8 @@ class Problem:
     """One thing that is wrong with a spec, and what to do.
 
     `path` is the field as a person writes it, `optimizer.betas[1]`; empty for the spec as a whole. `given`, `allowed`
-    and `suggestion` (the closest valid name) are texts to print, None where they do not apply. `line` counts from 1.
+    and `suggestion` (the closest valid name) are texts to print, None where they do not apply. `line` counts from 1, in
+    the spec's own file or in `origin`: an included file, or an override such as `--set seed=x`, which has no line.
     """
 
     path: str
@@ -37,10 +39,11 @@ class Problem:
     allowed: str | None = None
     suggestion: str | None = None
     line: int | None = None
+    origin: str | None = None
 
     def __str__(self) -> str:
-        line = f"line {self.line}" if self.line else ""
-        where = f"{self.path} ({line})" if self.path and line else self.path or line
+        place = ", ".join(part for part in (self.origin, f"line {self.line}" if self.line else None) if part)
+        where = f"{self.path} ({place})" if self.path and place else self.path or place
         parts = [f"{where}: {self.message}" if where else self.message]
         if self.given is not None:
             parts.append(f"given: {self.given}")
@@ -49,6 +52,13 @@ class Problem:
         if self.allowed is not None:
             parts.append(f"allowed: {self.allowed}")
         return "; ".join(parts).replace("?; ", "? ")
+
+
+class Place(NamedTuple):
+    """Where a value was written; see `Problem`."""
+
+    line: int | None = None
+    origin: str | None = None
 
 
 class StrataError(Exception):
@@ -136,7 +146,22 @@ class SpecError(StrataError, ClickException, ValueError):
     def __reduce__(self) -> tuple[Callable[..., SpecError], tuple[tuple[Problem, ...], str]]:
         return type(self), (self.problems, self.source)
 
-    def with_lines(self, source: str, lines: Mapping[str, int]) -> SpecError:
-        """The same problems in the file `source`, each with the line of its field, sorted by line."""
-        found = [replace(problem, line=problem.line or lines.get(problem.path)) for problem in self.problems]
-        return SpecError(sorted(found, key=lambda problem: (problem.line is None, problem.line or 0)), source)
+    def with_places(self, source: str, places: Mapping[str, Place]) -> SpecError:
+        """The same problems in the file `source`, each with the place of its field, in the order of the file."""
+        placed = [
+            problem
+            if problem.line or problem.origin
+            else replace(problem, **places.get(problem.path, Place())._asdict())
+            for problem in self.problems
+        ]
+        return SpecError(sorted(placed, key=_order), source)
+
+
+def _order(problem: Problem) -> tuple[Any, ...]:
+    """Lines of the file come first, then included files and overrides, then fields that are written nowhere."""
+    return (
+        problem.origin is not None or problem.line is None,
+        problem.origin is None,
+        problem.origin or "",
+        problem.line or 0,
+    )

@@ -30,11 +30,12 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field of the spec")
     arguments = parser.parse_args()
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind, waiting for it.
     die_with_agent()
     try:
-        spec = load_spec(arguments.spec)
+        spec = load_spec(arguments.spec, arguments.set)
     except SpecError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT.exit_code

@@ -84,7 +84,7 @@ def test_without_a_file_the_default_is_printed():
 
 def test_schema_is_printed():
     schema = json.loads(strata("spec", "--schema").stdout)
-    assert schema["properties"].keys() == RunSpec.model_fields.keys()
+    assert schema["properties"].keys() == {*RunSpec.model_fields, "include"}
 
 
 def test_schema_of_a_file_is_refused():
@@ -210,3 +210,20 @@ def test_without_the_runtime_the_checks_say_what_to_install(tmp_path):
     code = "import sys; sys.executable = '/bin/false'; from strata_platform.cli import main; main()"
     result = run(sys.executable, "-c", code, "spec", "--checks", cwd=tmp_path)
     assert result.returncode == 1 and "install strata there" in result.stderr
+
+
+def test_overrides_are_taken_by_every_command_with_a_spec(tmp_path):
+    (tmp_path / "base.yaml").write_text("optimizer: {lr: 1.0e-4}")
+    (tmp_path / "my.yaml").write_text("include: base.yaml\nname: a")
+    printed = strata("spec", "my.yaml", "--set", "name=b", "--set", "optimizer.betas=[0.8, 0.9]", cwd=tmp_path)
+    spec = load_spec(printed.stdout)
+    assert (spec.name, spec.optimizer.lr, spec.optimizer.betas) == ("b", 1e-4, (0.8, 0.9))
+    assert load_spec(strata("spec", "--set", "seed=3").stdout) == RunSpec(seed=3)
+    assert strata("spec", "--schema", "--set", "seed=3").returncode == 2
+    for command in ("spec", "estimate", "submit", "verify"):
+        refused = strata(command, "my.yaml", "--set", "optimizer.lr=-1", cwd=tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert (
+            "my.yaml has 1 problem:\n  optimizer.lr (--set optimizer.lr=-1): not a valid value; given: -1"
+            in refused.stderr
+        )

@@ -26,9 +26,9 @@ def start(*arguments, env=None):
 def test_a_wrong_spec_ends_with_code_2_before_torch_is_loaded(tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text("training: {steps: 0}\nmodle: x\n")
-    ended = start(spec)
+    ended = start(spec, "--set", "seed=-1")
     assert ended.returncode == 2
-    assert "training.steps" in ended.stderr
+    assert "training.steps" in ended.stderr and "seed (--set seed=-1)" in ended.stderr
     assert "modle" in ended.stderr
     loaded = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
     assert "strata_platform.spec" in loaded

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.file_io import require_regular_file
-from strata_platform.spec.describe import format_value
+from strata_platform.spec.compose import Composed, compose
+from strata_platform.spec.environment import escape_variables
 from strata_platform.spec.run_spec import RunSpec
-from strata_platform.spec.yaml_core import Document, dump_yaml, read_yaml
+from strata_platform.spec.yaml_core import dump_yaml, read_yaml
 
 SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 STANDARD_INPUT = "standard input"
@@ -23,38 +25,41 @@ STANDARD_INPUT = "standard input"
 _MAX_BYTES = 4 << 20
 
 
-def load_spec(path_or_text: str | Path) -> RunSpec:
+def load_spec(path_or_text: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
     """Read a spec. The same values give the same `RunSpec`, and hash, from YAML, JSON and Python.
 
     A `Path` is a file. A `str` is a file if one of that name exists, or if it ends in .yaml, .yml or .json; otherwise
-    it is the spec itself.
+    it is the spec itself. `overrides` are those of `--set` on a command line. For `include` and `${NAME}`, see
+    `compose` and `environment`.
 
     Raises SpecError with every problem and, if known, its line.
 
     >>> load_spec("training: {steps: 100}").training.steps
     100
+    >>> load_spec("training: {steps: 100}", ["training.steps=3", "optimizer.lr=1e-5"]).training.steps
+    3
     """
-    return load_spec_with_lines(path_or_text)[0]
+    return load_spec_with_places(path_or_text, overrides)[0]
 
 
-def load_spec_with_lines(path_or_text: str | Path) -> tuple[RunSpec, Document]:
-    """As `load_spec`; also the values as written, with the line of each field."""
+def load_spec_with_places(path_or_text: str | Path, overrides: Iterable[str] = ()) -> tuple[RunSpec, Composed]:
+    """As `load_spec`; also the values before defaults are filled in, with the place of each."""
     path = _as_path(path_or_text)
     if path is None:
-        return _parse(str(path_or_text), "spec")
-    return _parse(_read_file(path), str(path))
+        return _parse(str(path_or_text), "spec", overrides)
+    return _parse(_read_file(path), str(path), overrides, path)
 
 
-def load_spec_argument(argument: str | Path) -> RunSpec:
+def load_spec_argument(argument: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
     """The spec that a command line names: a file, or `-` for standard input. Raises SpecError."""
-    return load_argument_with_lines(argument)[0]
+    return load_argument_with_places(argument, overrides)[0]
 
 
-def load_argument_with_lines(argument: str | Path) -> tuple[RunSpec, Document]:
-    """As `load_spec_argument`; also the values as written, with the line of each field."""
+def load_argument_with_places(argument: str | Path, overrides: Iterable[str] = ()) -> tuple[RunSpec, Composed]:
+    """As `load_spec_argument`; also the values before defaults are filled in, with the place of each."""
     if str(argument) == "-":
-        return _parse(_read_standard_input(), STANDARD_INPUT)
-    return load_spec_with_lines(Path(argument))
+        return _parse(_read_standard_input(), STANDARD_INPUT, overrides)
+    return load_spec_with_places(Path(argument), overrides)
 
 
 def read_values(path: str | Path) -> Any:
@@ -74,8 +79,8 @@ def parse_values(text: str, source: str) -> Any:
 
 
 def dump_spec(spec: RunSpec, format: Literal["yaml", "json"] = "yaml") -> str:
-    """The spec as text, defaults filled in; `load_spec` reads it back to an equal spec."""
-    values = spec.model_dump(mode="json")
+    """The spec as text, defaults filled in; `load_spec` reads it back to an equal spec, in any environment."""
+    values = escape_variables(spec.model_dump(mode="json"))
     return json.dumps(values, indent=2) + "\n" if format == "json" else dump_yaml(values)
 
 
@@ -120,22 +125,17 @@ def _too_long(source: str) -> SpecError:
     return _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is no spec; give another file")
 
 
-def _parse(text: str, source: str) -> tuple[RunSpec, Document]:
-    document = read_yaml(text, source)
-    if document.value is None:
-        raise _unreadable(source, "empty; {} is the spec with all its defaults")
-    if not isinstance(document.value, dict):
-        hint = "; there is no such file either" if source == "spec" and isinstance(document.value, str) else ""
-        raise _unreadable(source, f"not a mapping of fields to values{hint}", given=text.strip())
-    problems = document.duplicates
+def _parse(text: str, source: str, overrides: Iterable[str], path: Path | None = None) -> tuple[RunSpec, Composed]:
+    composed = compose(text, source, path.parent if path else Path(), overrides, _read_file, main=path)
+    problems = composed.problems
     try:
-        spec = RunSpec.model_validate(document.value)
+        spec = RunSpec.model_validate(composed.values)
     except SpecError as error:
-        problems = [*problems, *error.problems]
+        problems = [*problems, *(problem for problem in error.problems if problem.path not in composed.unknown)]
     if problems:
-        raise SpecError(problems).with_lines(source, document.lines)
-    return spec, document
+        raise SpecError(problems).with_places(source, composed.places)
+    return spec, composed
 
 
-def _unreadable(source: str, message: str, given: str | None = None) -> SpecError:
-    return SpecError([Problem("", message, given=given and format_value(given))], source)
+def _unreadable(source: str, message: str) -> SpecError:
+    return SpecError([Problem("", message)], source)

@@ -40,6 +40,9 @@ not `true` and 8.5 is not 8. A section that is picked by its `type` must name it
 
 Numbers, `true`, `false` and `null` are those of YAML 1.2, as in JSON: `012` is 12, `1e-5` is a number, and `1:30`,
 `1_000`, `on` and `yes` are text. Where YAML 1.1 reads something else and the field takes no text, the error says so.
+
+A file may build on others with `include`, texts may contain environment variables, `${SCRATCH}/runs`, and `--set`
+changes fields on a command line: [Variants of a spec](variants.md).
 """
 
 

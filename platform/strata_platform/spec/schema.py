@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from strata_platform.spec.compose import INCLUDE
 from strata_platform.spec.describe import sections
 from strata_platform.spec.run_spec import RunSpec
 
@@ -19,4 +20,10 @@ def json_schema() -> dict[str, Any]:
             for section in sections(field).values():
                 # pydantic makes a field with a default optional, but a section cannot be selected without its type.
                 schema["$defs"][section.__name__]["required"] = [field.discriminator]
+    path = {"type": "string", "minLength": 1}
+    schema["properties"][INCLUDE] = {
+        "title": "Include",
+        "description": "Files whose values this one builds on; later ones win, and this file's own fields over all.",
+        "anyOf": [path, {"type": "array", "items": path, "minItems": 1}],
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -26,12 +26,13 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime.verification", description=__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON; - for standard input")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field of the spec")
     parser.add_argument("--json", action="store_true", help="print JSON; the text for people goes to standard error")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
     parser.add_argument("--layers", type=int, default=4, help="keep only this number of first layers; 0 keeps all")
     arguments = parser.parse_args()
     try:
-        spec = load_spec_argument(arguments.spec)
+        spec = load_spec_argument(arguments.spec, arguments.set)
     except SpecError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT.exit_code

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.spec import RunSpec, describe, load, load_spec, recipe, reference_docs
+from strata_platform.spec import RunSpec, describe, environment, load, load_spec, recipe, reference_docs
 from strata_platform.spec.schema import json_schema
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def test_schema_has_the_limits_that_the_models_have():
     assert training["epochs"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1e6, "type": "number"}
 
 
-@pytest.mark.parametrize("module", [describe, load, recipe], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [describe, environment, load, recipe], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
