@@ -19,18 +19,22 @@ from tasks.runtime.data.encode import Encoded
 from tasks.runtime.data.packing import Ints, pack
 from tasks.runtime.data.prepared_manifest import Shard, Split
 
-SHARD_TOKENS = 1 << 26
+# About 84 MB in a file: enough for a fast download, little enough to keep some on any machine.
+SHARD_TOKENS = 1 << 24
 
 
 class DocumentBuffer:
-    """Tokenized documents in order of arrival, in two temporary files in `folder`. A context manager."""
+    """Tokenized documents in order of arrival, in two temporary files in `folder`. A context manager.
+
+    tokens: of all documents so far. held_tokens: of those that `clear` has not removed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._paths = folder / "ids.spool", folder / "targets.spool"
         self._ids, self._targets = (open(path, "wb") for path in self._paths)  # noqa: SIM115  # closed in __exit__
         self._lengths, self._samples = array("q"), array("q")
         self._completion_spans = array("q")
-        self.tokens = 0
+        self.tokens = self.held_tokens = 0
         self.largest_token_id = 0
 
     def __enter__(self) -> DocumentBuffer:
@@ -52,7 +56,16 @@ class DocumentBuffer:
         self._samples.append(sample)
         self._completion_spans.extend(encoded.completion_span)
         self.tokens += len(encoded)
+        self.held_tokens += len(encoded)
         self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
+
+    def clear(self) -> None:
+        """Forget the documents, but not the counts of tokens."""
+        for file in (self._ids, self._targets):
+            file.seek(0)
+            file.truncate()
+        self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
+        self.held_tokens = 0
 
     @property
     def samples(self) -> Ints:
@@ -84,9 +97,11 @@ class DocumentBuffer:
         length: int | None,
         seed: int,
         group_size: int = 1,
+        first: int = 0,
         shard_tokens: int = SHARD_TOKENS,
     ) -> Split:
-        """Pack `documents` into rows and write the rows to files `<name>-<number>.safetensors`.
+        """Pack `documents` into rows and write the rows to files `<name>-<number>.safetensors`, from the
+        number `first` on.
 
         Groups of `group_size` consecutive documents share a row, next to each other. With `length`, groups are packed
         into rows of that length; otherwise each group is a row. Rows are shuffled with the seed, because packing sorts
@@ -108,18 +123,18 @@ class DocumentBuffer:
         shards: list[Shard] = []
         target_tokens = 0
         row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
-        for first, last in _shard_ranges(row_tokens, shard_tokens):
-            in_shard = slice(*np.searchsorted(row_of, [first, last]))
+        for begin, end in _shard_ranges(row_tokens, shard_tokens):
+            in_shard = slice(*np.searchsorted(row_of, [begin, end]))
             spans = [slice(offsets[document], offsets[document + 1]) for document in documents[in_shard]]
             tensors: dict[str, npt.NDArray[np.generic]] = {
                 "input_ids": np.concatenate([ids[span] for span in spans]),
                 "targets": np.concatenate([targets[span] for span in spans]),
                 "documents": np.concatenate([[0], np.cumsum(lengths[documents[in_shard]])]).astype(np.int64),
-                "rows": np.searchsorted(row_of[in_shard], np.arange(first, last + 1)).astype(np.int64),
+                "rows": np.searchsorted(row_of[in_shard], np.arange(begin, end + 1)).astype(np.int64),
             }
-            path = folder / f"{name}-{len(shards):05d}.safetensors"
+            path = folder / f"{name}-{first + len(shards):05d}.safetensors"
             save_file(tensors, path)
-            shards.append(Shard(path.name, last - first, path.stat().st_size, _digest(tensors)))
+            shards.append(Shard(path.name, end - begin, path.stat().st_size, _digest(tensors)))
             target_tokens += int(tensors["targets"].sum())
         return Split(
             samples=np.unique(self.samples[documents]).size,

@@ -42,6 +42,18 @@ class Counts:
     split_long: int = 0
     split_turns: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        """Both together."""
+        skipped = {reason: count + other.skipped[reason] for reason, count in self.skipped.items()}
+        return Counts(
+            self.read + other.read,
+            self.used + other.used,
+            skipped,
+            self.truncated + other.truncated,
+            self.split_long + other.split_long,
+            self.split_turns + other.split_turns,
+        )
+
     def __str__(self) -> str:
         parts = [f"{self.read:,} samples read = {self.used:,} used"]
         parts += [f"{count:,} skipped ({SKIP_REASONS[reason]})" for reason, count in self.skipped.items() if count]
@@ -71,8 +83,11 @@ def encode_rows(
     encoder: Encoder,
     buffer: DocumentBuffer,
     report: Report,
+    added: Callable[[], None] = lambda: None,
 ) -> Counts:
-    """Add the documents of numbered rows to the buffer, each at most a row long. report: called every few seconds.
+    """Add the documents of numbered rows to the buffer, each at most a row long.
+
+    report: called every few seconds. added: called after each batch of rows; it may empty the buffer.
 
     Raises:
         ValueError: a row is invalid and `data.invalid` is `error`, or overlong and `data.overlong` is `error`.
@@ -90,6 +105,7 @@ def encode_rows(
                 pieces = fit_part(row, encoded[0])
             for piece in pieces:
                 buffer.add(piece, number)
+        added()
         if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
             report(f"{counts.read:,} samples read, {buffer.tokens:,} tokens")

@@ -13,6 +13,8 @@ from tasks.runtime.run_folder import format_versions
 
 MANIFEST = "manifest.json"
 KIND = "prepared data"
+PLAN = "plan.json"
+PLAN_KIND = "plan of prepared data"
 VERSION = format_versions.DATA
 
 SKIP_REASONS = {
@@ -43,9 +45,16 @@ class Split:
     rows: int
     shards: tuple[Shard, ...]
 
+    def __add__(self, other: Split) -> Split:
+        """Both splits together; their samples are assumed to differ."""
+        return Split(*(getattr(self, name) + getattr(other, name) for name in Split.__dataclass_fields__))
+
     def fill(self, sequence_length: int) -> float:
         """Fraction of the packed rows' tokens that are not padding, 0 to 1."""
         return self.tokens / (self.rows * sequence_length) if self.rows else 0.0
+
+
+EMPTY = Split(samples=0, documents=0, tokens=0, target_tokens=0, rows=0, shards=())
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Manifest:
                 f"{VERSION}; prepare the data again"
             )
         for name in ("train", "validation"):
-            values[name] = _split(values[name])
+            values[name] = split_of(values[name])
             for shard in values[name].shards:
                 file = folder / shard.file
                 if not file.is_file() or file.stat().st_size != shard.bytes:
@@ -124,21 +133,22 @@ class Manifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether the folder has prepared data of any version."""
-    return _values(folder) is not None
+    """Whether the folder has prepared data of any version, or a part of some."""
+    return _values(folder) is not None or _values(folder, PLAN, PLAN_KIND) is not None
 
 
-def _values(folder: Path) -> dict[str, Any] | None:
+def _values(folder: Path, name: str = MANIFEST, kind: str = KIND) -> dict[str, Any] | None:
     """The manifest's values, or None without a manifest of prepared data: checkpoints have a file of that name, too."""
-    path = folder / MANIFEST
+    path = folder / name
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    return values if isinstance(values, dict) and values.get("kind") == KIND else None
+    return values if isinstance(values, dict) and values.get("kind") == kind else None
 
 
-def _split(values: dict[str, Any]) -> Split:
+def split_of(values: dict[str, Any]) -> Split:
+    """The split in the values of a file."""
     return Split(**{**values, "shards": tuple(Shard(**shard) for shard in values["shards"])})

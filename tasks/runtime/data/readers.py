@@ -11,9 +11,9 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from strata_platform.spec.data import COMPRESSIONS, TEXT_SUFFIXES
 from tasks.runtime.data.rows import Row
@@ -30,16 +30,41 @@ _MAX_JSON = 1 << 30
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
-def read(filesystem: Any, path: str, texts: TextDocuments) -> Iterator[Row]:
+class Span(NamedTuple):
+    """Rows of a file that one process reads.
+
+    begin, end: bytes of a file of lines, or row groups of a Parquet file. first: number of the first line or row.
+    """
+
+    begin: int
+    end: int
+    first: int
+
+
+def read(filesystem: Any, path: str, texts: TextDocuments, span: Span | None = None) -> Iterator[Row]:
     """Read the rows of one file, by its extension. Raises ValueError, which names the file, when that fails.
 
     texts: what a document is in a text file.
+    span: the rows to read of a file of lines or a Parquet file, which is not compressed; all by default.
     """
     from fsspec.utils import infer_compression
 
-    reader = texts.rows if is_text(path) else _READERS[extension(path)]
-    with naming_file(path), filesystem.open(path, "rb", compression=infer_compression(_file_name(path))) as file:
-        yield from reader(file, path)
+    compression = infer_compression(file_name(path))
+    with naming_file(path), filesystem.open(path, "rb", compression=compression) as file:
+        if span is None:
+            yield from (texts.rows if is_text(path) else _READERS[extension(path)])(file, path)
+        elif extension(path) == ".parquet":
+            yield from _read_parquet(file, path, span)
+        else:
+            yield from _read_span(file, path, texts, span)
+
+
+def _read_span(file: IO[bytes], path: str, texts: TextDocuments, span: Span) -> Iterator[Row]:
+    file.seek(span.begin)
+    if is_text(path):
+        yield from texts.rows(_Raw(file, span.end - span.begin), path, first=span.first)
+        return
+    yield from _rows_of_lines(_lines(_Raw(file, span.end - span.begin), span.first), path)
 
 
 def is_text(path: str) -> bool:
@@ -49,13 +74,14 @@ def is_text(path: str) -> bool:
 
 def extension(path: str) -> str:
     """The extension without the compression: `.jsonl` for `data/train.jsonl.gz`; empty without one."""
-    name = _file_name(path).lower()
+    name = file_name(path).lower()
     for suffix in COMPRESSIONS:
         name = name.removesuffix(suffix)
     return name[name.rfind(".") :] if "." in name else ""
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
+    """The last part of a path or URL, without the query."""
     # The query of a URL may contain slashes, and the names of downloaded files may keep the query.
     return (path.split("?", 1)[0] if "://" in path else path).rsplit("/", 1)[-1].split("?", 1)[0]
 
@@ -75,23 +101,29 @@ class _Raw(io.RawIOBase):
     """The bytes of a file that stays open when this is closed.
 
     Files of other systems than the local one cannot limit a line; `io.BufferedReader` over this can.
+
+    left: bytes to read at most; all by default.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], left: int | None = None) -> None:
         self._file = file
+        self._left = left
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
+        data = self._file.read(len(buffer) if self._left is None else min(self._left, len(buffer)))
         buffer[: len(data)] = data
+        if self._left is not None:
+            self._left -= len(data)
         return len(data)
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
-    buffered = io.BufferedReader(_Raw(file), 1 << 20)
-    for number, line in enumerate(iter(lambda: buffered.readline(_MAX_LINE + 1), b""), start=1):
+def _lines(raw: _Raw, first: int = 1) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, of which the first has the number `first`."""
+    buffered = io.BufferedReader(raw, 1 << 20)
+    for number, line in enumerate(iter(lambda: buffered.readline(_MAX_LINE + 1), b""), start=first):
         if len(line) > _MAX_LINE:
             raise OSError(f"line {number} is longer than {_MAX_LINE >> 20} MiB; cut it into several rows")
         yield number, _decoded(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, number)
@@ -105,7 +137,11 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 def _read_json_lines(file: IO[bytes], name: str) -> Iterator[Row]:
-    for number, line in _lines(file):
+    yield from _rows_of_lines(_lines(_Raw(file)), name)
+
+
+def _rows_of_lines(lines: Iterable[tuple[int, str]], name: str) -> Iterator[Row]:
+    for number, line in lines:
         if line.strip():
             yield _parsed(line, f"{name} line {number}")
 
@@ -154,7 +190,7 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
 
 def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_FIELD)
-    reader = csv.reader((line for _, line in _lines(file)), strict=True)
+    reader = csv.reader((line for _, line in _lines(_Raw(file))), strict=True)
     header = next(_csv_rows(reader), [])
     _require_unique_columns(header)
     for values in _csv_rows(reader):
@@ -184,15 +220,16 @@ def _require_unique_columns(columns: list[str]) -> None:
         raise OSError(f"the header has a column twice: {', '.join(columns)}")
 
 
-def _read_parquet(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_parquet(file: IO[bytes], name: str, span: Span | None = None) -> Iterator[Row]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
-        number = 0
+        number = span.first - 1 if span else 0
         parquet = ParquetFile(file)
         _require_unique_columns(parquet.schema_arrow.names)
-        for batch in parquet.iter_batches(batch_size=1024):
+        groups = range(span.begin, span.end) if span else range(parquet.num_row_groups)
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=list(groups)):
             for values, problem in _arrow_rows(batch):
                 number += 1
                 yield Row(f"{name} row {number}", values, problem)

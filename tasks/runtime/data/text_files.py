@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 from tasks.runtime.data.rows import Row
 
 COLUMN = "text"
+Bytes = IO[bytes] | io.RawIOBase
 PART = 1 << 20
 """Characters of a document in one row, roughly."""
 
@@ -39,14 +40,16 @@ class TextDocuments:
     unit: str = "file"
     separator: str | None = None
 
-    def rows(self, file: IO[bytes], name: str, *, part: int = PART) -> Iterator[Row]:
+    def rows(self, file: Bytes, name: str, *, part: int = PART, first: int = 1) -> Iterator[Row]:
         """Rows with a column `text`. Line breaks become `\\n`, and those around a document are left out.
+
+        first: the number of the first line, where documents are lines.
 
         Raises OSError, which names the line, for a file that is not UTF-8.
         """
         text = _decoded(file)
         if self.unit == "line":
-            for number, line in enumerate(_lines(text), start=1):
+            for number, line in enumerate(_lines(text), start=first):
                 yield Row(f"{name} line {number}", {COLUMN: line})
             return
         separator = _BLANK_LINES if self.unit == "paragraph" else self.separator and re.escape(self.separator)
@@ -81,7 +84,7 @@ def pieces(text: str, limit: int = 1 << 16) -> Iterator[str]:
     yield text[begin:] if begin else text
 
 
-def _decoded(file: IO[bytes]) -> Iterator[str]:
+def _decoded(file: Bytes) -> Iterator[str]:
     """The file's text in chunks, with `\\n` for every line break."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
     line, size = 1, 0

@@ -24,7 +24,7 @@ import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, pipeline, prepare
+from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, preparation_plan, prepare
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
@@ -335,9 +335,9 @@ def test_a_sample_of_megabytes_is_too_long_like_any_other(prepared: Prepare, pro
 
 def test_few_long_rows_choose_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row("a", {"messages": [{"role": "user", "content": "x" * 60}]}), Row("b", {"text": "y" * 60})] * 100
-    monkeypatch.setattr(pipeline, "_FORMAT_CHARACTERS", 200)
-    assert len(pipeline._first(iter(rows))) == 4
-    assert len(pipeline._first(Row("a", None) for _ in range(1000))) == 100
+    monkeypatch.setattr(preparation_plan, "_FORMAT_CHARACTERS", 200)
+    assert len(preparation_plan._first(iter(rows))) == 4
+    assert len(preparation_plan._first(Row("a", None) for _ in range(1000))) == 100
 
 
 def test_long_documents_are_split_in_pretraining(prepared: Prepare) -> None:
@@ -532,7 +532,7 @@ def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no prepared data"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
-    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 5"):
+    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 6"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
     with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):

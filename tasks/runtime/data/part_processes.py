@@ -1,0 +1,172 @@
+"""Prepare the parts of a source in several processes.
+
+The processes are started afresh rather than forked: tokenizers and torch run threads, which a fork does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from transformers import AutoTokenizer
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data.encode_rows import Report
+from tasks.runtime.data.preparation_plan import Plan, parse_plan
+from tasks.runtime.data.prepare_part import PartPreparer, PartRecord
+from tasks.runtime.data.prepared_manifest import PLAN
+from tasks.runtime.data.shard_store import ShardStore
+from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.template_renderer import stop_rendering
+from tasks.runtime.process.cpus import available_cpus
+
+PARTS = "parts"
+_SCRATCH = ".part-"
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def record_name(number: int) -> str:
+    """The name of the record of a part."""
+    return f"{PARTS}/{number:05d}.json"
+
+
+def read_record(store: ShardStore, number: int) -> PartRecord:
+    """The record of a prepared part."""
+    content = store.read(record_name(number))
+    assert content is not None, f"part {number} is not prepared"
+    return PartRecord.from_json(content)
+
+
+def prepare_parts(
+    plan: Plan,
+    tokenizer: Path,
+    store: ShardStore,
+    numbers: Iterable[int],
+    *,
+    report: Report,
+    processes: int | None = None,
+) -> None:
+    """Prepare the parts of a plan that have no record in the store yet, in order.
+
+    tokenizer: the folder of the plan's tokenizer. processes: by default the processors that this process may use.
+
+    Raises:
+        ValueError: as `PartPreparer.prepare`.
+        RuntimeError: a process was killed.
+    """
+    numbers = list(numbers)
+    done = store.names(PARTS)
+    left = [number for number in numbers if Path(record_name(number)).name not in done]
+    if store.folder is not None:
+        for path in store.folder.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(path, ignore_errors=True)
+    if len(left) < len(numbers):
+        report(f"{len(numbers) - len(left):,} of {len(numbers):,} parts are prepared already")
+    if not left:
+        return
+    cpus = available_cpus()
+    workers = min(processes or cpus, len(left))
+    threads = max(1, cpus // workers)
+    report(f"preparing {len(left):,} parts in {workers} processes")
+    if workers == 1:
+        # No other process is worth its start.
+        try:
+            _wait((_prepare_one(*_task(plan, tokenizer, store, number)) for number in left), len(left), report)
+        finally:
+            stop_rendering()
+        return
+    context = multiprocessing.get_context("spawn")
+    arguments = (threads, os.getpid())
+    with ProcessPoolExecutor(workers, context, initializer=_initialize, initargs=arguments) as pool:
+        try:
+            futures = [pool.submit(_prepare_one, *_task(plan, tokenizer, store, number)) for number in left]
+            _wait((future.result() for future in as_completed(futures)), len(left), report)
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a process that prepared data was killed, most likely for lack of memory; start again to continue with "
+                "the parts that are left, on a machine with more memory or fewer processors"
+            ) from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            # Not after the parts that have begun.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _wait(done: Iterator[tuple[int, int]], parts: int, report: Report) -> None:
+    """Wait for parts, of which each gives its samples and tokens, and report how far they are."""
+    samples = tokens = 0
+    started = reported = time.monotonic()
+    for count, (read, written) in enumerate(done, start=1):
+        samples, tokens = samples + read, tokens + written
+        now = time.monotonic()
+        if now - reported > _SECONDS_BETWEEN_REPORTS:
+            reported = now
+            minutes = (now - started) / count * (parts - count) / 60
+            report(
+                f"{count:,} of {parts:,} parts: {samples:,} samples read, {tokens:,} tokens, "
+                f"{tokens / (now - started):,.0f} tokens/s, about {minutes:.0f} min left"
+            )
+
+
+# Arguments of `_prepare_one`, which processes can send each other.
+_Task = tuple[Path | str, Path, str, int]
+
+
+def _task(plan: Plan, tokenizer: Path, store: ShardStore, number: int) -> _Task:
+    return store.folder or store.place, tokenizer, plan.recipe_hash, number
+
+
+def _initialize(threads: int, parent: int) -> None:
+    """In a new process: threads of the tokenizer, and an end with the process that started it."""
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    # An interrupt on the terminal reaches all processes; the first one ends these.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prepare_one(place: Path | str, tokenizer: Path, recipe_hash: str, number: int) -> tuple[int, int]:
+    """Prepare a part in this process. Returns its samples and tokens."""
+    store, plan, preparer = _preparer(place, tokenizer, recipe_hash)
+    folder = Path(mkdtemp(prefix=_SCRATCH, dir=store.folder))
+    try:
+        record = preparer.prepare(plan.parts[number], folder, f"-{number:05d}", lambda line: None)
+        for shard in (*record.train.shards, *record.validation.shards):
+            store.put(folder / shard.file)
+        store.write(record_name(number), record.to_json())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return record.counts.read, record.train.tokens + record.validation.tokens
+
+
+@lru_cache(maxsize=1)
+def _preparer(place: Path | str, tokenizer_folder: Path, recipe_hash: str) -> tuple[ShardStore, Plan, PartPreparer]:
+    store = ShardStore(place)
+    plan = parse_plan(store.read(PLAN))
+    assert plan is not None and plan.recipe_hash == recipe_hash
+    recipe = DataRecipe.model_validate(plan.recipe)
+    with warnings.catch_warnings():
+        # The first process has given them.
+        warnings.simplefilter("ignore")
+        source = open_source(recipe)
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder), trust_remote_code=False)
+        preparer = PartPreparer(recipe, source, tokenizer, plan.format_for(recipe, tokenizer))
+    return store, plan, preparer

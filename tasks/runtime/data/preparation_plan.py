@@ -1,0 +1,180 @@
+"""The plan of a preparation: all that its parts have in common, fixed before the first one is prepared."""
+
+from __future__ import annotations
+
+import json
+import platform
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data.columns import Unread, columns_of, keys_in
+from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
+from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
+from tasks.runtime.data.parts import Part, Piece
+from tasks.runtime.data.prepare_part import numbered_rows
+from tasks.runtime.data.prepared_manifest import PLAN_KIND
+from tasks.runtime.data.readers import Span
+from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.sources import Source
+from tasks.runtime.data.special_tokens import texts_in
+from tasks.runtime.data.text_files import pieces
+from tasks.runtime.data.tokenizer import load_tokenizer, train_tokenizer, trains_tokenizer
+from tasks.runtime.data.validation import uniform
+from tasks.runtime.run_folder import format_versions
+
+# Rows that are read to choose the format.
+_FORMAT_ROWS = 100
+_FORMAT_CHARACTERS = 1 << 26
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of whatever decides how a text becomes rows."""
+    packages = {package: version(package) for package in ("tokenizers", "transformers", "numpy")}
+    return {"python": platform.python_version(), **packages}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the parts of a preparation have in common, in the order in which they are prepared.
+
+    control: whether special tokens in the data are control tokens; see `data.special_tokens`.
+    """
+
+    recipe: dict[str, Any]
+    recipe_hash: str
+    source: str
+    format: str
+    columns: tuple[str, ...]
+    control: bool
+    parts: tuple[Part, ...]
+    versions: dict[str, str]
+    version: int = format_versions.DATA
+    kind: str = PLAN_KIND
+
+    def format_for(self, recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Format:
+        """The format of the rows, as it was chosen by the first ones."""
+        data = recipe.data.model_copy(update={"special_tokens": "control" if self.control else "text"})
+        return make_format(self.format, self.columns, tokenizer, data)
+
+    def to_json(self) -> bytes:
+        """The contents of `plan.json`."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
+
+
+def parse_plan(content: bytes | None) -> Plan | None:
+    """The plan in the contents of `plan.json`; None when they are not a plan of this version of Strata."""
+    try:
+        values = json.loads(content or b"null")
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or values.get("kind") != PLAN_KIND or values.get("version") != format_versions.DATA:
+        return None
+    values["columns"] = tuple(values["columns"])
+    values["parts"] = tuple(_part(*part) for part in values["parts"])
+    return Plan(**values)
+
+
+def _part(place: int, pieces: list[Any] | None) -> Part:
+    if pieces is None:
+        return Part(place, None)
+    return Part(place, tuple(Piece(file, Span(*span) if span else None) for file, span in pieces))
+
+
+def make_plan(
+    recipe: DataRecipe, source: Source, parts: list[Part], report: Report
+) -> tuple[Plan, PreTrainedTokenizerBase, Format]:
+    """Choose the format by the first rows, and load or train the tokenizer; its chat template is that of the data.
+
+    Raises ValueError: there are no rows, no format fits them, a column is missing, or the tokenizer cannot be loaded.
+    """
+    first = _first(row for part in _in_order(parts) for _, row in numbered_rows(part, source, recipe))
+    if not first:
+        raise ValueError(f"data.source {source.name!r} has no rows")
+    name, columns = choose_format(recipe, first)
+    report(f"{source.name}: format {name}, from {', '.join(columns)}")
+    _report_unread(recipe, name, columns, first, report)
+    tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
+    row_format = make_format(name, columns, tokenizer, recipe.data, first)
+    if recipe.data.chat_template and row_format.templates is None:
+        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=4)
+    if row_format.templates is not None:
+        tokenizer.chat_template = row_format.templates
+    plan = Plan(
+        recipe=recipe.model_dump(mode="json"),
+        recipe_hash=recipe.hash(),
+        source=source.name,
+        format=name,
+        columns=columns,
+        control=row_format.special_tokens.control,
+        parts=tuple(parts),
+        versions=package_versions(),
+    )
+    return plan, tokenizer, row_format
+
+
+def _in_order(parts: list[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: part.place)
+
+
+def _first(rows: Iterator[Row]) -> list[Row]:
+    """The rows that choose the format: fewer if they are long."""
+    first: list[Row] = []
+    characters = 0
+    for row in islice(rows, _FORMAT_ROWS):
+        first.append(row)
+        characters += sum(map(len, texts_in(row.values)))
+        if characters > _FORMAT_CHARACTERS:
+            break
+    return first
+
+
+def _report_unread(recipe: DataRecipe, name: str, columns: tuple[str, ...], first: list[Row], report: Report) -> None:
+    """Report the columns of the first rows that are not read. Raises ValueError if one changes what a row means.
+
+    Warns of fields of `data` that name a column in vain.
+    """
+    unread = Unread(name, columns, recipe.data)
+    for field in unread.without_effect():
+        warnings.warn(f"data.{field} has no effect: the data's format is {name}", stacklevel=5)
+    for row in first:
+        unread.require_harmless(row)
+    if left := [column for column in columns_of(first) if column not in unread.read]:
+        report(f"columns not used: {', '.join(map(repr, left))}")
+    # It names keys of messages, too.
+    known = keys_in([row.values for row in first])
+    if missing := [column for column in recipe.data.ignore_columns if column not in known]:
+        found = f"none of the first {len(first)} rows has {', '.join(map(repr, missing))}"
+        warnings.warn(f"data.ignore_columns: {found}", stacklevel=5)
+
+
+def _tokenizer(
+    recipe: DataRecipe, source: Source, parts: list[Part], name: str, columns: tuple[str, ...], report: Report
+) -> PreTrainedTokenizerBase:
+    if not trains_tokenizer(recipe):
+        return load_tokenizer(recipe)
+    report("training a tokenizer on the data")
+    rows = (row for part in _in_order(parts) for row in numbered_rows(part, source, recipe))
+    return train_tokenizer(_training_texts(recipe, rows, name, columns))
+
+
+def _training_texts(
+    recipe: DataRecipe, rows: Iterator[tuple[int, Row]], name: str, columns: tuple[str, ...]
+) -> Iterator[str]:
+    """Texts of the training split. Skips invalid rows without counting them, which happens later.
+
+    Plain texts are all taken: what is held out of them is known only when they are tokenized.
+    """
+    for number, row in rows:
+        if name != "text" and uniform(recipe.seed, number) < recipe.data.validation_fraction:
+            continue
+        try:
+            yield from pieces(raw_text(name, columns, row, recipe.data))
+        except RowError as error:
+            raise_unless_skipping(recipe, error)

@@ -1,0 +1,211 @@
+"""Prepare one part of a source: tokenize its rows, hold out the validation split, pack, and write shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data.dataset import Sample
+from tasks.runtime.data.document_buffer import SHARD_TOKENS, DocumentBuffer
+from tasks.runtime.data.encode import Encoded, Encoder
+from tasks.runtime.data.encode_rows import Counts, Report, encode_rows, numbered
+from tasks.runtime.data.formats import Format
+from tasks.runtime.data.packing import Ints
+from tasks.runtime.data.parts import Part
+from tasks.runtime.data.prepared_manifest import EMPTY, Split, split_of
+from tasks.runtime.data.rows import Row
+from tasks.runtime.data.sources import Source
+from tasks.runtime.data.validation import hold_out
+
+MAX_GENERATION_SAMPLES = 64
+# Samples of a part have numbers of their own, by which some are held out.
+_NUMBERS = 1 << 40
+
+
+@dataclass
+class PartRecord:
+    """What became of a part: counts, shards, and what the manifest takes from all parts.
+
+    documents, median: texts, and the middle one's tokens; of other formats 0. ends: the ends of long texts are held
+    out rather than whole ones.
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    train: Split = EMPTY
+    validation: Split = EMPTY
+    documents: int = 0
+    median: int = 0
+    ends: bool = False
+    largest_token_id: int = 0
+    turn_end_ids: list[int] = field(default_factory=list)
+    special_found: int = 0
+    special_example: tuple[str, str] | None = None
+    samples: list[Sample] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        """The record as a file."""
+        values = {**asdict(self), "samples": [sample._asdict() for sample in self.samples]}
+        return json.dumps(values, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> PartRecord:
+        """The record in a file."""
+        values: dict[str, Any] = json.loads(content)
+        values["counts"] = Counts(**values["counts"])
+        values["samples"] = [Sample(**sample) for sample in values["samples"]]
+        for name in ("train", "validation"):
+            values[name] = split_of(values[name])
+        return cls(**values)
+
+
+def numbered_rows(part: Part, source: Source, recipe: DataRecipe) -> Iterator[tuple[int, Row]]:
+    """The rows of a part with the numbers of their samples, which no other part has."""
+    for number, row in numbered(part.rows(source), recipe.data.max_samples):
+        yield part.place * _NUMBERS + number, row
+
+
+class PartPreparer:
+    """Prepares parts of one source.
+
+    shard_tokens: tokens after which documents are packed and written. They bound the memory that a part takes.
+    """
+
+    def __init__(
+        self,
+        recipe: DataRecipe,
+        source: Source,
+        tokenizer: PreTrainedTokenizerBase,
+        row_format: Format,
+        *,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self._recipe, self._source, self._tokenizer, self._format = recipe, source, tokenizer, row_format
+        self._shard_tokens = shard_tokens
+        # By split, the last sample that was written.
+        self._last: dict[str, int] = {}
+        splits = recipe.objective == "pretrain" or row_format.name == "text"
+        self.encoder = Encoder(
+            tokenizer, learn_all=recipe.objective == "pretrain", longest=None if splits else recipe.data.sequence_length
+        )
+
+    def prepare(self, part: Part, folder: Path, suffix: str, report: Report) -> PartRecord:
+        """Write the shards of a part to `folder`, as `train<suffix>-00000.safetensors` and so on.
+
+        Raises:
+            ValueError: a row is invalid and `data.invalid` is `error`, or overlong and `data.overlong` is `error`.
+        """
+        special = self._format.special_tokens
+        special.found, special.example = 0, None
+        self.encoder.turn_end_ids.clear()
+        record, self._last = PartRecord(), {}
+        with DocumentBuffer(folder) as buffer:
+
+            def write_full() -> None:
+                if buffer.held_tokens >= self._shard_tokens:
+                    self._write(buffer, folder, suffix, record)
+
+            rows = numbered_rows(part, self._source, self._recipe)
+            record.counts = encode_rows(self._recipe, rows, self._format, self.encoder, buffer, report, write_full)
+            self._write(buffer, folder, suffix, record)
+            record.largest_token_id = buffer.largest_token_id
+        record.turn_end_ids = sorted(self.encoder.turn_end_ids)
+        record.special_found, record.special_example = special.found, special.example
+        return record
+
+    def _write(self, buffer: DocumentBuffer, folder: Path, suffix: str, record: PartRecord) -> None:
+        """Pack the documents in the buffer into rows, write them, and empty the buffer."""
+        if not buffer.held_tokens:
+            return
+        recipe, samples, lengths = self._recipe, buffer.samples, buffer.lengths
+        text = self._format.name == "text"
+        in_validation, ends = hold_out(
+            samples, lengths, fraction=recipe.data.validation_fraction, seed=recipe.seed, divisible=text
+        )
+        for name, chosen in (("train", ~in_validation), ("validation", in_validation)):
+            before: Split = getattr(record, name)
+            continued = self._continues(name, samples[chosen])
+            written = buffer.write_shards(
+                folder,
+                f"{name}{suffix}",
+                np.flatnonzero(chosen),
+                first=len(before.shards),
+                length=recipe.data.sequence_length if recipe.data.packing else None,
+                seed=recipe.seed,
+                group_size=2 if self._format.paired else 1,
+                shard_tokens=buffer.held_tokens,
+            )
+            setattr(record, name, before + replace(written, samples=written.samples - continued))
+        record.ends = record.ends or ends
+        if text:
+            _count_texts(record, samples, lengths, continued=self._continues("texts", samples))
+        # The first document of each validation sample, or any end of a text.
+        shown = np.flatnonzero(in_validation & (ends | (np.diff(samples, prepend=-1) != 0)))
+        for document in shown[: MAX_GENERATION_SAMPLES - len(record.samples)]:
+            sample = _generation_sample(buffer.document(int(document)), self._tokenizer, self.encoder.prefix_ids)
+            record.samples += [sample] if sample else []
+        buffer.clear()
+
+    def _continues(self, name: str, samples: Ints) -> bool:
+        """Whether the first sample was in the shard before, too."""
+        continued = bool(samples.size) and self._last.get(name) == samples[0]
+        if samples.size:
+            self._last[name] = int(samples[-1])
+        return continued
+
+
+def _count_texts(record: PartRecord, samples: Ints, lengths: Ints, *, continued: bool) -> None:
+    texts, pieces_of = np.unique(samples, return_inverse=True)
+    # Each piece of a text repeats the last token of the one before.
+    tokens = np.bincount(pieces_of, weights=lengths - 1) + 1
+    record.median = weighted_median([(record.median, record.documents), (int(np.median(tokens)), texts.size)])
+    record.documents += texts.size - continued
+
+
+def weighted_median(medians: list[tuple[int, int]]) -> int:
+    """About the median of several groups, of medians and sizes."""
+    half, seen = sum(size for _, size in medians) / 2, 0
+    for median, size in sorted(medians):
+        seen += size
+        if seen >= half:
+            return median
+    return 0
+
+
+def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
+    """A document as prompt and completion; a document without a prompt is split in the middle."""
+    begin, end = document.completion_span
+    ids = document.ids.tolist()
+    skipped = len(prefix_ids) if ids[: len(prefix_ids)] == prefix_ids else 0
+    if begin <= skipped:
+        begin = (begin + end + 1) // 2
+    if not skipped < begin < end:
+        return None
+    return Sample(
+        prompt=tokenizer.decode(ids[skipped:begin], clean_up_tokenization_spaces=False),
+        completion=tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        prompt_ids=ids[:begin],
+    )
+
+
+def in_all(records: list[PartRecord]) -> PartRecord:
+    """The record of several parts together."""
+    whole = replace(records[0])
+    for record in records[1:]:
+        whole.counts = whole.counts + record.counts
+        whole.train, whole.validation = whole.train + record.train, whole.validation + record.validation
+        whole.largest_token_id = max(whole.largest_token_id, record.largest_token_id)
+        whole.special_found += record.special_found
+        whole.special_example = whole.special_example or record.special_example
+        whole.ends = whole.ends or record.ends
+    whole.median = weighted_median([(record.median, record.documents) for record in records])
+    whole.documents = sum(record.documents for record in records)
+    whole.turn_end_ids = sorted({id_ for record in records for id_ in record.turn_end_ids})
+    whole.samples = [sample for record in records for sample in record.samples][:MAX_GENERATION_SAMPLES]
+    return whole

@@ -1,0 +1,74 @@
+"""The place of prepared shards and of the records of their parts: a folder, or one in an object store.
+
+A part counts as prepared once its record is written, which is after its shards. So whatever is killed, a part is
+complete or absent, and two processes that prepare the same part write the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from strata_platform.file_io import write_atomic
+from tasks.runtime.process.object_store_url import open_url
+
+FIELD = "data.prepared_url"
+
+
+class ShardStore:
+    """Files by name, in a folder or under a URL. Its methods raise the errors of the file system or the client."""
+
+    def __init__(self, place: Path | str) -> None:
+        """Raises ValueError when no client is installed for a URL's scheme, or it rejects the URL."""
+        self.place = str(place)
+        self.folder = Path(place) if isinstance(place, Path) else None
+        self._filesystem: Any = None
+        if self.folder is None:
+            self._filesystem, self._root = open_url(self.place.rstrip("/"), FIELD)
+
+    def read(self, name: str) -> bytes | None:
+        """The contents of a file, None without it."""
+        try:
+            if self.folder is not None:
+                return (self.folder / name).read_bytes()
+            return bytes(self._filesystem.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file; a reader sees all of it or none."""
+        if self.folder is not None:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.folder / name, data, durable=False)
+        else:
+            self._make_folder(name)
+            self._filesystem.pipe_file(f"{self._root}/{name}", data)
+
+    def put(self, path: Path) -> None:
+        """Move a file of this machine here, under the name that it has."""
+        if self.folder is not None:
+            os.replace(path, self.folder / path.name)
+        else:
+            self._make_folder(path.name)
+            self._filesystem.put_file(str(path), f"{self._root}/{path.name}")
+            path.unlink()
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy a file to `path` on this machine. Raises FileNotFoundError when it is missing."""
+        self._filesystem.get_file(f"{self._root}/{name}", str(path))
+
+    def names(self, folder: str) -> set[str]:
+        """Names of the files in a folder; empty when there is none."""
+        if self.folder is not None:
+            return set(os.listdir(self.folder / folder)) if (self.folder / folder).is_dir() else set()
+        self._filesystem.invalidate_cache()
+        try:
+            found = self._filesystem.ls(f"{self._root}/{folder}", detail=False)
+        except FileNotFoundError:
+            return set()
+        return {path.rstrip("/").rsplit("/", 1)[-1] for path in found}
+
+    def _make_folder(self, name: str) -> None:
+        # Object stores have no folders; file systems such as NFS behind a URL do.
+        self._filesystem.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
