@@ -57,6 +57,8 @@ class Estimate:
             return "parallel.cpu_offload moves state to the host, which the estimate does not subtract"
         if self.workload.lora and self.workload.lora.target_modules:
             return "the estimate counts adapters for all layers, not only for those of adapter.target_modules"
+        if self.spec.model.freeze or self.spec.model.trainable:
+            return "the estimate counts gradients and optimizer state of all weights, also of frozen ones"
         return None
 
     @property
@@ -106,6 +108,10 @@ class Estimate:
                 (
                     lora.lora_dropout > 0,
                     "adapter.lora_dropout: the inputs after dropout, which every adapted layer keeps",
+                ),
+                (
+                    bool(self.spec.model.freeze or self.spec.model.trainable),
+                    "model.freeze and model.trainable: the estimate assumes that all weights are trained",
                 ),
                 (
                     bool(lora.target_modules),

@@ -39,7 +39,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _model(spec.model, spec.adapter)
     yield from _checkpoint(spec.checkpoint)
     yield from _places(spec.name, spec.checkpoint, spec.export)
-    yield from _schedule(spec.schedule)
+    yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
     yield from _tasks(spec.evaluation)
 
@@ -311,6 +311,18 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         "trained from scratch; set model.name to a Hub id or a folder, or adapter.type to 'none'",
     )
     yield Contradiction(
+        bool(model.freeze and model.trainable),
+        ("model.freeze", "model.trainable"),
+        "contradicts model.trainable, which freezes all other weights; give one of them",
+    )
+    for field in ("freeze", "trainable"):
+        yield Contradiction(
+            adapter.type != "none" and bool(getattr(model, field)),
+            (f"model.{field}", "adapter.type"),
+            f"set, but adapter.type '{adapter.type}' freezes all weights of the model; choose its layers by "
+            f"adapter.target_modules, or leave model.{field} out",
+        )
+    yield Contradiction(
         model.attention.startswith("flash") and model.dtype == "float32",
         ("model.dtype", "model.attention"),
         f"'float32' contradicts model.attention '{model.attention}', which has no float32; "
@@ -338,7 +350,7 @@ def _places(name: str, checkpoint: Checkpoint, export: Export) -> Iterator[Contr
     )
 
 
-def _schedule(schedule: Schedule) -> Iterator[Contradiction]:
+def _schedule(schedule: Schedule, training: Training) -> Iterator[Contradiction]:
     yield Contradiction(
         schedule.decay_ratio is not None and schedule.type != "wsd",
         ("schedule.decay_ratio", "schedule.type"),
@@ -346,9 +358,32 @@ def _schedule(schedule: Schedule) -> Iterator[Contradiction]:
         "leave schedule.decay_ratio out",
     )
     yield Contradiction(
-        schedule.warmup_ratio + schedule.falling > 1,
+        schedule.warmup_share + schedule.falling > 1,
         ("schedule.warmup_ratio", "schedule.decay_ratio", "schedule.type"),
-        f"{schedule.warmup_ratio} and schedule.decay_ratio {schedule.falling} add up to more than 1; lower one of them",
+        f"{schedule.warmup_share} and schedule.decay_ratio {schedule.falling} add up to more than 1; lower one of them",
+    )
+    yield Contradiction(
+        schedule.warmup_steps is not None and schedule.warmup_ratio is not None,
+        ("schedule.warmup_steps", "schedule.warmup_ratio"),
+        "contradicts schedule.warmup_ratio; give one of them",
+    )
+    yield Contradiction(
+        (schedule.warmup_steps or 0) > (training.steps or 10**9),
+        ("schedule.warmup_steps", "training.steps"),
+        f"{schedule.warmup_steps} is more than the {training.steps} steps of training.steps, so the learning rate "
+        "would not reach its peak; lower it, or set schedule.warmup_ratio instead",
+    )
+    yield Contradiction(
+        schedule.num_cycles is not None and schedule.type != "cosine_with_restarts",
+        ("schedule.num_cycles", "schedule.type"),
+        f"set, but schedule.type '{schedule.type}' has no restarts; set schedule.type to 'cosine_with_restarts', or "
+        "leave schedule.num_cycles out",
+    )
+    yield Contradiction(
+        schedule.min_lr_ratio > 0 and schedule.type == "constant",
+        ("schedule.min_lr_ratio", "schedule.type"),
+        "set, but schedule.type 'constant' stays at the peak; set schedule.type to 'cosine' or 'linear', or leave "
+        "schedule.min_lr_ratio out",
     )
 
 

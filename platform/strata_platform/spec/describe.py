@@ -65,7 +65,7 @@ def _describe_generic(annotation: Any, metadata: list[Any]) -> str:
         return f"{join_or(choices)}, or null" if NoneType in args else join_or(choices)
     assert origin is tuple, f"no words for {annotation}"
     if args[-1] is Ellipsis:
-        return f"a list of {describe(args[0]).removeprefix('a ')}"
+        return f"a list of {describe(args[0]).removeprefix('a ').replace('section with', 'sections with')}"
     return f"a list of {len(args)}: {'; '.join(describe(arg) for arg in args)}"
 
 
@@ -81,8 +81,18 @@ def _bounds(metadata: list[Any]) -> str:
     return ", not empty" if any(getattr(item, "min_length", 0) for item in metadata) else ""
 
 
+def listed_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section of a field that is a list of sections; None for other fields."""
+    if get_origin(field.annotation) is not tuple:
+        return None
+    item = get_args(field.annotation)[0]
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+
+
 def sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
     """The sections that `field` may hold, by the value of their `type`; a single one has the empty key."""
+    if listed_section(field):
+        return {}
     classes = [
         choice
         for choice in (get_args(field.annotation) or (field.annotation,))

@@ -32,6 +32,14 @@ class Model(Section):
         description="Attention implementation, by its transformers name; `sdpa` uses varlen attention on packed rows "
         "if it can.",
     )
+    freeze: tuple[Text, ...] = Field(
+        (),
+        description="Weights to freeze, by whole parts of their dotted names; `*` and `[0-9]` stand for characters of "
+        "a part: `embed_tokens`, `layers.[0-3]`, `*norm`. A pattern that matches nothing is an error.",
+    )
+    trainable: tuple[Text, ...] = Field(
+        (), description="The reverse of `freeze`: only weights that match are trained; empty: all."
+    )
 
 
 class NoAdapter(Section):

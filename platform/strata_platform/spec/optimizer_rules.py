@@ -19,6 +19,16 @@ def optimizer_rules(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _adamw_8bit(spec.optimizer, spec.parallel)
     yield from _paged(spec.optimizer, spec.parallel)
     yield from _precision(spec.optimizer, spec.parallel)
+    yield from _groups(spec.optimizer)
+
+
+def _groups(optimizer: Optimizer) -> Iterator[Contradiction]:
+    for number, group in enumerate(optimizer.groups):
+        yield Contradiction(
+            group.lr is None and group.weight_decay is None,
+            (f"optimizer.groups[{number}]",),
+            f"'{group.match}' has neither lr nor weight_decay, so it changes nothing; set one of them",
+        )
 
 
 def _muon(optimizer: Optimizer, adapter: Adapter, parallel: Parallel) -> Iterator[Contradiction]:

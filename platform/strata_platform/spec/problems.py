@@ -23,6 +23,7 @@ from strata_platform.spec.describe import (
     format_value,
     item_annotation,
     join_or,
+    listed_section,
     literals,
     sections,
 )
@@ -46,6 +47,7 @@ class _Location:
     Attributes:
         keys: lead to the field in the raw mapping.
         path: the field as a person writes it.
+        name: the last key of the field's path.
         owner: the section that has, or lacks, the field.
         alternatives: the sections that `type` could have picked, by their `type`.
         wanted: describes what the field takes; empty if there is no such field.
@@ -54,6 +56,7 @@ class _Location:
 
     keys: tuple[str, ...]
     path: str
+    name: str
     owner: type[BaseModel]
     alternatives: Mapping[str, type[BaseModel]]
     field: FieldInfo | None
@@ -149,6 +152,8 @@ def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
         choices = sections(field)
         if not choices:
             position = next(rest, None)
+            if isinstance(position, int) and (inner := listed_section(field)):
+                return _locate_in_item(inner, keys, position, list(rest))
             if isinstance(position, int) and item["type"] != "missing":
                 item_type = item_annotation(field.annotation, position)
                 index, wanted, options = f"[{position}]", describe(item_type), literals(item_type)
@@ -157,7 +162,20 @@ def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
         if tag not in choices:
             break
         section, alternatives = choices[str(tag)], choices
-    return _Location(keys, ".".join(keys) + index, owner, alternatives, field, wanted, options)
+    return _Location(
+        keys, ".".join(keys) + index, keys[-1] if keys else "", owner, alternatives, field, wanted, options
+    )
+
+
+def _locate_in_item(section: type[BaseModel], keys: tuple[str, ...], position: int, rest: list[Any]) -> _Location:
+    """Follow an error's location into a section of a list. A repair removes the list."""
+    path = f"{'.'.join(keys)}[{position}]"
+    if not rest:
+        return _Location(keys, path, path, section, {}, None, describe(section), ())
+    name = str(rest[0])
+    field = section.model_fields.get(name)
+    wanted, options = (describe_field(field), literals(field.annotation)) if field else ("", ())
+    return _Location(keys, f"{path}.{name}", name, section, {}, field, wanted, options)
 
 
 def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
@@ -169,7 +187,7 @@ def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location
 
 
 def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
-    name, fields = location.keys[-1], location.owner.model_fields
+    name, fields = location.name, location.owner.model_fields
     message, suggestion = "no such field", closest_match(name, fields)
     having = [repr(tag) for tag, section in location.alternatives.items() if name in section.model_fields]
     if having:

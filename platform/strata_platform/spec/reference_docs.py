@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from strata_platform.spec.describe import describe_field, sections
+from strata_platform.spec.describe import describe_field, listed_section, sections
 from strata_platform.spec.run_spec import RunSpec
 from strata_platform.spec.schema import json_schema
 
@@ -54,6 +54,8 @@ def reference() -> str:
 def _below(section: type[BaseModel], path: str) -> Iterator[str]:
     """The nested sections of a section, depth first."""
     for name, field in section.model_fields.items():
+        if inner := listed_section(field):
+            yield from _block(f"## {path}{name}, items of the list", inner)
         for tag, inner in sections(field).items():
             yield from _block(f"## {path}{name}" + (f", type {tag}" if tag else ""), inner)
             yield from _below(inner, f"{path}{name}.")

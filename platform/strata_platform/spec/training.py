@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Decay, Flag, Integer, Number, Section, number
+from strata_platform.spec.fields import Count, Decay, Flag, Integer, Number, Section, Text, number
 
 
 class Training(Section):
@@ -47,6 +47,22 @@ class Training(Section):
         return 0 if self.gradient_checkpointing == "none" else 1
 
 
+class ParameterGroup(Section):
+    """Weights with a learning rate or weight decay of their own, selected by name."""
+
+    match: Text = Field(
+        description="Whole parts of a weight's dotted name, next to each other; `*` and `[0-9]` stand for characters "
+        "of a part: `embed_tokens`, `layers.0`, `mlp.*_proj`. A pattern that matches no trained weight is an error.",
+    )
+    lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
+        None, description="Peak learning rate of these weights; by default that of the run."
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=100), BeforeValidator(number)] | None = Field(
+        None,
+        description="Weight decay of all of these weights, also of biases and norms; by default as for the others.",
+    )
+
+
 class Optimizer(Section):
     """The optimizer, and what happens to gradients before it."""
 
@@ -74,6 +90,11 @@ class Optimizer(Section):
     weight_decay: Number = Field(
         0.01, ge=0, le=100, description="Decoupled weight decay; biases and norms are left out."
     )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="Weights with a learning rate or weight decay of their own. A weight belongs to the first group "
+        "that matches it.",
+    )
     momentum: Decay | None = Field(None, description="Decay rate of the moment of `muon`; by default 0.95.")
     max_grad_norm: Number = Field(1.0, ge=0, description="Clip gradients to this global norm; 0 turns clipping off.")
     in_backward: Flag = Field(
@@ -96,18 +117,43 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over the run: linear warm-up, then the shape."""
 
-    type: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="Shape after the warm-up; `wsd` stays at the peak and decays to 0 at the end."
+    type: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
+        "cosine",
+        description="Shape after the warm-up. `cosine_with_restarts` jumps back to the peak at the start of each "
+        "cycle; `wsd` stays at the peak and decays at the end.",
     )
-    warmup_ratio: Number = Field(
-        0.05,
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), BeforeValidator(number)] | None = Field(
+        None,
+        description="Share of the steps in which the learning rate rises from 0 (exclusive) to its peak; by default "
+        "0.05.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9), BeforeValidator(number)] | None = Field(
+        None, description="Steps of the warm-up. Give this or `warmup_ratio`."
+    )
+    min_lr_ratio: Number = Field(
+        0.0,
         ge=0,
-        le=1,
-        description="Share of the steps in which the learning rate rises from 0 (exclusive) to its peak.",
+        lt=1,
+        description="Where the decay ends, as a share of the peak learning rate. `constant` has no decay.",
+    )
+    num_cycles: Annotated[int, Field(ge=1, le=10**6), BeforeValidator(number)] | None = Field(
+        None, description="Cycles of `cosine_with_restarts` after the warm-up; by default 2."
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None, description="Share of the steps in which `wsd` decays; by default 0.2."
     )
+
+    @property
+    def cycles(self) -> int:
+        """`num_cycles`, or the default."""
+        return 2 if self.num_cycles is None else self.num_cycles
+
+    @property
+    def warmup_share(self) -> float:
+        """`warmup_ratio`, or the default; 0 if `warmup_steps` states the warm-up."""
+        if self.warmup_steps is not None:
+            return 0.0
+        return 0.05 if self.warmup_ratio is None else self.warmup_ratio
 
     @property
     def falling(self) -> float:

@@ -34,6 +34,7 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.pretrained import load_pretrained, readable
+from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
 
@@ -286,6 +287,35 @@ def freeze_non_text_parameters(model: PreTrainedModel) -> None:
         parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in beyond)
     log.info("model: %.1f M parameters for other input than text are frozen", total / 1e6)
+
+
+def freeze_by_name(model: PreTrainedModel, settings: Model) -> None:
+    """Freeze the parameters that `model.freeze` matches, or all that `model.trainable` does not match.
+
+    Raises ValueError if a pattern matches no parameter, or if none is left to train.
+    """
+    if not (settings.freeze or settings.trainable):
+        return
+    names = names_of(model)
+    if settings.freeze:
+        frozen = set().union(*select("model.freeze", settings.freeze, names))
+    else:
+        frozen = names.keys() - set().union(*select("model.trainable", settings.trainable, names))
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    trained = [parameter for parameter in names if parameter.requires_grad]
+    if not trained:
+        field = "model.freeze" if settings.freeze else "model.trainable"
+        raise ValueError(f"{field} leaves no weight to train; choose fewer weights to freeze")
+    tied = sorted(" = ".join(own) for parameter, own in names.items() if len(own) > 1 and parameter in frozen)
+    log.info(
+        "model: %d tensors with %.2f M weights are frozen, %d with %.2f M are trained%s",
+        len(frozen),
+        sum(parameter.numel() for parameter in frozen) / 1e6,
+        len(trained),
+        sum(parameter.numel() for parameter in trained) / 1e6,
+        f"; frozen together, because they are one tensor: {', '.join(tied)}" if tied else "",
+    )
 
 
 def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,7 +12,12 @@ from strata_kernels import PatchReport
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.models.build import freeze_non_text_parameters, has_fused_loss, prepare_for_training
+from tasks.runtime.models.build import (
+    freeze_by_name,
+    freeze_non_text_parameters,
+    has_fused_loss,
+    prepare_for_training,
+)
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.objective import Objective
@@ -45,6 +50,7 @@ def build_training_step(model: PreTrainedModel, spec: RunSpec, device: torch.dev
         ValueError: the kernel layer or `training.gradient_checkpointing` does not support the model.
     """
     freeze_non_text_parameters(model)
+    freeze_by_name(model, spec.model)
     patched = prepare_for_training(model, spec.kernels, spec.training)
     collate = collator(spec.model.attention)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)

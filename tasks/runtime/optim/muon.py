@@ -23,19 +23,21 @@ class ExactMuon(TypedStateOptimizer):
 
     def __init__(
         self,
-        parameters: list[nn.Parameter],
+        groups: list[dict[str, Any]],
         *,
         lr: float,
         weight_decay: float,
         momentum: float,
         rounding: WeightRounding,
     ) -> None:
+        """`groups`: as in PyTorch."""
         self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
         self._plans: dict[nn.Parameter, StepPlan] = {}
         options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        parameters = [parameter for group in groups for parameter in group["params"]]
         self._muon = torch.optim.Muon(parameters, lr=1.0, weight_decay=0.0, **options)  # type: ignore[arg-type]
         self._options = {name: value for name, value in self._muon.param_groups[0].items() if name != "params"}
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Build the optimizer of the spec: which parameters it steps, and which of them decay."""
+"""Build the optimizer of the spec: which parameters it steps, at which rate, and which of them decay."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Optimizer
+from strata_platform.spec.training import Optimizer, ParameterGroup
 from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
 from tasks.runtime.optim.chained import ChainedOptimizer
 from tasks.runtime.optim.gradients import by_mesh
 from tasks.runtime.optim.in_backward import step_in_backward
 from tasks.runtime.optim.muon import ExactMuon
+from tasks.runtime.optim.parameter_names import names_of, select
 from tasks.runtime.optim.rounding import WeightRounding, has_bfloat16
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,12 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     """The optimizer of `optimizer.type` over the trainable parameters; biases and norms have no weight decay."""
     settings = spec.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rates = _own_settings(model, settings)
     if settings.precision != "fp32_master" and not has_bfloat16(trained):
         log.warning("optimizer.precision %r has no effect: no trainable weight is bfloat16", settings.precision)
     # DeepSpeed's engine lets its optimizer step fp32 master weights of its own.
     rounding = None if spec.parallel.type == "deepspeed" else WeightRounding.of(model, settings, spec.seed)
-    builder = _Builder(model, settings, spec.peak_lr, rounding)
+    builder = _Builder(model, settings, spec.peak_lr, rounding, rates)
     build = {"adamw": builder.adamw, "adamw_8bit": builder.adamw_8bit, "muon": builder.muon}[settings.type]
     optimizer = build(trained)
     if settings.in_backward:
@@ -47,22 +49,35 @@ class _Builder:
     lr: float
     rounding: WeightRounding | None
     """How bfloat16 weights are rounded; None if the optimizer gets no bfloat16 weights."""
+    own: dict[nn.Parameter, ParameterGroup]
+    """The first of `optimizer.groups` that matches a parameter, for those that one matches."""
+
+    def groups(self, trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+        """Groups of parameters with one learning rate, weight decay and device mesh; weights of one dimension and
+        biases do not decay.
+
+        `lr_scale` is the ratio of a group's learning rate to that of the run; only groups with their own rate have it.
+        """
+        # The biases of all experts are one parameter of two dimensions.
+        biases = _biases(self.model)
+        alike: dict[tuple[float, float | None], list[nn.Parameter]] = {}
+        for parameter in sorted(trained, key=lambda p: not (p.ndim > 1 and id(p) not in biases)):
+            own = self.own.get(parameter)
+            decay = self.settings.weight_decay * (parameter.ndim > 1 and id(parameter) not in biases)
+            if own is not None and own.weight_decay is not None:
+                decay = own.weight_decay
+            alike.setdefault((decay, own.lr if own is not None else None), []).append(parameter)
+        return [
+            {"params": parameters, "weight_decay": decay}
+            | ({} if rate is None else {"lr": rate, "lr_scale": rate / self.lr})
+            for (decay, rate), members in alike.items()
+            # A fused operator takes tensors of one device mesh.
+            for parameters in by_mesh(members)
+        ]
 
     def adamw(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW; weights of one dimension and biases do not decay."""
-        # The biases of all experts are one parameter of two dimensions.
-        biases = _biases(self.model)
-        matrices = {id(p) for p in trained if p.ndim > 1 and id(p) not in biases}
-        # A fused operator takes tensors of one device mesh.
-        groups = [
-            {
-                "params": [p for p in alike if (id(p) in matrices) == decays],
-                "weight_decay": self.settings.weight_decay * decays,
-            }
-            for decays in (True, False)
-            for alike in by_mesh(trained)
-        ]
-        groups = [group for group in groups if group["params"]]
+        groups = self.groups(trained)
         common: dict[str, Any] = {"lr": self.lr, "betas": self.settings.betas, "eps": self.settings.eps}
         if self.rounding is not None and has_bfloat16(trained):
             return ExactAdamW(groups, **common, rounding=self.rounding, paged=self.settings.paged)
@@ -88,9 +103,9 @@ class _Builder:
         }
         muon: torch.optim.Optimizer
         if self.rounding is not None and has_bfloat16(matrices):
-            muon = ExactMuon(matrices, **common, rounding=self.rounding)
+            muon = ExactMuon(self.groups(matrices), **common, rounding=self.rounding)
         else:
-            muon = torch.optim.Muon(matrices, **common, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(self.groups(matrices), **common, adjust_lr_fn="match_rms_adamw")
         return ChainedOptimizer([muon, self.adamw([p for p in trained if id(p) not in hidden])])
 
     def adamw_8bit(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -105,7 +120,7 @@ class _Builder:
             )
         _log_share("8-bit moments for", small, trained)
         eight_bits = AdamW8bit(
-            [{"params": [p for p in trained if id(p) in small]}],
+            self.groups([p for p in trained if id(p) in small]),
             lr=self.lr,
             betas=self.settings.betas,
             eps=self.settings.eps,
@@ -115,6 +130,32 @@ class _Builder:
         )
         others = [p for p in trained if id(p) not in small]
         return ChainedOptimizer([eight_bits, *([self.adamw(others)] if others else [])])
+
+
+def _own_settings(model: nn.Module, settings: Optimizer) -> dict[nn.Parameter, ParameterGroup]:
+    """The first of `optimizer.groups` that matches each parameter.
+
+    Raises ValueError if a group gets no trained parameter.
+    """
+    names, found = names_of(model), dict[nn.Parameter, ParameterGroup]()
+    patterns = [group.match for group in settings.groups]
+    selected = select("optimizer.groups", patterns, names)
+    for group, parameters in zip(settings.groups, selected, strict=True):
+        trained = {parameter for parameter in parameters if parameter.requires_grad}
+        added = [parameter for parameter in names if parameter in trained and parameter not in found]
+        if not added:
+            why = "that groups before it match; move it up" if trained else "that are frozen; remove it"
+            raise ValueError(f"optimizer.groups: {group.match!r} matches only weights {why}")
+        found |= dict.fromkeys(added, group)
+        log.info(
+            "optimizer: group %r has %d tensors, %.2f M weights, lr %s, weight decay %s",
+            group.match,
+            len(added),
+            sum(parameter.numel() for parameter in added) / 1e6,
+            "as the others" if group.lr is None else f"{group.lr:g}",
+            "as the others" if group.weight_decay is None else f"{group.weight_decay:g}",
+        )
+    return found
 
 
 def _embeddings(model: nn.Module) -> set[int]:

@@ -36,6 +36,7 @@ _CHANGEABLE = {
     "parallel": True,
     "topology": True,
     "optimizer": {"in_backward", "paged", "precision"},
+    "schedule": {"warmup_ratio"},
     "training": {
         "micro_batch_size",
         "gradient_accumulation_steps",
@@ -205,6 +206,7 @@ def _lock(file: TextIO, timeout: float) -> bool:
 def _fixed_fields(spec: RunSpec) -> dict[str, Any]:
     derived = {
         "rows per step (training.micro_batch_size x gradient_accumulation_steps x processes)": spec.rows_per_step,
+        "schedule.warmup_ratio": spec.schedule.warmup_share,
         "parallel.compute_dtype": spec.parallel.compute_dtype if spec.parallel.type == "fsdp" else "model",
     }
     return spec.model_dump(mode="json", exclude=_CHANGEABLE) | derived  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_bas
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.objectives import ObjectiveContext
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
+from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import build_strategy
 from tasks.runtime.preflight import run_checks
@@ -65,6 +66,8 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             `tasks.runtime.preflight` fails, or the loss is not finite.
     """
     steps = total_steps(run.spec, len(data.train))
+    # Raises before anything is loaded.
+    learning_rate_factor(run.spec.schedule, steps)
     resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
     if finished:
         log.info("all %d steps are done already (%s)", steps, resume_from)

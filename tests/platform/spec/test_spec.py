@@ -311,6 +311,22 @@ def test_a_long_value_is_shortened():
         ({"checkpoint": {"every": 50, "keep_every": 75}}, "checkpoint.keep_every", "checkpoint.every 50"),
         ({"schedule": {"decay_ratio": 0.1}}, "schedule.decay_ratio", "schedule.type"),
         ({"schedule": {"type": "wsd", "warmup_ratio": 0.9}}, "schedule.warmup_ratio", "schedule.decay_ratio 0.2"),
+        ({"schedule": {"warmup_ratio": 0.1, "warmup_steps": 3}}, "schedule.warmup_steps", "schedule.warmup_ratio"),
+        ({"schedule": {"warmup_steps": 30}, "training": {"steps": 9}}, "schedule.warmup_steps", "training.steps"),
+        ({"schedule": {"num_cycles": 3}}, "schedule.num_cycles", "'cosine_with_restarts'"),
+        ({"schedule": {"type": "constant", "min_lr_ratio": 0.1}}, "schedule.min_lr_ratio", "schedule.type"),
+        ({"model": {"freeze": ["a"], "trainable": ["b"]}}, "model.freeze", "model.trainable"),
+        (
+            {"model": {"name": "a/b", "freeze": ["mlp"]}, "adapter": {"type": "lora"}},
+            "model.freeze",
+            "adapter.target_modules",
+        ),
+        (
+            {"model": {"name": "a/b", "trainable": ["mlp"]}, "adapter": {"type": "lora"}},
+            "model.trainable",
+            "adapter.type",
+        ),
+        ({"optimizer": {"groups": [{"match": "mlp"}]}}, "optimizer.groups[0]", "neither lr nor weight_decay"),
     ],
 )
 def test_a_contradiction_names_both_fields(fields, path, other):
@@ -322,6 +338,25 @@ def test_a_contradiction_names_both_fields(fields, path, other):
 def test_a_store_keeps_graphs_also_where_no_operator_is_fused():
     spec = RunSpec(training={"compile": True}, kernels={"enabled": False, "store": STORE})
     assert spec.kernels.store.url == STORE["url"]
+
+
+def test_problems_of_sections_in_a_list_are_those_of_their_fields():
+    groups = [{"match": "mlp", "lr": 1e-3}, {"match": "", "lrr": 1e-3, "weight_decay": -1}, {"lr": 2}, "mlp"]
+    problems = problems_of(optimizer={"groups": groups})
+    where = "optimizer.groups"
+    assert {path: problem.suggestion for path, problem in problems.items()} == {
+        f"{where}[1].match": None,
+        f"{where}[1].lrr": "lr",
+        f"{where}[1].weight_decay": None,
+        f"{where}[2].match": None,
+        f"{where}[2].lr": None,
+        f"{where}[3]": None,
+    }
+    assert problems[f"{where}[2].match"].message == "required"
+    assert problems[f"{where}[1].lrr"].allowed == "match, lr, weight_decay"
+    assert problems_of(optimizer={"groups": "mlp"})[where].allowed == (
+        "a list of sections with match, lr, weight_decay"
+    )
 
 
 def test_contradictions_are_found_beside_wrong_fields():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+from transformers import get_scheduler
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Schedule
@@ -32,7 +34,65 @@ def test_schedules(schedule, expected):
     assert [factor(done) for done in range(4)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize(
+    ("schedule", "name", "own"),
+    [
+        ({"type": "cosine", "min_lr_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({"type": "cosine_with_restarts", "num_cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"type": "linear"}, "linear", {}),
+        ({"type": "constant"}, "constant_with_warmup", {}),
+        (
+            {"type": "wsd", "min_lr_ratio": 0.2, "decay_ratio": 0.4},
+            "warmup_stable_decay",
+            {"min_lr_ratio": 0.2, "decay_type": "linear", "num_decay_steps": 18},
+        ),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else None,
+)
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_after_the_warm_up_schedules_are_those_of_transformers(schedule, name, own, warmup):
+    steps, optimizer = 45, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=own)
+    factor = learning_rate_factor(Schedule(**schedule, warmup_steps=warmup), steps)
+    for done in range(steps):
+        if done >= warmup:
+            assert factor(done) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_restarts_with_a_least_rate_are_those_of_pytorch():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = CosineAnnealingWarmRestarts(optimizer, T_0=10, eta_min=0.25)
+    factor = learning_rate_factor(
+        Schedule(type="cosine_with_restarts", num_cycles=4, min_lr_ratio=0.25, warmup_steps=0), 40
+    )
+    for done in range(40):
+        assert factor(done) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("length", range(2, 60, 3))
+def test_every_cycle_begins_at_the_peak(length):
+    factor = learning_rate_factor(Schedule(type="cosine_with_restarts", num_cycles=7, warmup_steps=0), 7 * length)
+    rates = [factor(done) for done in range(7 * length)]
+    assert [done for done, rate in enumerate(rates) if rate == 1.0] == list(range(0, 7 * length, length))
+    assert min(rates) > 0
+
+
+def test_the_warm_up_takes_so_many_steps():
+    factor = learning_rate_factor(Schedule(type="constant", warmup_steps=3), 100)
+    assert [factor(done) for done in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    factor = learning_rate_factor(Schedule(type="linear", warmup_steps=0, min_lr_ratio=0.5), 4)
+    assert [factor(done) for done in range(4)] == [1, 0.875, 0.75, 0.625]
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps 100 is more than the 30 steps of the run"):
+        learning_rate_factor(Schedule(warmup_steps=100), 30)
+    with pytest.raises(ValueError, match=r"schedule\.num_cycles 30 is more than the 20 steps after the warm-up"):
+        learning_rate_factor(Schedule(type="cosine_with_restarts", warmup_steps=10, num_cycles=30), 30)
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine", "cosine_with_restarts", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 30])
 def test_every_step_learns(shape, steps):
     factor = learning_rate_factor(Schedule(type=shape), steps)
@@ -48,6 +108,75 @@ def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_left_out():
     assert names == {
         "0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": None, "2.bias": 0.0,
     }  # fmt: skip
+
+
+GROUPS = [
+    {"match": "embed_tokens", "lr": 5e-4, "weight_decay": 0.0},
+    {"match": "layers.0", "lr": 4e-3},
+    {"match": "mlp", "weight_decay": 0.3},
+    {"match": "layers.*.*norm", "weight_decay": 0.2},
+]
+
+
+@pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_have_their_own_rate_and_decay(type, dtype):
+    spec = RunSpec(model={"dtype": dtype}, optimizer={"type": type, "lr": 2e-3, "weight_decay": 0.1, "groups": GROUPS})
+    model = build_model(spec.model, 0)
+    optimizer = build_optimizer(model, spec)
+    set_learning_rate(optimizer, 1e-3)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found = {name: (groups[id(p)]["lr"], groups[id(p)]["weight_decay"]) for name, p in model.named_parameters()}
+    assert len(groups) == len(found)
+    # Of several groups the first, a weight decay of all of its weights, and half of every rate.
+    for name, (rate, decay) in found.items():
+        first = "embed_tokens" in name, "layers.0." in name, "mlp" in name, ".layers" in name and "norm" in name
+        wanted = [(2.5e-4, 0.0), (2e-3, 0.1 * ("norm" not in name)), (1e-3, 0.3), (1e-3, 0.2), (1e-3, 0.1), (1e-3, 0)]
+        kind = first.index(True) if any(first) else 5 if "norm" in name else 4
+        assert (rate, decay) == pytest.approx(wanted[kind]), name
+
+
+def test_groups_step_as_pytorch_s_own():
+    spec = RunSpec(
+        model={"dtype": "float32"}, optimizer={"lr": 2e-3, "groups": [{"match": "embed_tokens", "lr": 1e-4}]}
+    )
+    ours, theirs = build_model(spec.model, 0), build_model(spec.model, 0)
+    optimizer = build_optimizer(ours, spec)
+    matrices = [p for n, p in theirs.named_parameters() if p.ndim > 1 and "embed" not in n]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    peer = torch.optim.AdamW(
+        [
+            {"params": [theirs.model.embed_tokens.weight], "lr": 1e-4},
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True,
+    )  # fmt: skip
+    for number in range(2):
+        for model in (ours, theirs):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        peer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (["embed_token"], "'embed_token' matches no weight of the model; did you mean 'embed_tokens'?"),
+        (["*norm"], "'[*]norm' matches only weights that are frozen; remove it"),
+        (["layers", "mlp"], "'mlp' matches only weights that groups before it match; move it up"),
+    ],
+)
+def test_a_group_without_weights_is_refused(groups, said):
+    spec = RunSpec(optimizer={"groups": [{"match": match, "lr": 1e-3} for match in groups]})
+    model = build_model(spec.model, 0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    with pytest.raises(ValueError, match=rf"optimizer\.groups: {said}"):
+        build_optimizer(model, spec)
 
 
 class Experts(nn.Module):

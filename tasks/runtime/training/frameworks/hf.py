@@ -139,10 +139,11 @@ class _Trainer(Trainer):
         return grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        # The only method where the Trainer has both norm and rate of the finished step. It also runs at the end of an
-        # epoch, without an open step.
+        # The only method where the Trainer has the norm of the finished step. It also runs at the end of an epoch,
+        # without an open step. Its learning rate is that of the first group, which may have one of its own.
         if self._job.recorder.step_is_open:
-            self._job.end_step(self.state.global_step, grad_norm, kwargs["learning_rate"])
+            done = self.state.global_step
+            self._job.end_step(done, grad_norm, self._job.learning_rate(done - 1))
 
 
 class _Begin(TrainerCallback):
