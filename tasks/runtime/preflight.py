@@ -75,6 +75,13 @@ CHECKS = (
         "tensors in the local folders of model.name and objective.teacher are those of their config.json",
     ),
     Check(
+        "export formats",
+        ("plan", "launch"),
+        "export.serving_formats:require_formats",
+        ("spec.export", "spec.model"),
+        "the packages of export.formats are installed, and gguf has a counterpart of the model and its tokenizer",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, ObjectStoreUrl, Section
 
+Format = Literal["safetensors", "gguf"]
+
 
 class Export(Section):
-    """Where the trained model goes, besides the run's folder `model`. Every copy is verified first."""
+    """In which formats the trained model is written to the run's folder `model`, and where else it goes.
+
+    Every format is verified before it is copied.
+    """
+
+    formats: tuple[Format, ...] = Field(
+        ("safetensors",),
+        description="`safetensors`, the Hugging Face folder, is always written; the others are made from it. `gguf`: a "
+        "file for llama.cpp, Ollama and LM Studio; needs the extra `gguf`.",
+    )
+    gguf_type: Literal["f32", "f16", "bf16", "q8_0"] = Field(
+        "f16", description="Type of the matrices in the GGUF file, by llama.cpp's names."
+    )
 
     push_to_hub: (
         Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$"), Allowed("a name such as organization/model")] | None

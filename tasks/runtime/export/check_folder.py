@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.runtime.models.pretrained import load_pretrained
 
@@ -31,46 +32,169 @@ _TEXT = (
 )
 
 
+class Rounding(NamedTuple):
+    """How far a type of stored weights may be from the trained model.
+
+    Attributes:
+        weights: largest difference of a matrix's value, relative to the largest value of its row.
+        logits: largest difference of logits, relative to the largest logit.
+    """
+
+    weights: float
+    logits: float
+
+
+# Half of the distance between two values of a type, at the largest value of a row or a block; vectors are exact. The
+# scale of a block of q8_0 is rounded, too.
+ROUNDING = {
+    "f32": Rounding(0.0, 1e-4),
+    "f16": Rounding(2**-11, 1e-2),
+    "bf16": Rounding(2**-8, 5e-2),
+    "q8_0": Rounding(1 / 220, 5e-2),
+}
+# Settings that transformers' reader of GGUF files leaves at a default of its own in some families.
+_UNREAD_SETTINGS = ("rope_parameters", "head_dim", "sliding_window", "attention_bias", "mlp_bias")
+
+
 def expected_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
     """The model's result for a short text: `input_ids` [1, T] and `logits` [1, T, V], on the CPU."""
-    ids = tokenizer(_TEXT, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :TOKENS]
+    return _results(model, tokenizer(_TEXT, return_tensors="pt", add_special_tokens=False)["input_ids"][:, :TOKENS])
+
+
+def _results(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     with torch.inference_mode():
         logits = model.eval()(input_ids=ids.to(model.device)).logits
     return {"input_ids": ids, "logits": logits.cpu().contiguous()}
 
 
-def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
-    """A description of the difference; None if there is none beyond rounding."""
+def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None = None) -> str | None:
+    """A description of the difference; None if there is none beyond `tolerance`, by default that of rounding."""
     for name in expected:
         if expected[name].shape != found[name].shape or expected[name].dtype != found[name].dtype:
             return f"{name} are {_form(found[name])}, not {_form(expected[name])}"
     if not torch.equal(expected["input_ids"], found["input_ids"]):
         return "the tokenizer makes other tokens of a text"
     wanted, got = expected["logits"].float(), found["logits"].float()
-    most, allowed = float((wanted - got).abs().max()), _TOLERANCE[expected["logits"].dtype] * float(wanted.abs().max())
+    tolerance = _TOLERANCE[expected["logits"].dtype] if tolerance is None else tolerance
+    most, allowed = float((wanted - got).abs().max()), tolerance * float(wanted.abs().max())
     # Written so that NaN counts as a difference.
     return None if most <= allowed else f"logits differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
 
 
-def verify(folder: Path, expected: dict[str, Tensor], device: torch.device, attention: str) -> None:
-    """Raises ValueError if a fresh process reads another model from `folder` than `expected` describes."""
+def verify(
+    folder: Path, expected: dict[str, Tensor], device: torch.device, attention: str, *, file: str = "", stored: str = ""
+) -> str:
+    """Read a model in another process and compare it with `expected`.
+
+    Args:
+        folder: a Hugging Face folder.
+        expected: the trained model's results, of `expected_of`.
+        device: where the other process computes.
+        attention: the spec's `model.attention`.
+        file: a GGUF file in the folder, which is read in place of its safetensors, and compared with them.
+        stored: the type of that file's matrices, a key of ROUNDING.
+
+    Returns:
+        How close the two are, for a log.
+
+    Raises:
+        ValueError: the process reads another model than `expected` describes.
+    """
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "expected.safetensors"
-        save_file(expected, file)
+        given = Path(temporary) / "expected.safetensors"
+        save_file(expected, given)
+        arguments = [str(folder), str(given), str(device), attention, file, stored]
         done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.export.check_folder", str(folder), str(file), str(device), attention],
-            text=True,
-            capture_output=True,
+            [sys.executable, "-m", "tasks.runtime.export.check_folder", *arguments], text=True, capture_output=True
         )
     if done.returncode == 0:
-        wrong = json.loads(done.stdout.splitlines()[-1])
+        wrong, close = json.loads(done.stdout.splitlines()[-1])
     else:
-        wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
+        wrong, close = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}", ""
     if wrong is not None:
         raise ValueError(
-            f"the exported model in {folder} is not the trained one: {wrong}. It replaces no earlier export, and the "
-            "run's checkpoints are complete. Start the run again to export once more"
+            f"the exported model in {folder / file} is not the trained one: {wrong}. It replaces no earlier export, "
+            "and the run's checkpoints are complete. Start the run again to export once more"
         )
+    return str(close)
+
+
+def closeness(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+    """How close two models' results are: the largest difference, and how many next tokens are the same."""
+    wanted, got = expected["logits"].float(), found["logits"].float()
+    share = float((wanted - got).abs().max() / wanted.abs().max())
+    same = wanted.argmax(-1) == got.argmax(-1)
+    return f"logits within {share:.2g} of the largest, {int(same.sum())} of {same.numel()} next tokens the same"
+
+
+def weights_apart(folder: Path, model: PreTrainedModel, bound: float) -> str | None:
+    """A description of the first weight of `model` that is further from the folder's than rounding takes it.
+
+    `bound`: largest difference of a matrix's value, relative to the largest value of its row.
+    """
+    found = model.state_dict()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, a safetensors file is no mapping
+                exact = tensors.get_tensor(name).float()
+                apart = (found[name].cpu().float() - exact).abs()
+                allowed = bound * exact.abs().amax(-1, keepdim=True) if exact.ndim > 1 else torch.zeros(())
+                # f16 has no smaller value.
+                if not bool((apart <= allowed + (2**-24 if bound else 0)).all()):
+                    return f"{name} differs by {float(apart.max()):.3g}"
+    return None
+
+
+def read_gguf(folder: Path, file: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a GGUF file in an exported folder, as transformers reads them."""
+    exact = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
+    for name in _UNREAD_SETTINGS:
+        if hasattr(config, name) and hasattr(exact, name):
+            setattr(config, name, getattr(exact, name))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, config=config, dtype=dtype, trust_remote_code=False
+    )
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
+
+
+def vocabulary_apart(exact: PreTrainedTokenizerBase, found: PreTrainedTokenizerBase) -> str | None:
+    """A description of the first difference between two tokenizers; None if there is none.
+
+    The pre-tokenizer is left out, because transformers does not read that of every GGUF file.
+    """
+    tokens = {index: token for token, index in found.get_vocab().items()}
+    if other := [token for token, index in exact.get_vocab().items() if tokens.get(index) != token]:
+        return f"the vocabulary has {len(other)} other tokens, such as {other[0]!r}"
+    merges = [json.loads(t.backend_tokenizer.to_str())["model"]["merges"] for t in (exact, found)]
+    if merges[0] != merges[1]:
+        return "the merges of the tokenizer are others"
+    return None
+
+
+def _template_apart(tokenizer: PreTrainedTokenizerBase, file: Path) -> str | None:
+    from gguf import GGUFReader
+
+    field = GGUFReader(file).fields.get("tokenizer.chat_template")
+    template = tokenizer.chat_template
+    wanted = template.get("default") if isinstance(template, dict) else template
+    return None if wanted == (field and field.contents()) else "the chat template is another"
+
+
+def compare_gguf(
+    folder: Path, expected: dict[str, Tensor], device: str, file: str, stored: str
+) -> tuple[str | None, str]:
+    """How a GGUF file differs from its folder and from `expected`, None if it does not; and how close the two are."""
+    model, tokenizer = read_gguf(folder, file, expected["logits"].dtype)
+    rounding = ROUNDING[stored]
+    # Weights are rounded once more where the trained model is no float32.
+    again = 0.0 if expected["logits"].dtype is torch.float32 else 2**-8
+    wrong = weights_apart(folder, model, rounding.weights + again)
+    own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    wrong = wrong or vocabulary_apart(own, tokenizer) or _template_apart(own, folder / file)
+    found = _results(model.to(torch.device(device)), expected["input_ids"])
+    tolerance = max(rounding.logits, _TOLERANCE[expected["logits"].dtype])
+    return wrong or difference(expected, found, tolerance), closeness(expected, found)
 
 
 def _form(tensor: Tensor) -> str:
@@ -78,11 +202,18 @@ def _form(tensor: Tensor) -> str:
 
 
 def main() -> None:
-    """Print the difference as one line of JSON."""
-    folder, file, device, attention = sys.argv[1:]
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = load_pretrained(folder, dtype="auto", attn_implementation=attention)
-    print(json.dumps(difference(load_file(file), expected_of(model.to(device), tokenizer))))
+    """Print the difference, and how close the models are, as one line of JSON."""
+    name, given, device, attention, file, stored = sys.argv[1:]
+    folder, expected = Path(name), load_file(given)
+    if file:
+        wrong, close = compare_gguf(folder, expected, device, file, stored)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = load_pretrained(name, dtype="auto", attn_implementation=attention)
+        found = expected_of(model.to(device), tokenizer)
+        wrong = difference(expected, found)
+        close = "" if wrong else closeness(expected, found)
+    print(json.dumps((wrong, close)))
 
 
 if __name__ == "__main__":

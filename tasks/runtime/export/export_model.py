@@ -18,6 +18,7 @@ from strata_platform.spec.model import Lora, Model
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.check_folder import expected_of, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
+from tasks.runtime.export.serving_formats import write_formats
 from tasks.runtime.models.build import PRESETS, set_special_tokens
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
@@ -79,6 +80,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
         torch.cuda.empty_cache()
     verify(folder, expected, device, spec.model.attention)
     log.info("verified: a fresh process reads the same model from its folder")
+    write_formats(spec.export, spec.name, folder, expected, device)
 
 
 def _copy_processor(model: Model, folder: Path) -> None:

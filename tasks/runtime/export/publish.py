@@ -14,14 +14,14 @@ from tasks.runtime.process.object_store_url import open_url
 log = logging.getLogger(__name__)
 
 # Files of an earlier model that a library would load instead of the new ones, or in addition to them.
-_EARLIER = ("*.safetensors", "*.bin", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
+_EARLIER = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
 RECORD = "strata_record.json"
 """Name of the run's record, which only exported models have."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a multimodal model, next to those of its tokenizer."""
 # Patterns of all files that an export writes.
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
-             "model.safetensors.index.json", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
+             "model.safetensors.index.json", "*.gguf", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
 
 
 def require_export_targets(export: Export, name: str) -> None:

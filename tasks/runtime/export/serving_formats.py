@@ -1,0 +1,69 @@
+"""Write the formats of `export.formats` from an exported model folder, and verify each."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strata_platform.spec.export import Export, Format
+from strata_platform.spec.model import PRESETS, Model
+from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.export.check_folder import verify
+from tasks.runtime.export.gguf_families import family_of
+from tasks.runtime.export.gguf_file import write_gguf
+from tasks.runtime.export.gguf_vocabulary import pre_tokenizer_of
+from tasks.runtime.models.build import load_config
+
+log = logging.getLogger(__name__)
+
+# Format → the package that it needs, and its module.
+_PACKAGES: dict[Format, tuple[str, str]] = {
+    "gguf": ("gguf", "gguf"),
+}
+
+
+def require_formats(export: Export, model: Model) -> None:
+    """Raises ValueError if the model cannot be written in a format of `export.formats`. Reads no weights."""
+    for name in export.formats:
+        package, module = _PACKAGES.get(name, ("", ""))
+        if module and find_spec(module) is None:
+            raise ValueError(
+                f"export.formats {name!r} needs the package {package}, which is not installed; install "
+                f"strata[{package}], or leave {name!r} out"
+            )
+    if "gguf" in export.formats:
+        try:
+            family_of(load_config(model))
+            # The tokenizer that a preset trains is GPT-2's kind.
+            if (tokenizer := model.tokenizer or model.name) not in PRESETS:
+                revision = None if model.tokenizer else model.revision
+                pre_tokenizer_of(read_tokenizer(tokenizer, revision, field="export.formats"))
+        except ValueError as error:
+            raise ValueError(
+                f"export.formats 'gguf': model.name {model.name!r}: {error}; leave 'gguf' out, and convert the "
+                "exported folder with llama.cpp's own script if it has the model"
+            ) from error
+
+
+def write_formats(export: Export, name: str, folder: Path, expected: dict[str, Tensor], device: torch.device) -> None:
+    """Write the formats besides safetensors to the exported model's folder, and read each in another process.
+
+    Args:
+        export: the spec's `export`.
+        name: the run's name, which a GGUF file gets.
+        folder: the exported model, already verified.
+        expected: the trained model's results, of `expected_of`.
+        device: where the other process computes.
+
+    Raises:
+        ValueError: a format does not hold the trained model.
+    """
+    if "gguf" in export.formats:
+        file = folder / f"{name}-{export.gguf_type}.gguf"
+        write_gguf(folder, file, name, export.gguf_type)
+        found = verify(folder, expected, device, "sdpa", file=file.name, stored=export.gguf_type)
+        log.info("verified: %s holds the trained model (%s)", file.name, found)

@@ -1,0 +1,71 @@
+"""Formats that a model cannot have are refused before it is trained."""
+
+import json
+import re
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from strata_platform.spec.export import Export
+from strata_platform.spec.model import Model
+from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.export import serving_formats
+from tasks.runtime.export.serving_formats import require_formats
+
+LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 4096}  # fmt: skip
+GGUF = Export(formats=("safetensors", "gguf"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_tokenizer(train_tokenizer(["2 + 2 = 4"]), tmp_path)
+    return tmp_path
+
+
+def require(folder, **config):
+    (folder / "config.json").write_text(json.dumps(LLAMA | config))
+    require_formats(GGUF, Model(name=str(folder)))
+
+
+def test_what_llama_cpp_has_is_accepted(folder):
+    require(folder)
+    require_formats(GGUF, Model())
+    require_formats(Export(), Model(name="org/any"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not one of the families that can be written as GGUF"),
+        ({"hidden_act": "gelu"}, "llama.cpp has no llama with hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'; it"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 16.0,
+                              "original_max_position_embeddings": 64}}, "beta_fast 16.0 in rope_parameters"),
+        ({"model_type": "qwen3", "attention_bias": True}, "llama.cpp has no qwen3 with attention_bias True"),
+    ],
+)  # fmt: skip
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused(folder, config, said):
+    with pytest.raises(ValueError, match=rf"^export\.formats 'gguf': model\.name .*{re.escape(said)}.*leave 'gguf'"):
+        require(folder, **config)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "its tokenizer is WordLevel, not byte-level BPE"),
+        (Tokenizer(models.BPE({"a": 0}, [], byte_fallback=True)), "BPE with byte_fallback, not byte-level BPE"),
+        (Tokenizer(models.BPE({"a": 0}, [])), "no name for the way in which its tokenizer divides texts"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused(folder, tokenizer, said):
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a").save_pretrained(folder)
+    with pytest.raises(ValueError, match=rf"^export\.formats 'gguf': .*{said}"):
+        require(folder)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(serving_formats, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'gguf' needs the package gguf.*install strata\[gguf\], or leave 'gguf' out"):
+        require_formats(GGUF, Model())
