@@ -64,6 +64,10 @@ class Run:
     steps: int | None = None
     """Optimizer steps of the whole run; None until training knows."""
     loss: float | None = None
+    eval_loss: float | None = None
+    """Validation loss of the newest evaluation during training."""
+    stopped_early: int | None = None
+    """The step at which early stopping ended training."""
     tokens_per_second: float | None = None
     eta: float | None = None
     """Seconds until the last step; None outside training."""
@@ -142,6 +146,46 @@ class MetricPoint:
         values = {name: _written(value) for name, value in asdict(self).items()}
         return values | {"metrics": {name: _written(value) for name, value in self.metrics.items()}}
 
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPoint:
+    """An evaluation during training: a line of the run's `metrics.jsonl`, where `eval_` begins the names of results."""
+
+    step: int
+    """Optimizer steps done."""
+    attempt: int
+    time: float
+    loss: float
+    """Mean over the items of the validation split, in the unit of the training loss."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the objective, and scores of tasks as `task/metric`."""
+    seconds: float = 0.0
+    """For which training stood still."""
+    samples: tuple[str, ...] = ()
+    """Generated texts, in the order of the prompts of `record.json`."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EvaluationPoint | None:
+        """Parse a line's values; None if it is the line of a step. Raises TypeError if the values are not valid."""
+        if _EVALUATED not in values:
+            return None
+        results = {name: values[f"eval_{name}"] for name in _RESULTS if f"eval_{name}" in values}
+        when = {name: values[name] for name in ("step", "attempt", "time") if name in values}
+        point = cls(**when, **{name: _number(value) for name, value in results.items()})
+        if not isinstance(point.metrics, Mapping):
+            raise TypeError(f"eval_metrics are {point.metrics!r}, not values by name")
+        metrics = {name: _number(value) for name, value in point.metrics.items()}
+        return replace(point, metrics=metrics, samples=tuple(point.samples))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of a line. NaN and infinities become strings, as in the line of a step."""
+        values = {name: _written(value) for name, value in asdict(self).items()}
+        values["metrics"] = {name: _written(value) for name, value in self.metrics.items()}
+        return {f"eval_{name}" if name in _RESULTS else name: value for name, value in values.items()}
+
+
+_EVALUATED = "eval_loss"
+_RESULTS = ("loss", "metrics", "seconds", "samples")
 
 _WORDS = {"NaN": nan, "Infinity": inf, "-Infinity": -inf}
 

@@ -51,7 +51,7 @@ def main() -> int:
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
-    from tasks.runtime.training.trained_weights import collect_weights
+    from tasks.runtime.models.trained_weights import collect_weights
 
     try:
         with session(spec) as run:

@@ -145,6 +145,13 @@ CHECKS = (
         "the model has an embedding for every token of the prepared rows",
     ),
     Check(
+        "validation rows",
+        ("rank 0",),
+        "evaluation.during_training:require_validation_rows",
+        ("spec.evaluation", "data"),
+        "with evaluation.every, the prepared data has rows to evaluate on",
+    ),
+    Check(
         "teacher's vocabulary",
         ("rank 0",),
         "objectives:require_same_tokens",

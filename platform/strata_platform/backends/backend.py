@@ -14,7 +14,7 @@ from strata_platform.errors import BackendError, Unreachable
 from strata_platform.estimate import GPUS, Gpu
 from strata_platform.estimate.gpus import gpu_by_name
 from strata_platform.run_layout import RunLayout
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run, Stage
+from strata_platform.runs import EvaluationPoint, Event, LogLine, MetricPoint, Outputs, Run, Stage
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Resources
 
@@ -104,10 +104,12 @@ def destinations(to: Path) -> dict[str, Path]:
 
 
 def parse_points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
-    """Parse points. Skips values that are not a point, and warns of the first one."""
+    """Parse points. Skips evaluations, and values that are not a point, and warns of the first of those."""
     left_out = False
     for item in values:
         try:
+            if EvaluationPoint.of(item) is not None:
+                continue
             point = MetricPoint.of(item)
         except TypeError as error:
             if not left_out:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strata_platform.spec.data import BUILTIN_SOURCES
+from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.problems import Contradiction
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from strata_platform.spec.export import Export
     from strata_platform.spec.kernels import Kernels
     from strata_platform.spec.model import Model
-    from strata_platform.spec.run_spec import Adapter, Checkpoint, Evaluation, Objective, Parallel, RunSpec, Topology
+    from strata_platform.spec.run_spec import Adapter, Checkpoint, Objective, Parallel, RunSpec, Topology
     from strata_platform.spec.training import Schedule, Training
 
 
@@ -41,7 +42,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _places(spec.name, spec.checkpoint, spec.export)
     yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
-    yield from _tasks(spec.evaluation)
+    yield from evaluation_rules(spec)
 
 
 def _training(training: Training, data: Data) -> Iterator[Contradiction]:
@@ -400,15 +401,4 @@ def _data(data: Data) -> Iterator[Contradiction]:
         data.document_separator is not None and data.documents != "file",
         ("data.document_separator", "data.documents"),
         f"set, but data.documents '{data.documents}' divides text files, too; leave one of them out",
-    )
-
-
-def _tasks(evaluation: Evaluation) -> Iterator[Contradiction]:
-    yield from (
-        Contradiction(
-            value is not None and not evaluation.tasks,
-            (f"evaluation.{field}", "evaluation.tasks"),
-            f"set, but evaluation.tasks names none; name some, or leave evaluation.{field} out",
-        )
-        for field, value in (("few_shot", evaluation.few_shot), ("task_limit", evaluation.task_limit))
     )

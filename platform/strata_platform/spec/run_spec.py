@@ -15,7 +15,19 @@ from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
 from strata_platform.spec.export import Export
 from strata_platform.spec.faults import Faults
-from strata_platform.spec.fields import Count, Folder, Integer, Name, ObjectStoreUrl, Quantity, Section, Text, number
+from strata_platform.spec.fields import (
+    Count,
+    Flag,
+    Folder,
+    Integer,
+    Name,
+    Number,
+    ObjectStoreUrl,
+    Quantity,
+    Section,
+    Text,
+    number,
+)
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import Distill, Dpo, Pretrain, Sft
@@ -42,6 +54,16 @@ class Checkpoint(Section):
     keep_every: Count | None = Field(
         None, description="Also keep checkpoints of steps that are multiples of this; must be a multiple of `every`."
     )
+    keep_best: Flag = Field(
+        False,
+        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`; it is saved at once, "
+        "also between the steps of `every`.",
+    )
+    load_best_model_at_end: Flag = Field(
+        False,
+        description="Evaluate and export the checkpoint of `keep_best` in place of the last one, as in Hugging Face's "
+        "Trainer.",
+    )
     on_sigterm: Literal["stop", "save"] = Field(
         "stop",
         description="`stop` ends at once; the next attempt repeats the steps since the last checkpoint. `save` "
@@ -62,8 +84,26 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """Evaluation before and after training."""
+    """Evaluation before, during and after training."""
 
+    every: Count | None = Field(
+        None,
+        description="Steps between evaluations during training, which measure the validation loss; the last step is "
+        "always evaluated. By default there are none.",
+    )
+    during: tuple[Literal["samples", "tasks"], ...] = Field(
+        (),
+        description="What each evaluation during training does beside the loss: generate `samples`, score `tasks`. "
+        "Training waits for both.",
+    )
+    early_stopping_patience: Count | None = Field(
+        None,
+        description="Stop training after this many evaluations in a row without a lower validation loss, as Hugging "
+        "Face's `EarlyStoppingCallback` does.",
+    )
+    early_stopping_threshold: Number = Field(
+        0.0, ge=0.0, description="How much lower than the lowest a loss has to be to count, for early stopping."
+    )
     samples: Integer = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
     max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
     max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
@@ -156,7 +196,7 @@ class RunSpec(Section):
     kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
     faults: Faults = Field(default_factory=Faults, description="Health checks, hangs, and steps to skip.")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before and after.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before, during and after.")
     export: Export = Field(default_factory=Export, description="Where the trained model goes.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
     resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
 
+BEST_STEP = "best_step"
+"""Key of the step whose checkpoint is kept because it is the best."""
+
 # Key of the manifest's checksum of itself.
 _CHECKSUM = "seal"
 
@@ -139,25 +142,39 @@ def read_files(folder: Path) -> dict[str, Any]:
     return dict(_read_manifest(folder)["files"])
 
 
-def to_prune(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+def best_step(root: Path) -> int | None:
+    """The step whose checkpoint is kept because it is the best, by the newest manifest; None if there is none."""
+    for folder in reversed(folders(root)):
+        try:
+            step: int | None = _read_manifest(folder).get(BEST_STEP)
+            return step
+        except (OSError, ValueError):
+            # Incomplete or corrupt: the one before counts.
+            continue
+    return None
+
+
+def to_prune(steps: Sequence[int], keep_last: int, keep_every: int | None, best: int | None = None) -> list[int]:
     """Steps whose checkpoints are deleted, given all steps in order.
 
-    The last `keep_last` checkpoints stay, and those whose step is a multiple of `keep_every`.
+    The last `keep_last` checkpoints stay, those whose step is a multiple of `keep_every`, and `best`.
 
     >>> to_prune([2, 4, 6, 8, 10], keep_last=2, keep_every=4)
     [2, 6]
+    >>> to_prune([2, 4, 6, 8, 10], keep_last=2, keep_every=None, best=4)
+    [2, 6]
     """
-    return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
+    return [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0) and step != best]
 
 
 def prune(root: Path, keep_last: int, keep_every: int | None = None, *, keep: Path | None = None) -> None:
-    """Delete all checkpoints but the last `keep_last`, those of every `keep_every` steps, and `keep`.
+    """Delete all checkpoints but the last `keep_last`, those of every `keep_every` steps, the best one, and `keep`.
 
     Call it after `commit`, so that a complete checkpoint always exists. If a checkpoint cannot be deleted, for example
     because another machine reads it over NFS, the next call tries again.
     """
     by_step = {step_of(folder): folder for folder in folders(root)}
-    for step in to_prune(list(by_step), keep_last, keep_every):
+    for step in to_prune(list(by_step), keep_last, keep_every, best_step(root)):
         folder = by_step[step]
         if folder == keep:
             continue

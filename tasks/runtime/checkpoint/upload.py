@@ -99,10 +99,21 @@ class CheckpointUploader:
         if newer:
             # Metrics first: if this start is killed here, the next one finds the checkpoint and downloads nothing.
             self._retry_at_start(partial(self._store.download_file, self._folder.metrics))
+        latest = on_disk
         for step in reversed(newer):
             if self._download(step):
-                return self._folder.checkpoints / f"{manifest.PREFIX}{step}"
-        return on_disk
+                latest = self._folder.checkpoints / f"{manifest.PREFIX}{step}"
+                break
+        self._download_best()
+        return latest
+
+    def _download_best(self) -> None:
+        """Download the checkpoint that the newest one calls the best, unless the disk has it."""
+        best = manifest.best_step(self._folder.checkpoints)
+        if best is None or (self._folder.checkpoints / f"{manifest.PREFIX}{best}" / manifest.MANIFEST).exists():
+            return
+        if best in self._retry_at_start(self._store.complete_steps):
+            self._download(best)
 
     def discard_after(self, step: int) -> None:
         """Delete checkpoints of later steps, which the run will compute again."""
@@ -134,7 +145,7 @@ class CheckpointUploader:
         }
         in_store = self._retry_at_start(self._store.complete_steps)
         steps = sorted({*on_disk, *in_store, manifest.step_of(latest)})
-        pruned = manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every)
+        pruned = self._to_prune(steps)
         for step in on_disk.keys() - {*pruned, *in_store}:
             if manifest.verification_error(on_disk[step]) is None:
                 self.enqueue(on_disk[step])
@@ -203,7 +214,7 @@ class CheckpointUploader:
 
     def _upload(self, folder: Path) -> None:
         step, in_store = manifest.step_of(folder), self._store.complete_steps()
-        if step in manifest.to_prune(sorted({*in_store, step}), self._settings.keep_last, self._settings.keep_every):
+        if step in self._to_prune(sorted({*in_store, step})):
             return
         try:
             # Metrics first: a complete checkpoint implies that the metrics have every step up to it.
@@ -224,8 +235,12 @@ class CheckpointUploader:
         """Delete checkpoints that the spec does not keep, and remains of older ones from interrupted transfers."""
         kept = self._store.complete_steps()[-self._settings.keep_last :]
         older = [step for step in self._store.all_steps() if step < min(kept, default=0)]
-        for step in manifest.to_prune([*older, *kept], self._settings.keep_last, self._settings.keep_every):
+        for step in self._to_prune([*older, *kept]):
             self._store.delete(step)
+
+    def _to_prune(self, steps: list[int]) -> list[int]:
+        best = manifest.best_step(self._folder.checkpoints)
+        return manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every, best)
 
     def _small_files(self) -> list[Path]:
         return [self._folder.spec, self._folder.data_commit, self._folder.metrics, self._folder.attempts]

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
-from tasks.runtime.data.dataset import Batch
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.models.build import build_model, has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
-from tasks.runtime.objectives import Objective, build_validation_objective
+from tasks.runtime.objectives import build_validation_objective
+from tasks.runtime.objectives.validation_loss import validation_means
+from tasks.runtime.process.log import indented
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
-from tasks.runtime.training.trained_weights import build_trained_model
+from tasks.runtime.models.trained_weights import build_trained_model
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +88,7 @@ def _log_results(record: CompletionRecord) -> None:
     for score in record.task_scores:
         log.info("%s: %s %.4f before, %.4f after", score.task, score.metric, score.before, score.after)
     for sample in record.samples:
-        log.info("prompt: %s\n  after training: %s", _indented(sample.prompt), _indented(sample.after))
-
-
-def _indented(text: str) -> str:
-    """Indent text from data or a model: no line of it may look like a line of the log, which programs read."""
-    return "\n    ".join(text.strip().splitlines())
+        log.info("prompt: %s\n  after training: %s", indented(sample.prompt), indented(sample.after))
 
 
 def _measure(
@@ -107,52 +102,41 @@ def _measure(
         .eval()
     )
     set_special_tokens(model, tokenizer)
-    _disable_router_loss(model)
     patched = patch(model, spec.kernels)
     log.info("kernels in evaluation: %s", patched.summary() if patched else "off")
     objective = build_validation_objective(spec, fused=has_fused_loss(patched))
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
-    means = validation_means(model, objective, data, spec)
+    with without_router_loss(model):
+        means = validation_means(
+            model,
+            objective,
+            data.validation,
+            Processes(),
+            micro_batch_size=spec.training.micro_batch_size,
+            max_batches=spec.evaluation.max_batches,
+            collate=collator(spec.model.attention),
+        )
     written = [generate(model, tokenizer, prompt, data, spec.evaluation.max_new_tokens) for prompt in prompts]
     scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
     return Measurements(means, written, scores), data
 
 
-def _disable_router_loss(model: PreTrainedModel) -> None:
+@contextmanager
+def without_router_loss(model: PreTrainedModel) -> Iterator[None]:
     """Leave the auxiliary loss of routers out, so that the exponential of the loss is a perplexity."""
     config = model.config.get_text_config()
-    if hasattr(config, "output_router_logits"):
+    before = getattr(config, "output_router_logits", None)
+    if before is not None:
         config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.output_router_logits = before
 
 
-@torch.inference_mode()
-def validation_means(
-    model: PreTrainedModel, objective: Objective, data: PreparedData, spec: RunSpec
-) -> dict[str, float]:
-    """Mean loss and metrics of the objective over the validation split; {} if it has no item."""
-    totals: dict[str, float] = {}
-    items = 0
-    for batch in _validation_batches(data, spec, model.device):
-        count = int(objective.count(batch))
-        if count:
-            # Dividing by one yields sums, so that every item weighs the same.
-            share = objective.micro_batch_loss(model, batch, torch.ones((), device=model.device))
-            for name, value in {"loss": share.loss, **share.metrics}.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-            items += count
-    return {name: total / items for name, total in totals.items()}
-
-
-def _validation_batches(data: PreparedData, spec: RunSpec, device: torch.device) -> Iterator[Batch]:
-    loader = DataLoader(
-        data.validation, batch_size=spec.training.micro_batch_size, collate_fn=collator(spec.model.attention)
-    )
-    for batch in islice(loader, spec.evaluation.max_batches):
-        yield {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: PreparedData, max_new_tokens: int
 ) -> str:

@@ -26,7 +26,7 @@ from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.trained_weights import build_trained_model
+from tasks.runtime.models.trained_weights import build_trained_model
 
 log = logging.getLogger(__name__)
 

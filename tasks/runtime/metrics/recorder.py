@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strata_platform.runs import MetricPoint
+from strata_platform.runs import EvaluationPoint, MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.mfu import Mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.trackers import Trackers
 from tasks.runtime.objectives import MicroBatchLoss
+from tasks.runtime.process.log import indented
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import MetricsFile, read_points
@@ -186,6 +187,40 @@ class Recorder:
         self._totals = (tokens, targets)
         self._flushed_at, self._flushed_step = now, steps[-1].step
         return points
+
+    def evaluated(
+        self, step: int, loss: float, metrics: Mapping[str, float], samples: tuple[str, ...], seconds: float, *, best: bool
+    ) -> None:
+        """Write an evaluation of the weights after `step`, which took `seconds` since the last flush."""
+        if self._file is not None and self._trackers is not None:
+            point = EvaluationPoint(step, self.attempt, time.time(), loss, metrics, seconds, samples)
+            self._file.write([point])
+            self._trackers.log_evaluation(point)
+            report_progress(evaluation=point.to_dict())
+            log.info(
+                "step %*d/%d  validation loss %.4f%s%s  in %.1f s",
+                len(str(self._steps)),
+                step,
+                self._steps,
+                loss,
+                " (lowest)" if best else "",
+                "".join(f"  {name} {value:.3f}" for name, value in metrics.items()),
+                seconds,
+            )
+            for sample in samples:
+                log.info("sample after step %d: %s", step, indented(sample))
+        if self._prometheus is not None:
+            self._prometheus.evaluated(loss, seconds)
+        # The next rate is that of training.
+        self._flushed_at = time.monotonic()
+
+    def stopped_early(self, step: int) -> None:
+        """Training ends with `step`."""
+        self._steps = step
+        if self._prometheus is not None:
+            self._prometheus.begin(step)
+        if self._processes.is_main:
+            report_progress(stopped_early=step)
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
         """Pass numbers that belong to the run, not to a step, to the trackers; ignores other values."""

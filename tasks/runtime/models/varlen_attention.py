@@ -8,7 +8,8 @@ the host waits for the GPU to find out which mask is needed. Here the host compu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,18 @@ def set_varlen_attention(model: PreTrainedModel) -> None:
     # transformers makes no mask for an attention name without a registered mask function.
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel, *, varlen: bool) -> Iterator[None]:
+    """Inside the block, `model` attends without the inputs of `with_cu_seqlens`, as generation calls it."""
+    if varlen:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if varlen:
+            set_varlen_attention(model)
 
 
 def with_cu_seqlens(collate: Callable[[list[Row]], Batch]) -> Callable[[list[Row]], Batch]:

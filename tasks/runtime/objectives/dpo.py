@@ -10,6 +10,7 @@ log-ratios are per token, as its authors advise; otherwise long answers would we
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ class Dpo:
         """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""
         if self._disables_adapter:
             return context.data
-        return with_reference_log_probs(context, lambda batch: self.scores(context.model, batch))
+        score = lambda batch: self.scores(context.model, batch)  # noqa: E731
+        data = with_reference_log_probs(context, score)
+        if context.spec.evaluation.every is None:
+            return data
+        return with_reference_log_probs(replace(context, data=data), score, split="validation")
 
     def metadata(self) -> dict[str, Any]:
         """Empty: the data and the base weights have their own metadata."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 import torch
@@ -25,8 +26,10 @@ log = logging.getLogger(__name__)
 Score = Callable[[Batch], Tensor]
 
 
-def with_reference_log_probs(context: ObjectiveContext, score: Score) -> PreparedData:
-    """Add the reference model's log-probabilities to the training rows. A collective.
+def with_reference_log_probs(
+    context: ObjectiveContext, score: Score, split: Literal["train", "validation"] = "train"
+) -> PreparedData:
+    """Add the reference model's log-probabilities to the rows of a split. A collective.
 
     A file in the output folder keeps them for every attempt, and for every run with the same model and data.
 
@@ -34,27 +37,34 @@ def with_reference_log_probs(context: ObjectiveContext, score: Score) -> Prepare
         ValueError: a resumed run finds no file. Its model is not the reference model any more.
     """
     spec, data = context.spec, context.data
-    path = reference_file(spec, data.manifest.content_hash, context.base)
+    path = reference_file(spec, data.manifest.content_hash, context.base, split)
     if not context.processes.on_main(path.is_file):
+        if context.continues and split == "validation":
+            raise ValueError(
+                f"{path} is missing: evaluation.every compares validation rows with the model before training, whose "
+                "log-probabilities only the first start of a run can compute; leave evaluation.every out to continue "
+                "this run, or choose another name and train again"
+            )
         if context.continues:
             raise ValueError(
                 f"{path} is missing: it holds the log-probabilities for objective.reference 'precomputed'; restore it "
                 "to continue this run, or choose another name and train again"
             )
-        log.info("reference: reading %d rows once", len(data.train))
-        size = spec.training.micro_batch_size
-        found = score_rows(data.train, len(data.train), score, context.processes, size, context.collate)
+        rows, size = getattr(data, split), spec.training.micro_batch_size
+        log.info("reference: reading %d %s rows once", len(rows), split)
+        found = score_rows(rows, len(rows), score, context.processes, size, context.collate)
         context.processes.on_main(lambda: _save(path, found))
     tensors = load_file(path)
-    return data.with_reference_log_probs(train=ReferenceLogProbs(tensors["log_probs"], tensors["rows"]))
+    return data.with_reference_log_probs(**{split: ReferenceLogProbs(tensors["log_probs"], tensors["rows"])})
 
 
-def reference_file(spec: RunSpec, content_hash: str, base: str) -> Path:
-    """The file with log-probabilities of the model with fingerprint `base`, for this data and compute dtype."""
+def reference_file(spec: RunSpec, content_hash: str, base: str, split: str = "train") -> Path:
+    """The file with log-probabilities of the model with fingerprint `base`, for this split and compute dtype."""
     weights = str(compute_dtype(spec.model, spec.parallel)).removeprefix("torch.") + (
         "-nf4" if spec.is_quantized else ""
     )
-    return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}.safetensors"
+    rows = "" if split == "train" else f"-{split}"
+    return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}{rows}.safetensors"
 
 
 def score_rows(

@@ -62,6 +62,9 @@ class Strategy(Protocol):
             and such a strategy skips a step whose norm is not finite.
         """
 
+    def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Wrap forward passes without gradients between two steps. Yields the module to call."""
+
     def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         """Make the optimizer's next step change nothing if `skip` is 1; `skip` is a scalar, 0 or 1, on the device."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,10 @@ class BaseStrategy:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return both unchanged."""
         return wrapped, optimizer
+
+    def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Yield the wrapped model: nothing of it changes in a forward pass without gradients."""
+        return nullcontext(wrapped)
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
         """Clip immediately."""

@@ -39,6 +39,11 @@ class Ddp(BaseStrategy):
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
 
+    def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Yield the replica: the wrapper would synchronize buffers, and skip that in the training pass that follows."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        return nullcontext(wrapped.module)
+
 
 def fix_bucket_order(wrapped: DistributedDataParallel) -> None:
     """Fix the order of the gradient buckets before the first step, so that it is the same at every start.

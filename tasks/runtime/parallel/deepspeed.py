@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -69,6 +69,10 @@ class Deepspeed:
         """Average the gradients: stages 2 and 3 after every backward pass, stage 1 after the last."""
         self._engine.set_gradient_accumulation_boundary(last)
         yield
+
+    def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Yield the engine, which gathers the weights of stage 3."""
+        return nullcontext(wrapped)
 
     def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
         """Leave clipping to the engine's step, which fills in the norm."""

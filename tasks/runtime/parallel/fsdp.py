@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -80,6 +81,16 @@ class Fsdp(BaseStrategy):
         last.
         """
         return nullcontext()
+
+    @contextmanager
+    def evaluation(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        """Free the weights afterwards that stay gathered until a backward pass, which does not follow."""
+        try:
+            yield wrapped
+        finally:
+            for module in wrapped.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _shard(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")

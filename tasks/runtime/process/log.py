@@ -31,3 +31,8 @@ def configure_logging() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Libraries import bitsandbytes where it is installed, and it looks for a package that the folder kernels/ hides.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def indented(text: str) -> str:
+    """Indent text from data or a model: no line of it may look like a line of the log, which programs read."""
+    return "\n    ".join(text.strip().splitlines())

@@ -25,7 +25,7 @@ NO_WRAP_CHARACTERS = 12
 """Longest text of a table cell that does not wrap, even on a narrow page."""
 
 # Fields of the record that have their own sections.
-_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores"})
+_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores", "evaluations"})
 
 
 @dataclass(frozen=True, slots=True)

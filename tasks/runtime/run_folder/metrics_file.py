@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON object per line and optimizer step.
+"""`metrics.jsonl`: one JSON object per line; a line for each optimizer step, and for each evaluation during training.
 
 The file is append-only. A resumed attempt writes the steps after its checkpoint again, with a higher `attempt`. Readers
-take the last line of each step, so neither a torn last line nor a repeated step changes a curve.
+take the last line of each step and of each evaluation, so neither a torn last line nor a repeated step changes a curve.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from strata_platform.runs import MetricPoint
+from strata_platform.runs import EvaluationPoint, MetricPoint
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class MetricsFile:
         if torn:
             self._file.write("\n")
 
-    def write(self, points: list[MetricPoint]) -> None:
+    def write(self, points: Sequence[MetricPoint | EvaluationPoint]) -> None:
         """Append the points, one line each."""
         self._file.write("".join(json.dumps(point.to_dict(), allow_nan=False) + "\n" for point in points))
         self._file.flush()
@@ -44,15 +44,24 @@ class MetricsFile:
 
 def read_points(path: Path) -> list[MetricPoint]:
     """The points by step, the newest attempt's for each step; [] without a file."""
-    by_step = {point.step: point for point in _lines(path)} if path.exists() else {}
+    by_step = {point.step: point for point in _lines(path) if isinstance(point, MetricPoint)}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _lines(path: Path) -> Iterator[MetricPoint]:
+def read_evaluations(path: Path) -> list[EvaluationPoint]:
+    """The evaluations during training by step, the newest attempt's for each step; [] without a file."""
+    by_step = {point.step: point for point in _lines(path) if isinstance(point, EvaluationPoint)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _lines(path: Path) -> Iterator[MetricPoint | EvaluationPoint]:
+    if not path.exists():
+        return
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line:
             continue
         try:
-            yield MetricPoint.of(json.loads(line))
+            values = json.loads(line)
+            yield EvaluationPoint.of(values) or MetricPoint.of(values)
         except (json.JSONDecodeError, TypeError):
             log.warning("%s:%d is not a metrics line (torn by a kill?); skipped", path, number)

@@ -47,8 +47,23 @@ class TaskScore(BaseModel):
     higher_is_better: bool | None = None
 
 
+class Evaluated(BaseModel):
+    """An evaluation during training."""
+
+    model_config = _CONFIG
+
+    step: int
+    loss: float
+    metrics: dict[str, float] = {}
+    """Further metrics of the objective, and scores of tasks as `task/metric`."""
+    samples: tuple[str, ...] = ()
+    """Texts for the prompts of the record's `samples`, with `evaluation.during`."""
+
+
 class CompletionRecord(BaseModel):
-    """Result of a run. `status` is `complete` only when all requested steps are done and checkpointed."""
+    """Result of a run. `status` is `complete` only when all requested steps are done and checkpointed, or the steps up to
+    early stopping.
+    """
 
     model_config = _CONFIG
 
@@ -57,6 +72,8 @@ class CompletionRecord(BaseModel):
     spec_hash: str
     steps: int
     steps_asked: int
+    stopped_early: bool = False
+    """Whether early stopping ended the run after `steps`, before `steps_asked`."""
     tokens: int
     """Tokens processed, including padding."""
     target_tokens: int
@@ -70,8 +87,12 @@ class CompletionRecord(BaseModel):
     """Further metrics of the objective, for the trained model on the validation split."""
     task_scores: tuple[TaskScore, ...] = ()
     """Scores in `evaluation.tasks`."""
+    evaluations: tuple[Evaluated, ...] = ()
+    """Evaluations during training, with `evaluation.every`."""
+    best_step: int | None = None
+    """The step of the lowest loss among `evaluations`."""
     checkpoint: str
-    """The last complete checkpoint."""
+    """The checkpoint of the trained model: the last complete one, or the best with `load_best_model_at_end`."""
     restarts: int
     """Starts of the training processes after the first one."""
     skipped_steps: int = 0

@@ -5,17 +5,20 @@ from __future__ import annotations
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from strata_platform.spec.run_spec import Checkpoint
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.run_folder.metrics_file import read_points
-from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
+from tasks.runtime.run_folder.record import CompletionRecord, Evaluated
+from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
 
 if TYPE_CHECKING:
@@ -36,23 +39,33 @@ def write_record(
 
     `parameters`: the number of all parameters, and of the trainable ones.
     """
-    points = read_points(run.folder.metrics)
     latest = checkpoint.folders(run.folder.checkpoints)[-1]
-    done = checkpoint.step_of(latest)
+    done, metadata = checkpoint.step_of(latest), checkpoint.metadata_of(latest)
+    # An earlier attempt may have gone further, if evaluation.early_stopping_patience is lower now.
+    points = [point for point in read_points(run.folder.metrics) if point.step <= done]
+    early = EarlyStopping(run.spec.evaluation, metadata)
+    stopped = early.is_over and done < steps
     record = CompletionRecord(
-        status="complete" if done == steps == points[-1].step else "incomplete",
+        status="complete" if done == points[-1].step and (done == steps or stopped) else "incomplete",
         name=run.spec.name,
         spec_hash=run.spec.hash(),
         steps=done,
         steps_asked=steps,
+        stopped_early=stopped,
         tokens=points[-1].tokens,
         target_tokens=points[-1].target_tokens,
         train_loss=next((point.loss for point in reversed(points) if not point.skipped), points[-1].loss),
         loss_unit=step.objective.unit,
-        checkpoint=str(latest),
+        checkpoint=str(final_checkpoint(run.spec.checkpoint, latest)),
+        best_step=early.best_step or None,
+        evaluations=tuple(
+            Evaluated(step=point.step, loss=point.loss, metrics=dict(point.metrics), samples=point.samples)
+            for point in read_evaluations(run.folder.metrics)
+            if point.step <= done
+        ),
         restarts=attempt,
         skipped_steps=sum(point.skipped for point in points),
-        rollbacks=len(checkpoint.metadata_of(latest).get("guard", {}).get("passed_over", ())),
+        rollbacks=len(metadata.get("guard", {}).get("passed_over", ())),
         seconds=sum(point.step_seconds for point in points),
         tokens_per_second=throughput(points),
         mfu=utilization(points),
@@ -69,6 +82,31 @@ def write_record(
     )
     record.save(run.folder.record)
     return record
+
+
+def final_checkpoint(settings: Checkpoint, latest: Path) -> Path:
+    """The checkpoint whose model is evaluated and exported: `latest`, or the best with
+    `checkpoint.load_best_model_at_end`.
+
+    Raises ValueError if the best one is not there or not complete.
+    """
+    best = checkpoint.metadata_of(latest).get(checkpoint.BEST_STEP)
+    if not settings.load_best_model_at_end:
+        return latest
+    if best is None:
+        raise ValueError(
+            f"checkpoint.load_best_model_at_end: {latest} does not say which checkpoint is the best, because "
+            "checkpoint.keep_best was off while it was trained, or no validation loss was finite; set "
+            "checkpoint.load_best_model_at_end to false to take the last one"
+        )
+    folder = latest.parent / f"{checkpoint.PREFIX}{best}"
+    reason = checkpoint.verification_error(folder) if folder.exists() else "it is missing"
+    if reason is not None:
+        raise ValueError(
+            f"checkpoint.load_best_model_at_end: the best checkpoint, {folder}, cannot be used: {reason}; restore it, "
+            "or set checkpoint.load_best_model_at_end to false to take the last one"
+        )
+    return folder
 
 
 def _counts(data: PreparedData) -> dict[str, int]:

@@ -24,6 +24,7 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.loader import training_loader
+from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
@@ -31,6 +32,7 @@ from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import Preempted, StopRequest
 from tasks.runtime.process.watchdog import SLOW_FACTOR, Watchdog
+from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.step_guard import RollBack, StepGuard
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class Job:
     """
     set_random_states: Callable[[], None]
     """Sets the random states of the next step."""
+    early_stopping: EarlyStopping
+    evaluator: TrainingEvaluator | None
+    """None without `evaluation.every`."""
     step_ended: Callable[[], None]
     """Called after every step; returns immediately."""
     stop_request: StopRequest = field(default_factory=StopRequest)
@@ -88,11 +93,15 @@ class Job:
         self.newest = self.start
 
     def run(self, framework: Framework) -> None:
-        """Let a framework train to the last step; start it again after each rollback. A collective."""
+        """Let a framework train until the last step or until it stops early; start it again after each rollback. A
+        collective.
+        """
         while True:
             self._max_targets.clear()
             try:
                 return framework(self)
+            except StoppedEarly:
+                return None
             except RollBack as fault:
                 self._roll_back(fault)
 
@@ -115,9 +124,13 @@ class Job:
         return loader
 
     def begin(self) -> None:
-        """Start training. Call it right before the first step, and draw no random number in between."""
+        """Start training. Call it right before the first step, and draw no random number in between.
+
+        Raises StoppedEarly if an evaluation that was due when the run was interrupted ends it; `run` handles it.
+        """
         self.recorder.begin(self.start, self.steps)
         self.watchdog.start()
+        self._evaluate_at_start()
         self.watchdog.expect(f"step {self.start + 1}", SLOW_FACTOR)
         self.set_random_states()
 
@@ -168,27 +181,103 @@ class Job:
         Raises:
             Preempted: a rank received SIGTERM, and the checkpoint that `checkpoint.on_sigterm` asks for is saved.
             RollBack: the run has to return to a checkpoint; `run` handles it.
+            StoppedEarly: the validation loss has stopped to fall, and the step is saved; `run` handles it.
             ValueError: `faults` ends the run because of a bad step, or weights are not finite.
         """
         self._apply_policy(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
         self.skipped = None
         self.step_ended()
-        stop = self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
-        if stop or step % self.spec.checkpoint.every == 0 or step == self.steps:
+        stop = self._stop_requested()
+        best = False
+        if not stop and self._is_evaluated(step):
+            # Before the checkpoint, which contains the decision. A run that is killed in between repeats both.
+            try:
+                best = self._evaluate(step)
+            except _StopRequested:
+                # The next attempt evaluates first.
+                stop = True
+        over = step == self.steps or self.early_stopping.is_over
+        if stop or over or step % self.spec.checkpoint.every == 0 or (best and self.spec.checkpoint.keep_best):
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW_FACTOR)
             # Write metrics first, so that every step before a checkpoint is on record.
             self._apply_policy(self.recorder.flush())
             self.recorder.sync()
             self._require_finite(step)
-            self.writer.save(step, self.guard.metadata())
+            self.writer.save(step, self._metadata())
             self.newest = step
             self.recorder.restart_clock()
-        if stop and step < self.steps:
+        if stop and not over:
             self.writer.wait()
             log.info("received SIGTERM: step %d is done and saved", step)
             raise Preempted("SIGTERM")
-        if step < self.steps:
+        if self.early_stopping.is_over:
+            self._stop_early(step)
+        if not over:
             self.watchdog.expect(f"step {step + 1}")
+
+    def _is_evaluated(self, step: int) -> bool:
+        every = self.spec.evaluation.every
+        return every is not None and (step % every == 0 or step == self.steps)
+
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate the weights after `step`; returns whether their validation loss is the lowest so far."""
+        assert self.evaluator is not None
+        # Weights of a step that has to be taken back are not worth an evaluation. It also excludes the time of the
+        # steps that are not flushed yet from that of the evaluation.
+        self._apply_policy(self.recorder.flush())
+        measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
+        best = self.early_stopping.add(step, measured.loss)
+        self.recorder.evaluated(
+            step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best
+        )
+        return best
+
+    def _expect_evaluation(self, step: int) -> Callable[[str, float], None]:
+        return lambda activity, factor: self.watchdog.expect(f"{activity} after step {step}", factor)
+
+    def _evaluate_at_start(self) -> None:
+        """Evaluate the checkpoint that the run continues from if that was due and SIGTERM came first."""
+        step = self.start
+        if not step or not self._is_evaluated(step) or self.early_stopping.last >= step:
+            return
+        try:
+            self._evaluate(step)
+        except _StopRequested:
+            # The checkpoint is there already, and the first step ends with the request.
+            return
+        folder, _ = self.processes.on_main(self._newest_checkpoint)
+        if folder is not None:
+            self.writer.update_metadata(folder, self._metadata())
+        self.recorder.restart_clock()
+        if self.early_stopping.is_over:
+            self._stop_early(step)
+
+    def _stop_early(self, step: int) -> None:
+        if step == self.steps:
+            return
+        self.recorder.stopped_early(step)
+        if self.processes.is_main:
+            early = self.early_stopping
+            log.info(
+                "stopped early at step %d of %d: the validation loss was lowest after step %d, %.4f, and "
+                "evaluation.early_stopping_patience is %d",
+                step, self.steps, early.best_step, early.best_loss, self.spec.evaluation.early_stopping_patience,
+            )  # fmt: skip
+        raise StoppedEarly(step)
+
+    def _stop_requested(self) -> bool:
+        """Whether a rank received SIGTERM and has to save first. A collective with `checkpoint.on_sigterm: save`."""
+        return self.spec.checkpoint.on_sigterm == "save" and not self.processes.all_true(not self.stop_request.received)
+
+    def _raise_if_stop_requested(self) -> None:
+        if self._stop_requested():
+            raise _StopRequested
+
+    def _metadata(self) -> dict[str, Any]:
+        """State for a checkpoint beside its tensors."""
+        early = self.early_stopping
+        best = {checkpoint.BEST_STEP: early.best_step} if self.spec.checkpoint.keep_best and early.best_step else {}
+        return {**self.guard.metadata(), **early.metadata(), **best}
 
     def _apply_policy(self, points: list[MetricPoint]) -> None:
         self.guard.apply_policy(points, newest=self.newest, steps=self.steps)
@@ -203,6 +292,7 @@ class Job:
             raise ValueError(f"{fault}; and there is no complete checkpoint in {self.writer.root} to return to")
         self.start = self.newest = checkpoint.step_of(folder)
         self.guard.restore(metadata)
+        self.early_stopping.restore(metadata)
         self.guard.skip_data(self.start, fault)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.update_metadata(folder, self.guard.metadata())
@@ -229,6 +319,14 @@ class Job:
                 f"step {step}: the weights are no longer finite, so they are not saved; start again under another "
                 "name with a lower optimizer.lr, a higher schedule.warmup_ratio, or optimizer.max_grad_norm above 0"
             )
+
+
+class StoppedEarly(Exception):
+    """Training has ended before its last step, because the validation loss does not fall any more."""
+
+
+class _StopRequested(Exception):
+    """A rank received SIGTERM during an evaluation, which is left."""
 
 
 class Framework(Protocol):

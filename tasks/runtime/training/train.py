@@ -20,6 +20,7 @@ from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
+from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
@@ -30,12 +31,13 @@ from tasks.runtime.models.build import (
     build_model_on_meta,
     build_saved_model,
     compute_dtype,
+    has_fused_loss,
     saved_dtype,
     set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.models.quantization import quantize_linear_layers
-from tasks.runtime.objectives import ObjectiveContext
+from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -46,7 +48,8 @@ from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.completion import device_name, write_record
+from tasks.runtime.training.completion import device_name, final_checkpoint, write_record
+from tasks.runtime.training.early_stopping import EarlyStopping, stopped_early
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import Session
@@ -56,7 +59,8 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Session, data: PreparedData, framework: Framework | None = None) -> CompletionRecord:
-    """Train to the spec's last step and return the record. Resumes from the newest complete checkpoint.
+    """Train to the spec's last step, or until early stopping, and return the record. Resumes from the newest complete
+    checkpoint.
 
     Every process of the job calls it; rank 0 writes. A finished run is not trained again. `framework` replaces that of
     `runtime.framework`.
@@ -70,7 +74,10 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     learning_rate_factor(run.spec.schedule, steps)
     resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
     if finished:
-        log.info("all %d steps are done already (%s)", steps, resume_from)
+        if finished.stopped_early:
+            log.info("the run has stopped early already, at step %d of %d (%s)", finished.steps, steps, resume_from)
+        else:
+            log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     attempt = run.processes.on_main(lambda: _begin_attempt(run, data))
     model, base = _build_model(run, resume_from)
@@ -96,7 +103,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     )
     with closing(recorder):
         # After a kill between the last checkpoint and the record, nothing is left to train.
-        if not resume_from or checkpoint.step_of(resume_from) < steps:
+        if not run.processes.on_main(lambda: _is_over(run, resume_from, steps)):
             run.training_warmup.wait_until_loaded()
             job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
@@ -132,7 +139,7 @@ def _stop_if_requested(run: Session, job: Job) -> None:
     Later, no rank looks at the stop request, and an upload waits as long as the store is away.
     """
     if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
-        log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.steps)
+        log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.newest)
         raise Preempted("SIGTERM")
 
 
@@ -184,6 +191,19 @@ def build_job(
         run.spec.faults.hang_timeout,
     )
     load = partial(_load, run, model, optimizer)
+    evaluator = None
+    if run.spec.evaluation.every is not None:
+        evaluator = TrainingEvaluator(
+            run.spec,
+            run.processes,
+            unwrapped=model,
+            wrapped=wrapped,
+            strategy=strategy,
+            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched)),
+            data=data,
+            collate=collate,
+            varlen=step.varlen,
+        )
     return Job(
         spec=run.spec,
         processes=run.processes,
@@ -201,6 +221,8 @@ def build_job(
         watchdog=watchdog,
         guard=StepGuard(run.spec.faults, run.spec.nonfinite, run.processes, metadata),
         load=load,
+        early_stopping=EarlyStopping(run.spec.evaluation, metadata),
+        evaluator=evaluator,
         step_ended=run.training_warmup.step_ended,
         set_random_states=load(resume_from),
     )
@@ -293,11 +315,11 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
-    if done in (0, steps) and run.folder.record.exists():
+    if (not latest or _is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
         if record.status == "complete" and latest:
-            # The folder may have moved since.
-            return latest, record.model_copy(update={"checkpoint": str(latest)})
+            # The folder may have moved since, and checkpoint.load_best_model_at_end may have changed.
+            return latest, record.model_copy(update={"checkpoint": str(final_checkpoint(run.spec.checkpoint, latest))})
         if record.status == "complete":
             raise ValueError(
                 f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
@@ -312,6 +334,13 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
             run.uploader.enqueue_pending(latest)
     run.folder.record.unlink(missing_ok=True)
     return latest, None
+
+
+def _is_over(run: Session, latest: Path | None, steps: int) -> bool:
+    """Whether nothing is left to train after the checkpoint `latest`."""
+    if latest is None:
+        return False
+    return checkpoint.step_of(latest) >= steps or stopped_early(checkpoint.metadata_of(latest), run.spec.evaluation)
 
 
 def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:

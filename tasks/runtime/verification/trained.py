@@ -25,7 +25,7 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
-from tasks.runtime.training.trained_weights import collect_weights
+from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.verification.observe import without_dropout
 from tasks.runtime.verification.subject import Subject, changed
 

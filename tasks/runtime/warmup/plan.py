@@ -1,4 +1,4 @@
-"""The plan of a run: every kernel that a training step launches, found before the run has a GPU."""
+"""The plan of a run: every kernel that a training step or an evaluation launches, found before the run has a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from strata_kernels.warmup.plan_model import plan_optimizer, record_row_buckets
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.models.build import build_planning_model, compute_dtype, model_dtype
+from tasks.runtime.models.build import build_planning_model, compute_dtype, has_fused_loss, model_dtype
 from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
@@ -40,11 +41,21 @@ def plan_kernels(spec: RunSpec) -> Plan:
         items = step.objective.count(batch)
         step.objective.micro_batch_loss(model, batch, items, max_targets).loss.backward()
 
+    def evaluate(batch: Batch) -> None:
+        objective = build_validation_objective(spec, fused=has_fused_loss(step.patched))
+        objective.micro_batch_loss(model, batch, objective.count(batch))
+
     with _sharded_as_in_training(model, spec.parallel.tensor_parallel, fused_loss=spec.fused_loss):
         tokens = first["input_ids"].numel()
         plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
             plan += record(partial(forward_backward, batch))
+        if spec.evaluation.every is not None:
+            # Without gradients, operators launch other variants of their kernels.
+            model.eval()
+            with torch.no_grad():
+                for batch in (first, *others):
+                    plan += record(partial(evaluate, batch))
     return plan + _optimizer_plan(spec)
 
 

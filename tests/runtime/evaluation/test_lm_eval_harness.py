@@ -15,7 +15,7 @@ from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, score
 from tasks.runtime.models.build import build_model, set_special_tokens
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.trained_weights import collect_weights
+from tasks.runtime.models.trained_weights import collect_weights
 from tests.runtime.helpers.comparable_runs import make_spec
 from tests.runtime.helpers.train_only import train_spec
 

@@ -20,7 +20,7 @@ from tasks.runtime.models.lora import add_adapter, base_fingerprint
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
-from tasks.runtime.training.trained_weights import build_trained_model, collect_weights
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec

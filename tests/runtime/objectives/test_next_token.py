@@ -8,9 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
-from tasks.runtime.evaluation.evaluate_model import _measure, validation_means
+from tasks.runtime.evaluation.evaluate_model import _measure
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective, build_validation_objective
+from tasks.runtime.objectives.validation_loss import validation_means
+from tasks.runtime.process.ranks import Processes
 
 # Of one row, which routers see the same of however often it is there, the targets that each copy has; none, too.
 TARGETS = (7, 2, 0, 3)
@@ -64,10 +66,16 @@ def test_a_step_learns_the_same_of_routers_however_it_is_split(model, spec, rows
 @pytest.mark.parametrize("rows_in_a_batch", [1, 3, 4])
 def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
     objective = {"type": kind} | ({"teacher": "some/teacher"} if kind == "distill" else {})
-    training = {"micro_batch_size": rows_in_a_batch}
-    spec = RunSpec.model_validate({**spec.model_dump(), "objective": objective, "training": training})
-    data = SimpleNamespace(validation=rows)
-    means = validation_means(model, build_validation_objective(spec, fused=False), data, spec)
+    spec = RunSpec.model_validate({**spec.model_dump(), "objective": objective})
+    means = validation_means(
+        model,
+        build_validation_objective(spec, fused=False),
+        rows,
+        Processes(),
+        micro_batch_size=rows_in_a_batch,
+        max_batches=None,
+        collate=collate,
+    )
     whole = collate(rows)
     expected = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")}).loss
     assert means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}

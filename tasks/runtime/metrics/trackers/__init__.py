@@ -10,11 +10,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from strata_platform.runs import MetricPoint
+from strata_platform.runs import EvaluationPoint, MetricPoint
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Resources, Tracking
 from tasks.runtime.metrics.trackers.channel import Channel
-from tasks.runtime.metrics.trackers.tracker import Tracker, Values, values_of
+from tasks.runtime.metrics.trackers.tracker import Tracker, Values, evaluation_of, values_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 
@@ -41,6 +41,11 @@ class Trackers:
         """Log steps, in order."""
         for channel in self._channels:
             channel.log([values_of(point) for point in points])
+
+    def log_evaluation(self, point: EvaluationPoint) -> None:
+        """Log an evaluation, by names such as `eval/loss`."""
+        for channel in self._channels:
+            channel.log([evaluation_of(point)])
 
     def note(self, values: Mapping[str, float], *, step: int) -> None:
         """Log numbers of the run, by names such as `warmup/planned`, at the time of `step`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from strata_platform.redact import redacted
-from strata_platform.runs import MetricPoint
+from strata_platform.runs import EvaluationPoint, MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
 
@@ -43,6 +43,12 @@ def values_of(point: MetricPoint) -> Values:
     known |= known.pop("metrics")
     named = {f"train/{name}": value for name, value in known.items() if name not in _WHEN and value is not None}
     return Values(point.step, point.time, named)
+
+
+def evaluation_of(point: EvaluationPoint) -> Values:
+    """The values of an evaluation: `eval/loss`, and its metrics beside it."""
+    named = {"loss": point.loss, **point.metrics, "seconds": point.seconds}
+    return Values(point.step, point.time, {f"eval/{name}": value for name, value in named.items()})
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Wandb:
             # The run has its own console output.
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._run.define_metric("train/*", step_metric="train/step")
+        for names in ("train/*", "eval/*"):
+            self._run.define_metric(names, step_metric="train/step")
         log.info("tracking: wandb %s", f"offline, in {folder.root}/wandb" if self._run.offline else self._run.url)
 
     def log(self, values: Sequence[Values]) -> None:
