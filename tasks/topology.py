@@ -59,9 +59,9 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import PreparedData
+    from tasks.runtime.models.trained_weights import collect_weights
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
-    from tasks.runtime.models.trained_weights import collect_weights
 
     try:
         with session(spec) as run:

@@ -48,10 +48,10 @@ def main() -> int:
     from tasks.runtime.evaluation.evaluate_model import evaluate
     from tasks.runtime.export.export_model import export
     from tasks.runtime.metrics.progress import report_progress
+    from tasks.runtime.models.trained_weights import collect_weights
     from tasks.runtime.process.signals import Preempted, raise_on_sigterm
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
-    from tasks.runtime.models.trained_weights import collect_weights
 
     try:
         with session(spec) as run:

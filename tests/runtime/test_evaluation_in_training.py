@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_the_loss_is_the_mean_over_tokens_that_transformers_computes(evaluated):
     total = tokens = 0
     for row in (rows[index] for index in range(len(rows))):
         starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), row["input_ids"].numel()]
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in pairwise(starts):
             ids, labels = row["input_ids"][begin:end], row["labels"][begin:end]
             with torch.no_grad():
                 logits = model(input_ids=ids[None]).logits[0, :-1]

@@ -15,8 +15,8 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
-from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch

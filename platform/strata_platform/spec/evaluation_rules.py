@@ -47,7 +47,8 @@ def _evaluation(evaluation: Evaluation, checkpoint: Checkpoint) -> Iterator[Cont
     yield Contradiction(
         evaluation.early_stopping_threshold > 0 and evaluation.early_stopping_patience is None,
         ("evaluation.early_stopping_threshold", "evaluation.early_stopping_patience"),
-        "set, but evaluation.early_stopping_patience is not; set that, or leave evaluation.early_stopping_threshold out",
+        "set, but evaluation.early_stopping_patience is not; set that, or leave "
+        "evaluation.early_stopping_threshold out",
     )
     yield Contradiction(
         checkpoint.load_best_model_at_end and not checkpoint.keep_best,
@@ -83,6 +84,6 @@ def _during(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         bool(evaluation.during) and spec.training.compile,
         ("evaluation.during", "training.compile"),
-        "generates texts of any length, for which compiled layers would be compiled again; leave evaluation.during out, "
-        "or set training.compile to false",
+        "generates texts of any length, for which compiled layers would be compiled again; leave evaluation.during "
+        "out, or set training.compile to false",
     )

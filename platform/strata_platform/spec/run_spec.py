@@ -56,8 +56,8 @@ class Checkpoint(Section):
     )
     keep_best: Flag = Field(
         False,
-        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`; it is saved at once, "
-        "also between the steps of `every`.",
+        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`; it is saved at "
+        "once, also between the steps of `every`.",
     )
     load_best_model_at_end: Flag = Field(
         False,

@@ -17,12 +17,12 @@ from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.models.build import build_model, has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.models.trained_weights import build_trained_model
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.process.log import indented
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
-from tasks.runtime.models.trained_weights import build_trained_model
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from tasks.runtime.export.check_folder import expected_of, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
 from tasks.runtime.models.build import PRESETS, set_special_tokens
+from tasks.runtime.models.trained_weights import build_trained_model
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.report import render_report
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.models.trained_weights import build_trained_model
 
 log = logging.getLogger(__name__)
 

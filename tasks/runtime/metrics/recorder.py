@@ -189,7 +189,14 @@ class Recorder:
         return points
 
     def evaluated(
-        self, step: int, loss: float, metrics: Mapping[str, float], samples: tuple[str, ...], seconds: float, *, best: bool
+        self,
+        step: int,
+        loss: float,
+        metrics: Mapping[str, float],
+        samples: tuple[str, ...],
+        seconds: float,
+        *,
+        best: bool,
     ) -> None:
         """Write an evaluation of the weights after `step`, which took `seconds` since the last flush."""
         if self._file is not None and self._trackers is not None:

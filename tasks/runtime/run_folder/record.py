@@ -61,8 +61,8 @@ class Evaluated(BaseModel):
 
 
 class CompletionRecord(BaseModel):
-    """Result of a run. `status` is `complete` only when all requested steps are done and checkpointed, or the steps up to
-    early stopping.
+    """Result of a run. `status` is `complete` only when all requested steps, or those up to early stopping, are done
+    and checkpointed.
     """
 
     model_config = _CONFIG

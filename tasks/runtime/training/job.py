@@ -227,9 +227,7 @@ class Job:
         self._apply_policy(self.recorder.flush())
         measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
         best = self.early_stopping.add(step, measured.loss)
-        self.recorder.evaluated(
-            step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best
-        )
+        self.recorder.evaluated(step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best)
         return best
 
     def _expect_evaluation(self, step: int) -> Callable[[str, float], None]:

@@ -16,6 +16,7 @@ from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -25,7 +26,6 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
-from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.verification.observe import without_dropout
 from tasks.runtime.verification.subject import Subject, changed
 

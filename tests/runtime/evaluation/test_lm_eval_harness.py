@@ -13,9 +13,9 @@ from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, scores_of, task_scores
 from tasks.runtime.models.build import build_model, set_special_tokens
+from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.models.trained_weights import collect_weights
 from tests.runtime.helpers.comparable_runs import make_spec
 from tests.runtime.helpers.train_only import train_spec
 

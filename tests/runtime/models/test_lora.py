@@ -17,10 +17,10 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
 from tasks.runtime.models.lora import add_adapter, base_fingerprint
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
-from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec

@@ -31,10 +31,10 @@ from tasks.runtime.models.quantization import (
     quantize_weight,
     set_packed_shapes,
 )
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.parallel import require_packages
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import ROOT, launch

@@ -212,6 +212,7 @@ def test_tables_hold_the_record():
         "versions",
         "samples",
         "task_scores",
+        "evaluations",
     }
     assert fields["checkpoint"] == RECORD.checkpoint
     assert fields["tokens"] == "614,400"

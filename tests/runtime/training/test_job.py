@@ -14,6 +14,7 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.objectives import next_token, target_tokens
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.step_guard import RollBack, StepGuard
 from tests.runtime.helpers.train_only import train_spec
@@ -62,6 +63,7 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
         recorder=SimpleNamespace(rolled_back=lambda: None),
         guard=StepGuard(spec.faults, spec.nonfinite, processes, {}),
         processes=processes,
+        early_stopping=EarlyStopping(spec.evaluation, {}),
         load=lambda folder: None,
     )
     job._newest_checkpoint = partial(Job._newest_checkpoint, job)

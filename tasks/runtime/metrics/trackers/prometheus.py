@@ -77,9 +77,7 @@ class Prometheus:
         self._data_wait = self._counter("strata_data_wait_seconds", "Seconds that this process waited for its data.")
         self._saving = self._counter("strata_checkpoint_seconds", "Seconds that training stood still for checkpoints.")
         self._eval_loss = self._gauge("strata_eval_loss", "Validation loss of the last evaluation during training.")
-        self._evaluating = self._counter(
-            "strata_eval_seconds", "Seconds that training stood still for evaluations."
-        )
+        self._evaluating = self._counter("strata_eval_seconds", "Seconds that training stood still for evaluations.")
         self._skipped = self._counter("strata_skipped_steps", "Steps not taken, for their loss or gradients.")
         self._rollbacks = self._counter("strata_rollbacks", "Returns to a checkpoint, to pass over data.")
         self._registry.register(_Warmup(self._labels, warmup))
