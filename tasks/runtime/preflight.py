@@ -82,6 +82,20 @@ CHECKS = (
         "the packages of export.formats are installed, and gguf has a counterpart of the model and its tokenizer",
     ),
     Check(
+        "attention",
+        ("plan", "launch"),
+        "models.build:require_attention",
+        ("spec.model",),
+        "the model's class supports model.attention",
+    ),
+    Check(
+        "packed rows",
+        ("plan", "launch"),
+        "models.packing_support:require_planned_packing_support",
+        ("spec",),
+        "a small model of the same configuration keeps the sequences of a row apart",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

@@ -111,7 +111,7 @@ DATA = {
         [{"chosen": TALK, "rejected": [{**TALK[0], "content": "3?"}, TALK[1]]}], {"objective": {"type": "dpo"}},
         r"line 1: 'chosen' and 'rejected' differ in message 1; they may differ only in the last message",
     ),
-    "no-model": ([ROW], {"model": {"name": "no/such-model"}}, r"model\.name 'no/such-model': cannot load its"),
+    "no-model": ([ROW], {"model": {"name": "no/such-model"}}, r"model\.name 'no/such-model' cannot be read"),
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_attention_whose_package_is_missing(read, monkeypatch, attention, packag
     monkeypatch.setattr("tasks.runtime.data.pipeline", None)
     said = read(f"model: {{attention: {attention}}}")
     assert f"model.attention '{attention}' needs the package {package}, which is not installed; " in said
-    assert "set model.attention to 'sdpa'" in said
+    assert "set model.attention to 'auto'" in said
 
 
 @pytest.mark.parametrize(("rows", "fields", "message"), DATA.values(), ids=DATA)

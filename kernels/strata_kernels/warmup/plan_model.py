@@ -55,7 +55,7 @@ def plan_model(
     kernels.
 
     Args:
-        config: from `load_config`, or of any causal model of transformers that has sdpa attention.
+        config: from `load_config`, or of any causal model of transformers.
         dtype: the dtype of weights and hidden states in the layers (with FSDP, of the gathered weights): bf16 | fp16 |
             fp32.
         batch: rows of a micro-batch.
@@ -64,11 +64,11 @@ def plan_model(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers has no such model, or not with sdpa attention.
+        ValueError: transformers has no such model.
     """
     with torch.device("meta"):
-        # Attention launches no kernels of this package; this implementation runs on meta tensors.
-        model = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        # Attention launches no kernels of this package; transformers' default, sdpa or eager, runs on meta tensors.
+        model = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.use_cache = False
     patch_model(model)
     model.train()

@@ -64,7 +64,7 @@ class Workload:
         if parallel.type == "deepspeed":
             raise _not_estimated("parallel.type", "'deepspeed'", "'fsdp', which shards as much as stage 3 does")
         if spec.model.attention == "eager":
-            raise _not_estimated("model.attention", "'eager', which keeps sequence_length² scores per row,", "'sdpa'")
+            raise _not_estimated("model.attention", "'eager', which keeps sequence_length² scores per row,", "'auto'")
         lora = spec.adapter if isinstance(spec.adapter, Lora) else None
         weight_bytes = 4 if spec.model.dtype == "float32" else 2
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
@@ -83,7 +83,7 @@ class Workload:
             fused_gate=bool(kernels.enabled) and lora is None and _GATES.isdisjoint(kernels.exclude),
             fused_loss=spec.fused_loss,
             # In bfloat16, varlen attention computes each document by itself.
-            masked=several_documents and spec.model.attention == "sdpa" and compute_bytes == 4,
+            masked=several_documents and spec.model.attention in ("auto", "sdpa") and compute_bytes == 4,
             quantized=spec.is_quantized,
             lora=lora,
             training=spec.training,

@@ -196,9 +196,9 @@ def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         "parallel.context_parallel to 1, or objective.type to 'pretrain' or 'sft'",
     )
     yield Contradiction(
-        spec.model.attention != "sdpa",
+        spec.model.attention not in ("auto", "sdpa"),
         (field, "model.attention"),
-        f"{parts} uses its own attention, which is built on PyTorch's sdpa; set model.attention to 'sdpa', or "
+        f"{parts} uses its own attention, which is built on PyTorch's sdpa; set model.attention to 'auto', or "
         "parallel.context_parallel to 1",
     )
 
@@ -327,7 +327,7 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         model.attention.startswith("flash") and model.dtype == "float32",
         ("model.dtype", "model.attention"),
         f"'float32' contradicts model.attention '{model.attention}', which has no float32; "
-        "set model.dtype to 'bfloat16', or model.attention to 'sdpa'",
+        "set model.dtype to 'bfloat16', or model.attention to 'auto'",
     )
 
 

@@ -27,10 +27,10 @@ class Model(Section):
         description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, float32 "
         "elsewhere.",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
-        "sdpa",
-        description="Attention implementation, by its transformers name; `sdpa` uses varlen attention on packed rows "
-        "if it can.",
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "auto",
+        description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
+        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can.",
     )
     freeze: tuple[Text, ...] = Field(
         (),

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.pretrained import load_pretrained
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ def main() -> None:
         wrong, close = compare_gguf(folder, expected, device, file, stored)
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = load_pretrained(name, dtype="auto", attn_implementation=attention)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        model = load_pretrained(name, dtype="auto", attn_implementation=choose_attention(attention, config))
         found = expected_of(model.to(device), tokenizer)
         wrong = difference(expected, found)
         close = "" if wrong else closeness(expected, found)

@@ -33,6 +33,7 @@ from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.optim.parameter_names import names_of, select
 
@@ -96,6 +97,20 @@ def _read_config(name: str, revision: str | None, modified: int | None) -> Pretr
         return config
 
 
+def attention_of(model: Model) -> str:
+    """transformers' name of the attention implementation of `model.attention`. Raises as `load_config` does."""
+    return choose_attention(model.attention, load_config(model))
+
+
+def require_attention(model: Model) -> None:
+    """Raises ValueError if the model's class does not support `model.attention`. Reads only its configuration."""
+    config = load_config(model)
+    if reason := unsupported_attention(model.attention, config):
+        raise ValueError(reason)
+    if cost := missing_sdpa(model.attention, config):
+        log.warning("model.name %r: %s", model.name, cost)
+
+
 def has_router_loss(model: Model) -> bool:
     """Whether the model is a mixture of experts whose configuration adds an auxiliary loss of its routers."""
     return bool(getattr(load_config(model).get_text_config(), "output_router_logits", False))
@@ -122,7 +137,7 @@ def build_model(
         torch.manual_seed(seed)
         # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
         # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
-        model = AutoModelForCausalLM.from_config(load_config(settings), attn_implementation=settings.attention)
+        model = AutoModelForCausalLM.from_config(load_config(settings), attn_implementation=attention_of(settings))
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
@@ -131,7 +146,7 @@ def build_model(
             source,
             revision=None if weights else settings.revision,
             dtype=dtype,
-            attn_implementation=settings.attention,
+            attn_implementation=attention_of(settings),
         )
         _freeze_as_the_class_does(model)
     model.config.use_cache = False  # no cache in training; generation asks for its own
@@ -176,7 +191,7 @@ def build_model_on_meta(settings: Model, *, dtype: torch.dtype | None = None) ->
     return _model_on_meta(load_config(settings), dtype or model_dtype(settings), settings.attention)
 
 
-def build_saved_model(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+def build_saved_model(folder: Path, attention: str = "auto") -> PreTrainedModel:
     """The model of a checkpoint, with its parameters on the meta device."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = _model_on_meta(config, config.dtype, attention)
@@ -194,7 +209,9 @@ def saved_dtype(folder: Path) -> torch.dtype:
 
 def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=choose_attention(attention, config)
+        )
     model.config.use_cache = False
     model.tie_weights()
     return model
@@ -322,9 +339,9 @@ def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel
     """The model with everything on the meta device, for planning kernels. `dtype`: that of `compute_dtype`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            # Attention is not an operator of the kernel layer, and sdpa runs on meta tensors.
+            # Attention is not an operator of the kernel layer, and these run on meta tensors.
             load_config(settings),
-            attn_implementation="sdpa",
+            attn_implementation=choose_attention("auto", load_config(settings)),
             dtype=dtype,
         )
     model.config.use_cache = False

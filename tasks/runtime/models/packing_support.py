@@ -6,30 +6,78 @@ honors that. State-space layers, convolutions and a few families with their own 
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
+from strata_platform.spec.data import Data
 from strata_platform.spec.model import Model
+from strata_platform.spec.run_spec import Objective
+from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
+
+log = logging.getLogger(__name__)
 
 # Lengths of the two sequences in the row of the probe.
 _FIRST, _SECOND = 5, 4
 # Families that are known to support packing, so that the probe, a pass on the CPU, can be skipped.
 SUPPORTS_PACKING = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
 
+# Sizes of a small model.
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Parameters of a small model, at most.
+_LARGEST = 10**7
+
+
+def require_planned_packing_support(spec: RunSpec) -> None:
+    """`require_packing_support` before data is prepared, for a small model of the same configuration.
+
+    A configuration of which no small model can be built is left to the real one.
+    """
+    config = load_config(spec.model)
+    if _shares_rows(spec.data, spec.objective) and config.model_type not in SUPPORTS_PACKING:
+        small = _small_model(config)
+        if small is not None:
+            require_packing_support(small, spec)
+
 
 def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
     """Raises ValueError if rows hold several sequences and `model` mixes them. Skips a model on the meta device."""
-    pairs = spec.objective.type == "dpo"
-    if not (pairs or spec.data.packing) or model.config.model_type in SUPPORTS_PACKING or is_on_meta(model):
+    if not _shares_rows(spec.data, spec.objective) or model.config.model_type in SUPPORTS_PACKING or is_on_meta(model):
         return
     if supports_packing(model):
         return
     why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
-    if pairs:
+    if spec.objective.type == "dpo":
         raise ValueError(
             f"objective.type 'dpo' puts both answers of a pair into one row, but model.name {spec.model.name!r} does "
             f"not support packed rows: {why}; choose a model of another family"
@@ -38,6 +86,39 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
         f"data.packing is true, but model.name {spec.model.name!r} does not support packed rows: {why}; set "
         "data.packing to false"
     )
+
+
+def _shares_rows(data: Data, objective: Objective) -> bool:
+    """Whether a row holds several sequences."""
+    return data.packing or objective.type == "dpo"
+
+
+def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:
+    """A model of few and narrow layers, one of each kind of `config`, with random weights; None if there is none."""
+    try:
+        text = config.get_text_config()
+        fields = text.to_dict()
+        sizes: dict[str, Any] = {name: size for name, size in _SMALL.items() if fields.get(name) is not None}
+        # One layer of each kind, by both lists that may name kinds.
+        names = [name for name in ("layer_types", "mlp_layer_types") if fields.get(name)]
+        kinds = list(dict.fromkeys(zip(*(fields[name] for name in names), strict=True)))
+        if kinds:
+            sizes |= {name: list(column) for name, column in zip(names, zip(*kinds, strict=True), strict=True)}
+            sizes["num_hidden_layers"] = len(kinds)
+        small = type(text).from_dict({**fields, **sizes})
+        with init_empty_weights():
+            if AutoModelForCausalLM.from_config(small).num_parameters() > _LARGEST:
+                return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+            # A pass finds sizes that do not fit together.
+            model(input_ids=torch.zeros(1, _FIRST + _SECOND, dtype=torch.int64), use_cache=False)
+    # Configurations have rules of their own, and their models any kind of error.
+    except Exception as error:
+        log.debug("no small model of %s: %s", config.model_type, error)
+        return None
+    return model
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
@@ -54,8 +135,10 @@ def supports_packing(model: PreTrainedModel) -> bool:
     training, attention = model.training, model.config._attn_implementation
     hook = model.get_input_embeddings().register_forward_hook(keep)
     model.eval()
-    # Flash attention does not run on the CPU, and sdpa derives its mask from the same inputs.
-    model.set_attn_implementation("sdpa" if attention.startswith("flash") else attention)
+    # Flash attention does not run on the CPU, and the others derive their masks from the same inputs.
+    model.set_attn_implementation(
+        choose_attention("auto", model.config) if attention.startswith("flash") else attention
+    )
     try:
         states = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0][:, _FIRST:]
         weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)

@@ -22,6 +22,7 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens
 from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 
@@ -40,7 +41,7 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
     """
     return (
         _has_flash(device)
-        and settings.attention == "sdpa"
+        and choose_attention(settings.attention, config) == "sdpa"
         and compute_dtype(settings, parallel) == torch.bfloat16
         # Context parallelism has an attention function of its own.
         and parallel.context_parallel == 1

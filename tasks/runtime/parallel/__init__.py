@@ -124,5 +124,5 @@ def require_packages(spec: RunSpec) -> None:
     if package and find_spec(module) is None and not is_kernels_available():
         raise ValueError(
             f"model.attention {spec.model.attention!r} needs the package {package}, which is not installed; install "
-            "it, or set model.attention to 'sdpa'"
+            "it, or set model.attention to 'auto'"
         )

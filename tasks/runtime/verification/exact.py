@@ -79,7 +79,7 @@ def in_double(model: PreTrainedModel, data: PreparedData, device: torch.device) 
 
 def _plain_attention(attention: str) -> str:
     """The attention implementation in fp64, which flash attention does not support."""
-    return "sdpa" if attention.startswith("flash") else attention
+    return "auto" if attention.startswith("flash") else attention
 
 
 def error(found: Tensor, exact: Tensor) -> float:

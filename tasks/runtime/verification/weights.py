@@ -15,6 +15,7 @@ from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model
 from tasks.runtime.models.build import (
+    attention_of,
     build_model,
     build_model_on_meta,
     build_saved_model,
@@ -156,7 +157,7 @@ def export(subject: Subject) -> Measured:
     run = trained(subject)
     folder = subject.new_file(".model")
     write_model(run.spec, subject.data, run.weights, folder)
-    model = load_pretrained(str(folder), dtype="auto", attn_implementation=run.spec.model.attention)
+    model = load_pretrained(str(folder), dtype="auto", attn_implementation=attention_of(run.spec.model))
     different = _other_tensors(run, model) if run.spec.adapter.type == "none" else []
     dtype = model.dtype
     # Merging the adapter for the export rounds the weights once more.

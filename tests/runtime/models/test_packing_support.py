@@ -1,19 +1,32 @@
 """A model that cannot keep the texts of a row apart, or has too few positions for it, is refused before training."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteMoeConfig,
+    Mamba2Config,
+    MambaConfig,
+    Qwen3NextConfig,
+)
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.data import Data
 from strata_platform.spec.model import Model
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.packing_support import (
     SUPPORTS_PACKING,
+    _small_model,
     learned_position_count,
     require_packing_support,
+    require_planned_packing_support,
     require_position_embeddings,
     supports_packing,
 )
@@ -108,3 +121,33 @@ def test_what_is_written_ends_with_the_positions(caplog):
         assert int(generate(model, tokenizer, prompt, data, 48) or 0) == written
     said = "evaluation.max_new_tokens 48: the model has positions for {} after this prompt"
     assert caplog.messages == [said.format(8), said.format(0)]
+
+
+def folder_of(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    return {"name": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("config", "packing"),
+    [
+        (GptOssConfig(), False),
+        (Qwen3NextConfig(), False),
+        (MambaConfig(), False),
+        (GraniteMoeConfig(), True),
+        (DeepseekV3Config(), True),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_of_any_size_is_judged_by_its_configuration(tmp_path, config, packing):
+    spec = RunSpec.model_validate({"model": folder_of(tmp_path, config)})
+    with nullcontext() if packing else pytest.raises(ValueError, match=r"data\.packing is true.*mixes the sequences"):
+        require_planned_packing_support(spec)
+    assert _small_model(config) is not None
+    require_planned_packing_support(spec.model_copy(update={"data": Data(packing=False)}))
+
+
+def test_a_configuration_without_a_small_model_is_left_to_the_real_one(tmp_path):
+    config = Mamba2Config()
+    assert _small_model(config) is None
+    require_planned_packing_support(RunSpec.model_validate({"model": folder_of(tmp_path, config)}))

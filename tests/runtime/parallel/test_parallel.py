@@ -137,7 +137,7 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
             {**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}},
             r"context_parallel.*'dpo' compares whole ones",
         ),
-        ({**ROWS, "model": {"name": "m", "attention": "eager"}}, r"context_parallel.*set model\.attention to 'sdpa'"),
+        ({**ROWS, "model": {"name": "m", "attention": "eager"}}, r"context_parallel.*set model\.attention to 'auto'"),
     ],
 )
 def test_the_spec_refuses_what_cannot_be(sections, message):

@@ -1,0 +1,53 @@
+"""Which attention implementation of transformers a model uses: the one that the spec names, or the best that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+
+def choose_attention(attention: str, config: PretrainedConfig) -> str:
+    """transformers' name of the attention implementation for a value of `model.attention`.
+
+    `auto` is `sdpa` where the model class supports it, as most do, and `eager` elsewhere: Gemma 2 caps scores, gpt-oss
+    has attention sinks, and neither can be said to PyTorch's `scaled_dot_product_attention`.
+    """
+    if attention != "auto":
+        return attention
+    return "sdpa" if _supports(config, "sdpa") else "eager"
+
+
+def unsupported_attention(attention: str, config: PretrainedConfig) -> str | None:
+    """Why a model of this configuration cannot use `model.attention`, with the way out; None if it can."""
+    needed = "flash_attn" if attention.startswith("flash") else attention
+    if attention in ("auto", "eager") or _supports(config, needed):
+        return None
+    cls = _class_of(config)
+    others = "'eager'" if not _supports(config, "sdpa") else "'sdpa' or 'eager'"
+    return f"model.attention {attention!r}: {cls.__name__} does not support it; set model.attention to 'auto', {others}"
+
+
+def missing_sdpa(attention: str, config: PretrainedConfig) -> str | None:
+    """What `model.attention: auto` costs a model without sdpa, one sentence for the log; None if it has sdpa or no
+    attention, or if another implementation is set.
+    """
+    has_attention = hasattr(config.get_text_config(), "num_attention_heads")
+    if attention != "auto" or not has_attention or _supports(config, "sdpa"):
+        return None
+    flash = "; with flash_attention_2 installed, set model.attention to it" if _supports(config, "flash_attn") else ""
+    return (
+        f"{_class_of(config).__name__} does not support sdpa, so attention runs eager, which keeps the scores of all "
+        f"pairs of tokens in a row{flash}"
+    )
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    """The class that `AutoModelForCausalLM` builds; None if there is none for this configuration."""
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def _supports(config: PretrainedConfig, implementation: str) -> bool:
+    """Whether the class says that it has `sdpa` or `flash_attn`. An unknown class answers when it is built."""
+    cls = _class_of(config)
+    return cls is None or bool(getattr(cls, f"_supports_{implementation}", False))
