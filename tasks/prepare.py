@@ -43,7 +43,7 @@ def plan(spec: RunSpec) -> Planned:
     run_checks("plan", "spec", spec=spec)
     if not is_local():
         _check_pods(spec)
-    return Planned(recipe_of(spec, RunFolder.of(spec).data_commit_for(spec)), spec.output)
+    return Planned(recipe_of(spec, RunFolder.of(spec).data_commits_for(spec)), spec.output)
 
 
 def _check_pods(spec: RunSpec) -> None:

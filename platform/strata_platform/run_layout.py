@@ -9,7 +9,7 @@
     attempts.txt         a line for each start of the training processes
     hangs/               stacks of processes that hung, by start
     tensorboard/         event files
-    data_commit.txt      the commit of a Hub data set that the run reads
+    data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
     supervisor/          what the supervisor of a local run writes; see `SupervisorLayout`
 
 The runtime writes these files; the backends read them from a folder, or from a copy in an object store.

@@ -85,7 +85,7 @@ def _prepare(run: Session) -> tuple[DataRecipe, Path]:
     from tasks.runtime.run_folder.folder import data_folder
 
     run_checks("launch", "spec", spec=run.spec)
-    recipe = recipe_of(run.spec, run.folder.data_commit_for(run.spec))
+    recipe = recipe_of(run.spec, run.folder.data_commits_for(run.spec))
     folder = data_folder(run.spec.output, recipe)
     report_progress(stage=Stage.PREPARING)
     prepare(recipe, folder, report=log.info)

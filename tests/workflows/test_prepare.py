@@ -16,5 +16,5 @@ def test_another_execution_of_a_run_reads_the_commit_of_the_first(tmp_path, monk
     assert prepare.plan(spec=spec).recipe.data.revision == newest
     folder = RunFolder.of(spec)
     folder.claim(spec)
-    folder.write_data_commit(first)
+    folder.write_data_commits([first])
     assert prepare.plan(spec=spec).recipe.data.revision == first

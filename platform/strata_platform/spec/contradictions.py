@@ -14,9 +14,10 @@ from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.source_rules import source_rules
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data
+    from strata_platform.spec.data import Data, Reading
     from strata_platform.spec.export import Export
     from strata_platform.spec.kernels import Kernels
     from strata_platform.spec.model import Model
@@ -42,6 +43,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _places(spec.name, spec.checkpoint, spec.export)
     yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
+    yield from source_rules(spec.data)
     yield from evaluation_rules(spec)
 
 
@@ -215,29 +217,37 @@ def _quantization(adapter: Adapter) -> Iterator[Contradiction]:
 
 
 def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
-    source, format = data.source, data.format
-    yield Contradiction(
-        objective.type == "sft" and format == "text",
-        ("data.format", "objective.type"),
-        "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
-        "or data.format to 'prompt_completion' or 'chat'",
-    )
-    yield Contradiction(
-        (format == "preference") != (objective.type == "dpo") and format != "auto",
-        ("data.format", "objective.type"),
-        f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
-        "pairs of answers, and no other objective can use it; set data.format to 'auto', or another objective.type",
-    )
-    yield Contradiction(
-        objective.type == "dpo" and source in BUILTIN_SOURCES,
-        ("data.source", "objective.type"),
-        f"'{source}' has no pairs of answers, which objective.type 'dpo' needs; set data.source to a Hub data set "
-        "or to files with the columns prompt, chosen and rejected",
-    )
+    for index, source in enumerate(data.sources):
+        yield from _rows(objective, source, f"data.sources[{index}]")
+    if not data.sources:
+        yield from _rows(objective, data, "data")
     yield Contradiction(
         objective.type == "distill" and objective.teacher in PRESETS,
         ("objective.teacher",),
         "a preset has random weights; give the Hub id or the folder of a trained model",
+    )
+
+
+def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradiction]:
+    """Rules for the rows that an objective needs, of one source."""
+    name, format = source.source, source.format
+    yield Contradiction(
+        objective.type == "sft" and format == "text",
+        (f"{path}.format", "objective.type"),
+        "'text' has no completions, which objective.type 'sft' needs; set objective.type to 'pretrain', "
+        f"or {path}.format to 'prompt_completion' or 'chat'",
+    )
+    yield Contradiction(
+        (format == "preference") != (objective.type == "dpo") and format != "auto",
+        (f"{path}.format", "objective.type"),
+        f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
+        f"pairs of answers, and no other objective can use it; set {path}.format to 'auto', or another objective.type",
+    )
+    yield Contradiction(
+        objective.type == "dpo" and name in BUILTIN_SOURCES,
+        (f"{path}.source", "objective.type"),
+        f"'{name}' has no pairs of answers, which objective.type 'dpo' needs; set {path}.source to a Hub data set "
+        "or to files with the columns prompt, chosen and rejected",
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, Integer, Number, Section, Sources, Text, number
 
 BUILTIN_SOURCES = ("python-docs",)
@@ -16,14 +18,14 @@ DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _SUFFIXES for packed in 
 """Ends of the names of data files."""
 
 
-class Data(Section):
-    """What to train on, and how rows become tokens."""
+MAX_SOURCES = 100
 
-    source: Sources = Field(
-        "python-docs",
-        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
-        ".json, .parquet or .csv, or of text: .txt, .md, .rst; several as a list. Credentials come from the "
-        "environment.",
+
+class Reading(Section):
+    """One source of rows, and how they are read."""
+
+    source: Sources | None = Field(
+        None, description="As `data.source`; by default the same, whose `subset` and `revision` then count, too."
     )
     documents: Literal["file", "paragraph", "line"] = Field(
         "file",
@@ -60,17 +62,12 @@ class Data(Section):
         description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
         "`label`.",
     )
-    chat_template: Text | None = Field(
-        None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
-    )
     special_tokens: Literal["auto", "text", "control"] = Field(
         "auto",
         description="What special tokens mean that texts and messages contain: `control` tokens, or `text` like any "
         "other. `auto`: text, but control tokens if each of the first texts, or of the first prompts with completions, "
         "has some, as in chats that were rendered beforehand.",
     )
-    sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
-    packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
         description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and "
@@ -79,7 +76,170 @@ class Data(Section):
     invalid: Literal["error", "skip"] = Field(
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."
     )
-    validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
     max_samples: Annotated[int, Field(ge=1, le=10**12), BeforeValidator(number)] | None = Field(
         None, description="Use only the first N samples of the source."
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`source` as a tuple; empty without one."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
+
+
+class ValidationSource(Reading):
+    """Rows for evaluation that come from elsewhere, instead of samples that are held out: a source, or a section.
+
+    Fields that a section leaves out are those of the source that it belongs to.
+    """
+
+
+def _only_source(value: object) -> object:
+    """A text or a list of texts is a section with this `source` alone."""
+    return {"source": value} if isinstance(value, str | list | tuple) else value
+
+
+_Validation = Annotated[
+    ValidationSource | None,
+    BeforeValidator(_only_source, json_schema_input_type=ValidationSource | Sources | None),
+]
+_VALIDATION = (
+    "Rows for evaluation that come from elsewhere: files or a Hub data set id, or a section with `source`, `split` and "
+    "other fields of `data` about reading. Then no samples are held out."
+)
+
+
+class MixtureSource(Reading):
+    """One of several sources, instead of `data.source`. Fields that it leaves out are those of `data`.
+
+    See [Mixtures](mixtures.md).
+    """
+
+    source: Sources = Field(description="As `data.source`.")
+    weight: Annotated[float, Field(gt=0, le=1e9), BeforeValidator(number)] | None = Field(
+        None,
+        description="Share of the rows of a run that come from this source, relative to the other weights. With "
+        "`packing`, rows are equally long, so it is the share of tokens, too; without, it is the share of samples. "
+        "Sources smaller than their share repeat. Without weights, an epoch has each row of every source once.",
+    )
+    validation_fraction: Number = Field(
+        0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation; by default that of `data`."
+    )
+    validation_source: _Validation = Field(None, description=_VALIDATION)
+
+
+class SingleSource(NamedTuple):
+    """A single source of the data: its own section, and whether it has rows for evaluation alone."""
+
+    data: Data
+    validation_only: bool = False
+
+
+class Data(Reading):
+    """What to train on, and how rows become tokens."""
+
+    source: Sources | None = Field(
+        "python-docs",
+        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
+        ".json, .parquet or .csv, or of text: .txt, .md, .rst; several as a list. Credentials come from the "
+        "environment.",
+    )
+    sources: Annotated[
+        tuple[MixtureSource, ...],
+        Field(max_length=MAX_SOURCES),
+        Allowed("a list of sections, each with a source"),
+    ] = Field(
+        (),
+        description="Several sources instead of `source`, each with a weight, fields of `data` about reading, and a "
+        "validation part of its own.",
+    )
+    chat_template: Text | None = Field(
+        None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
+    )
+    sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
+    packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
+    validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
+    validation_source: _Validation = Field(None, description=_VALIDATION)
+
+    @model_validator(mode="after")
+    def _inherit(self) -> Self:
+        """Fill in what sources leave out, so that each says by itself what it reads."""
+        # The model is frozen, but this validator is a part of its construction.
+        if self.sources and "source" not in self.model_fields_set:
+            object.__setattr__(self, "source", None)
+        if self.validation_source is not None:
+            if "validation_fraction" not in self.model_fields_set:
+                object.__setattr__(self, "validation_fraction", 0.0)
+            object.__setattr__(self, "validation_source", _for_validation(self.validation_source, self))
+        object.__setattr__(self, "sources", tuple(self._inherited(source) for source in self.sources))
+        return self
+
+    def _inherited(self, source: MixtureSource) -> MixtureSource:
+        given = source.model_fields_set
+        source = _inheriting(source, self, leave=frozenset({"subset", "revision"}))
+        validation = source.validation_source
+        changes: dict[str, Any] = {}
+        if "validation_fraction" not in given:
+            changes["validation_fraction"] = self.validation_fraction if validation is None else 0.0
+        if validation is not None:
+            changes["validation_source"] = _for_validation(validation, source)
+        return source.model_copy(update=changes)
+
+    @property
+    def weights(self) -> tuple[float | None, ...]:
+        """The weights of `sources`."""
+        return tuple(source.weight for source in self.sources)
+
+    def single_sources(self) -> tuple[SingleSource, ...]:
+        """The single sources, each with a section as if the run had no other; one after those that it validates."""
+        return tuple(self._single_sources())
+
+    def _single_sources(self) -> Iterator[SingleSource]:
+        for source in self.sources or (self,):
+            yield SingleSource(self._alone(source, source.validation_fraction))
+            if source.validation_source is not None:
+                yield SingleSource(self._alone(source.validation_source, 0.0), validation_only=True)
+        if self.sources and self.validation_source is not None:
+            yield SingleSource(self._alone(self.validation_source, 0.0), validation_only=True)
+
+    def _alone(self, source: Reading, fraction: float) -> Data:
+        reading = {name: getattr(source, name) for name in Reading.model_fields}
+        own = {"sources": (), "validation_fraction": fraction, "validation_source": None}
+        return self.model_copy(update=reading | own)
+
+    def with_revisions(self, revisions: Sequence[str | None]) -> Data:
+        """The section with the `revision` of each of its `single_sources`; None leaves it."""
+        left = iter(revisions)
+        sources = tuple(_with_revisions(source, left) for source in self.sources)
+        return _with_revisions(self.model_copy(update={"sources": sources}), left, own=not sources)
+
+    def without_weights(self) -> Data:
+        """The section without the weights of its sources, which do not change how these are prepared."""
+        sources = tuple(source.model_copy(update={"weight": None}) for source in self.sources)
+        return self.model_copy(update={"sources": sources})
+
+
+_Inheriting = TypeVar("_Inheriting", bound=Reading)
+_Pinned = TypeVar("_Pinned", MixtureSource, Data)
+
+
+def _inheriting(section: _Inheriting, other: Reading, *, leave: frozenset[str]) -> _Inheriting:
+    """The section, with the fields about reading that it leaves out taken from the other one."""
+    names = Reading.model_fields.keys() - section.model_fields_set - leave
+    return section.model_copy(update={name: getattr(other, name) for name in names})
+
+
+def _for_validation(section: ValidationSource, trained: Reading) -> ValidationSource:
+    own = {"max_samples"}
+    if "source" in section.model_fields_set:
+        # They name parts of the other data set.
+        own |= {"subset", "split", "revision"}
+    return _inheriting(section, trained, leave=frozenset(own))
+
+
+def _with_revisions(section: _Pinned, left: Iterator[str | None], *, own: bool = True) -> _Pinned:
+    changes: dict[str, Any] = {}
+    if own and (revision := next(left)) is not None:
+        changes["revision"] = revision
+    if section.validation_source is not None and (revision := next(left)) is not None:
+        changes["validation_source"] = section.validation_source.model_copy(update={"revision": revision})
+    return section.model_copy(update=changes)

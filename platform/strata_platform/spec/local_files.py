@@ -12,7 +12,7 @@ from pathlib import Path
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.file_io import require_regular_file
-from strata_platform.spec.data import DATA_SUFFIXES
+from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading
 from strata_platform.spec.describe import closest_match, format_value
 from strata_platform.spec.objectives import Distill
 from strata_platform.spec.run_spec import RunSpec
@@ -33,11 +33,8 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
 
     Names that may be those of a repository on the Hub are left to the run.
     """
-    data, source = spec.data, spec.data.source
-    named = {"data.source": source} if isinstance(source, str) else {}
-    if not isinstance(source, str):
-        named = {f"data.source[{index}]": name for index, name in enumerate(source)}
-    for field, name in named.items():
+    data = spec.data
+    for field, name in _named_sources(data):
         if "://" not in name and (name.lower().endswith(DATA_SUFFIXES) or name.startswith(_PATH_BEGINNINGS)):
             yield from _missing_data(field, name)
     if data.chat_template is not None and data.chat_template.endswith(".jinja"):
@@ -52,6 +49,20 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
         if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
             yield _missing(field, folder, "there is no such folder on this machine")
     yield from _file_in_place_of_output(spec.output)
+
+
+def _named_sources(data: Data) -> Iterator[tuple[str, str]]:
+    """The field and the name of each source."""
+    sections: list[tuple[str, Reading | None]] = [("data", data), ("data.validation_source", data.validation_source)]
+    for index, source in enumerate(data.sources):
+        path = f"data.sources[{index}]"
+        sections += [(path, source), (f"{path}.validation_source", source.validation_source)]
+    for path, section in sections:
+        names = section.source if section is not None else None
+        if isinstance(names, str):
+            yield f"{path}.source", names
+        else:
+            yield from ((f"{path}.source[{index}]", name) for index, name in enumerate(names or ()))
 
 
 def _missing_data(field: str, name: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ validates again until the rest is valid. Then it checks contradictions among the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,9 +45,8 @@ class _Location:
     """Where an error is.
 
     Attributes:
-        keys: lead to the field in the raw mapping.
+        keys: lead to the field in the raw mapping; `[0]` is an item of a list.
         path: the field as a person writes it.
-        name: the last key of the field's path.
         owner: the section that has, or lacks, the field.
         alternatives: the sections that `type` could have picked, by their `type`.
         wanted: describes what the field takes; empty if there is no such field.
@@ -56,7 +55,6 @@ class _Location:
 
     keys: tuple[str, ...]
     path: str
-    name: str
     owner: type[BaseModel]
     alternatives: Mapping[str, type[BaseModel]]
     field: FieldInfo | None
@@ -91,7 +89,8 @@ def check(
                 raise
             findings = _findings(model, error)
             problems += [finding.problem for finding in findings]
-            for keys, instead in {finding.keys: finding.instead for finding in findings}.items():
+            # What is inside of a section before the section itself.
+            for keys, instead in sorted({f.keys: f.instead for f in findings}.items(), key=lambda item: -len(item[0])):
                 value = _repair(value, keys, instead)
                 repaired.append(".".join(keys))
     problems += [
@@ -115,6 +114,8 @@ def spec_error(model: type[BaseModel], error: ValidationError) -> SpecError:
 
 def _repair(value: Any, keys: tuple[str, ...], instead: str | None) -> Any:
     head, *rest = keys
+    if isinstance(value, list | tuple):
+        return [_repair(item, tuple(rest), instead) if f"[{at}]" == head else item for at, item in enumerate(value)]
     if rest:
         return {**value, head: _repair(value[head], tuple(rest), instead)}
     kept = {key: item for key, item in value.items() if str(key) != head}
@@ -123,7 +124,8 @@ def _repair(value: Any, keys: tuple[str, ...], instead: str | None) -> Any:
 
 
 def _overlap(a: str, b: str) -> bool:
-    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+    a, b = (f"{path.replace('[', '.').replace(']', '')}." for path in (a, b))
+    return a.startswith(b) or b.startswith(a)
 
 
 def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
@@ -132,7 +134,9 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
     for item in error.errors(include_url=False):
         location = _locate(model, item)
         finding = _FINDERS.get(item["type"], _wrong_value)(model, item, location)
-        found.setdefault(finding.problem.path, finding)
+        # An item cannot be taken out of a list: those after it would move up.
+        keys = finding.keys[:-1] if finding.keys and finding.keys[-1].startswith("[") else finding.keys
+        found.setdefault(finding.problem.path, replace(finding, keys=keys))
     return list(found.values())
 
 
@@ -140,42 +144,35 @@ def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
     """Follow an error's location through the sections, without the tags that pydantic inserts for unions."""
     owner, section, alternatives = model, model, dict[str, type[BaseModel]]()
     keys: tuple[str, ...] = ()
-    field, wanted, options, index = None, describe(model), tuple[str, ...](), ""
+    field, wanted, options, path = None, describe(model), tuple[str, ...](), ""
     rest = iter(item["loc"])
     for key in rest:
         owner, keys = section, (*keys, str(key))
+        path = f"{path}.{key}" if path else str(key)
         field = owner.model_fields.get(str(key))
         if field is None:
             wanted = ""
             break
         wanted, options = describe_field(field), literals(field.annotation)
-        choices = sections(field)
+        choices, item_section = sections(field), listed_section(field)
+        if item_section is not None:
+            position = next(rest, None)
+            if not isinstance(position, int):
+                break
+            section, alternatives = item_section, {}
+            keys, path, wanted = (*keys, f"[{position}]"), f"{path}[{position}]", describe(section)
+            continue
         if not choices:
             position = next(rest, None)
-            if isinstance(position, int) and (inner := listed_section(field)):
-                return _locate_in_item(inner, keys, position, list(rest))
             if isinstance(position, int) and item["type"] != "missing":
                 item_type = item_annotation(field.annotation, position)
-                index, wanted, options = f"[{position}]", describe(item_type), literals(item_type)
+                path, wanted, options = f"{path}[{position}]", describe(item_type), literals(item_type)
             break
         tag = "" if field.discriminator is None else next(rest, None)
         if tag not in choices:
             break
         section, alternatives = choices[str(tag)], choices
-    return _Location(
-        keys, ".".join(keys) + index, keys[-1] if keys else "", owner, alternatives, field, wanted, options
-    )
-
-
-def _locate_in_item(section: type[BaseModel], keys: tuple[str, ...], position: int, rest: list[Any]) -> _Location:
-    """Follow an error's location into a section of a list. A repair removes the list."""
-    path = f"{'.'.join(keys)}[{position}]"
-    if not rest:
-        return _Location(keys, path, path, section, {}, None, describe(section), ())
-    name = str(rest[0])
-    field = section.model_fields.get(name)
-    wanted, options = (describe_field(field), literals(field.annotation)) if field else ("", ())
-    return _Location(keys, f"{path}.{name}", name, section, {}, field, wanted, options)
+    return _Location(keys, path, owner, alternatives, field, wanted, options)
 
 
 def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
@@ -187,7 +184,7 @@ def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location
 
 
 def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
-    name, fields = location.name, location.owner.model_fields
+    name, fields = location.keys[-1], location.owner.model_fields
     message, suggestion = "no such field", closest_match(name, fields)
     having = [repr(tag) for tag, section in location.alternatives.items() if name in section.model_fields]
     if having:
@@ -209,7 +206,7 @@ def _elsewhere(model: type[BaseModel], name: str) -> str | None:
 def _missing(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     if isinstance(item["loc"][-1], int):
         return _wrong_value(model, item, location)
-    return _Finding(Problem(location.path, "required", allowed=location.wanted), location.keys)
+    return _Finding(Problem(location.path, "required", allowed=location.wanted), location.keys[:-1])
 
 
 def _not_a_section(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:

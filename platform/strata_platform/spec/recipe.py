@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from strata_platform.spec.data import Data
-from strata_platform.spec.fields import Section
+from strata_platform.spec.fields import Flag, Section
+from strata_platform.spec.model import PRESETS
 from strata_platform.spec.run_spec import RunSpec
 
 
@@ -16,14 +17,20 @@ class DataRecipe(Section):
     input is therefore cached across such runs.
     """
 
-    data: Data = Field(description="The spec's data section.")
+    data: Data = Field(description="The spec's data section, without the weights of its sources.")
     objective: str = Field(description="`objective.type`: which tokens carry loss.")
     model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
     tokenizer: str | None = Field(description="`model.tokenizer`.")
     seed: int = Field(description="`seed`: decides the validation split.")
     fingerprint: str = Field(
-        "", description="Digest of the contents of local files named by the recipe; empty when it names none."
+        "",
+        description="Digest of the contents of local files named by the recipe; empty when it names none. Those of "
+        "several sources are joined by commas.",
+    )
+    validation_only: Flag = Field(False, description="Whether all samples are held out for evaluation.")
+    tokenizer_data: tuple[Data, ...] = Field(
+        (), description="Sources to train the tokenizer on, where they are others than `data` alone."
     )
 
     @classmethod
@@ -35,7 +42,7 @@ class DataRecipe(Section):
         True
         """
         return cls(
-            data=spec.data,
+            data=spec.data.without_weights(),
             objective=spec.objective.type,
             model=spec.model.name,
             revision=spec.model.revision,
@@ -43,3 +50,27 @@ class DataRecipe(Section):
             seed=spec.seed,
             fingerprint=fingerprint,
         )
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether the model is a preset, which has no tokenizer, and `model.tokenizer` is not set."""
+        return self.model in PRESETS and self.tokenizer is None
+
+    def single_sources(self) -> tuple[DataRecipe, ...]:
+        """The recipes of the single sources, each equal to that of a run that has no other source; or this recipe.
+
+        A tokenizer that is trained on all sources makes them depend on each other.
+        """
+        sections = self.data.single_sources()
+        if len(sections) == 1:
+            return (self,)
+        trained = (
+            tuple(section.data for section in sections if not section.validation_only) if self.trains_tokenizer else ()
+        )
+        digests = self.fingerprint.split(",") if self.fingerprint else [""] * len(sections)
+        found = []
+        for (data, validation_only), digest in zip(sections, digests, strict=True):
+            texts = () if trained == (data,) else trained
+            changes = {"data": data, "validation_only": validation_only, "tokenizer_data": texts}
+            found.append(self.model_copy(update=changes | {"fingerprint": self.fingerprint if texts else digest}))
+        return tuple(found)

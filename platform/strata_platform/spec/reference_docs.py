@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -54,17 +54,29 @@ def reference() -> str:
 def _below(section: type[BaseModel], path: str) -> Iterator[str]:
     """The nested sections of a section, depth first."""
     for name, field in section.model_fields.items():
-        if inner := listed_section(field):
-            yield from _block(f"## {path}{name}, items of the list", inner)
-        for tag, inner in sections(field).items():
-            yield from _block(f"## {path}{name}" + (f", type {tag}" if tag else ""), inner)
+        titled = {f", type {tag}" if tag else "": inner for tag, inner in sections(field).items()}
+        if item := listed_section(field):
+            titled = {", items of the list": item}
+        for title, inner in titled.items():
+            # What a source of the data shares with the section around it is listed there.
+            shared = [key for key in inner.model_fields if _field_of(section, key) == _field_of(inner, key)]
+            yield from _block(f"## {path}{name}{title}", inner, shared)
             yield from _below(inner, f"{path}{name}.")
 
 
-def _block(title: str, section: type[BaseModel]) -> Iterator[str]:
-    yield from (title, "", str(section.__doc__), "", "| Field | Takes | Default | |", "|---|---|---|---|")
+def _field_of(section: type[BaseModel], name: str) -> tuple[str | None, str] | None:
+    """Description of a field and of what it takes; None if the section has no such field."""
+    field = section.model_fields.get(name)
+    return None if field is None else (field.description, describe_field(field))
+
+
+def _block(title: str, section: type[BaseModel], shared: Collection[str] = ()) -> Iterator[str]:
+    yield from (title, "", str(section.__doc__), "")
+    if shared:
+        yield from (f"Also takes {', '.join(f'`{name}`' for name in shared)}, as above.", "")
+    yield from ("| Field | Takes | Default | |", "|---|---|---|---|")
     for name, field in section.model_fields.items():
-        if not sections(field):
+        if not sections(field) and name not in shared:
             default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
             cells = (f"`{name}`", describe_field(field), default, str(field.description))
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -193,8 +193,8 @@ class PreparedData:
         """The tokenizer of the data, including its chat template."""
         return AutoTokenizer.from_pretrained(str(self.folder / TOKENIZER), trust_remote_code=False)
 
-    def samples(self, n: int) -> list[Sample]:
-        """The first `n` samples of the validation split; at most 64 are stored."""
+    def samples(self, n: int | None = None) -> list[Sample]:
+        """The first `n` samples of the validation split, or all; at most 64 of each source are stored."""
         stored = json.loads((self.folder / SAMPLES).read_text(encoding="utf-8"))
         return [Sample(**sample) for sample in stored[:n]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import HubDataset, Source, open_source
-from tasks.runtime.data.tokenizer import TOKENIZER_FILES, trains_tokenizer
+from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -29,30 +30,36 @@ def fingerprint(spec: RunSpec) -> str:
     return recipe_digest(DataRecipe.from_spec(spec))
 
 
-def recipe_of(spec: RunSpec, commit: str | None = None) -> DataRecipe:
-    """The recipe of `spec`'s data, with its fingerprint, and pinned to a commit if it reads a Hub dataset.
+def recipe_of(spec: RunSpec, commits: Sequence[str | None] = ()) -> DataRecipe:
+    """The recipe of `spec`'s data, with its fingerprint, and pinned to the commits of the Hub datasets that it reads.
 
-    commit: the commit that the run has read so far; by default the one that `data.revision` resolves to now.
+    commits: of the sources that the run has read so far, None for one that is not on the Hub; by default those that
+        their `revision` resolves to now.
 
     Raises:
         ValueError: as `fingerprint`.
     """
     recipe = DataRecipe.from_spec(spec)
-    source = open_source(recipe)
-    if isinstance(source, HubDataset) and (commit := commit or source.commit()):
-        source = replace(source, revision=commit)
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"revision": commit})})
-    return recipe.model_copy(update={"fingerprint": _digest(recipe, source)})
+    sources = [open_source(single) for single in recipe.single_sources()]
+    pinned: list[str | None] = []
+    for number, commit in enumerate(commits or [None] * len(sources)):
+        source, revision = sources[number], None
+        if isinstance(source, HubDataset) and (revision := commit or source.commit()):
+            sources[number] = replace(source, revision=revision)
+        pinned.append(revision)
+    recipe = recipe.model_copy(update={"data": recipe.data.with_revisions(pinned)})
+    digests = [_digest(single, source) for single, source in zip(recipe.single_sources(), sources, strict=True)]
+    return recipe.model_copy(update={"fingerprint": ",".join(digests)})
 
 
 def recipe_digest(recipe: DataRecipe) -> str:
     """See `fingerprint`."""
-    return _digest(recipe, open_source(recipe))
+    return ",".join(_digest(single, open_source(single)) for single in recipe.single_sources())
 
 
 def _digest(recipe: DataRecipe, source: Source) -> str:
     parts = [f"version {VERSION}", source.digest()]
-    if trains_tokenizer(recipe):
+    if recipe.trains_tokenizer:
         parts.append(f"tokenizers {version('tokenizers')}")
     folder = Path(recipe.tokenizer or recipe.model)
     if folder.is_dir():

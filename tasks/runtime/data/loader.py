@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, Sampler
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
+from tasks.runtime.data.mixture import MixedRows, RowOrder, draw_of
+from tasks.runtime.data.prepared_manifest import Manifest
 from tasks.runtime.process.ranks import Processes
 
 DataSkip = tuple[int, int]
@@ -29,6 +32,19 @@ def data_step(done: int, data_skips: Sequence[DataSkip]) -> int:
     [0, 1, 5, 6]
     """
     return done + sum(steps for step, steps in data_skips if step <= done)
+
+
+def spans_read(done: int, rows: int, data_skips: Sequence[DataSkip] = ()) -> list[tuple[int, int]]:
+    """Positions of the rows that a run has read after `done` steps of `rows` rows, as (first, last + 1).
+
+    >>> spans_read(4, 8, [(2, 3)])
+    [(0, 16), (40, 56)]
+    """
+    cuts = sorted({0, done, *(step for step, _ in data_skips if step < done)})
+    return [
+        (data_step(first, data_skips) * rows, (data_step(first, data_skips) + last - first) * rows)
+        for first, last in pairwise(cuts)
+    ]
 
 
 class ShuffledRows:
@@ -46,6 +62,14 @@ class ShuffledRows:
         return int(self._permutation[index])
 
 
+def row_order(manifest: Manifest, weights: Sequence[float | None], seed: int) -> RowOrder:
+    """The stream of row indices of the training split. weights: those of `data.sources`."""
+    # Each source has a seed of its own, beyond those that a spec can have.
+    rows = [source.train.rows for source in manifest.trained]
+    orders = [ShuffledRows(count, seed + (number << 32)) for number, count in enumerate(rows)]
+    return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, weights), orders, rows)
+
+
 class MicroBatchSampler(Sampler[list[int]]):
     """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`."""
 
@@ -53,13 +77,13 @@ class MicroBatchSampler(Sampler[list[int]]):
         self,
         spec: RunSpec,
         processes: Processes,
-        rows: int,
+        order: RowOrder,
         *,
         start: int,
         stop: int,
         data_skips: Sequence[DataSkip] = (),
     ) -> None:
-        self._order = ShuffledRows(rows, spec.seed)
+        self._order = order
         self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
         self._processes, self._start, self._stop, self._data_skips = processes, start, stop, data_skips
 
@@ -102,10 +126,10 @@ def training_loader(
     data_skips: Sequence[DataSkip] = (),
 ) -> TimedDataLoader:
     """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step."""
-    rows = data.train
+    order = row_order(data.manifest, spec.data.weights, spec.seed)
     return TimedDataLoader(
-        rows,
-        batch_sampler=MicroBatchSampler(spec, processes, len(rows), start=start, stop=stop, data_skips=data_skips),
+        data.train,
+        batch_sampler=MicroBatchSampler(spec, processes, order, start=start, stop=stop, data_skips=data_skips),
         collate_fn=shard_collate(collate, processes),
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws a seed at each iteration. With the default generator, which dropout uses, a resumed run would

@@ -14,6 +14,7 @@ from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock, require
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
+from tasks.runtime.data.mixture import compose
 from tasks.runtime.data.part_processes import prepare_parts, read_record
 from tasks.runtime.data.parts import PART_BYTES, Part, divide
 from tasks.runtime.data.preparation_plan import Plan, make_plan, package_versions, parse_plan
@@ -34,7 +35,8 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report, processes: int | N
     A small source is prepared in this process, and its folder is written atomically. A large one is prepared part by
     part in several processes; killed, it continues without the parts that are done. The rows are the same for any
     number of processes. Concurrent preparations of the same folder wait for each other. A recipe without a fingerprint
-    gets one here, so that changed files are noticed.
+    gets one here, so that changed files are noticed. Of several sources, each is prepared in a folder of its own beside
+    `out`, or reused there.
 
     report: called with lines for the log: the format, progress every few seconds, the final counts.
     processes: for a large source; by default the processors that this process may use.
@@ -53,6 +55,8 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report, processes: int | N
             return found
         # Refused before any work is done.
         require_replaceable(out)
+        if len(recipe.single_sources()) > 1:
+            return _prepare_mixture(recipe, out, report, processes)
         started = time.monotonic()
         source = open_source(recipe)
         for note in source.notes:
@@ -73,6 +77,17 @@ def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:
     except ValueError:
         return None
     return found if found.manifest.recipe_hash == recipe.hash() else None
+
+
+def _prepare_mixture(recipe: DataRecipe, out: Path, report: Report, processes: int | None) -> PreparedData:
+    """Prepare each of several sources by its own recipe, and link them into one folder."""
+    recipes, prepared = recipe.single_sources(), []
+    for number, single in enumerate(recipes, start=1):
+        report(f"source {number} of {len(recipes)}{', for evaluation' if single.validation_only else ''}")
+        prepared.append(prepare(single, out.parent / single.hash(), report=report, processes=processes))
+    with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
+        compose(recipe, prepared, folder)
+    return PreparedData.load(out)
 
 
 def _prepare_whole(recipe: DataRecipe, source: Source, parts: list[Part], folder: Path, report: Report) -> None:
@@ -157,7 +172,8 @@ def finish(
     manifest.write(folder)
     report(f"{plan.source}: {counts}")
     for name, split in (("train", whole.train), ("validation", whole.validation)):
-        report(_describe(name, split, manifest))
+        if name == "validation" or not recipe.validation_only:
+            report(_describe(name, split, manifest))
 
 
 def _report_special_tokens(plan: Plan, whole: PartRecord, report: Report) -> None:
@@ -174,7 +190,7 @@ def _report_lengths(recipe: DataRecipe, whole: PartRecord, report: Report) -> No
     """Report the texts' lengths. Warns when most are so short that rows hold hardly any context."""
     median, length = whole.median, recipe.data.sequence_length
     report(f"{whole.documents:,} documents, median {median:,} tokens")
-    if recipe.objective == "pretrain" and median * _SHORT < length:
+    if recipe.objective == "pretrain" and not recipe.validation_only and median * _SHORT < length:
         way_out = "join texts that belong together"
         if recipe.data.documents != "file":
             way_out = "set data.documents to 'file'"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,15 +17,15 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.columns import Unread, columns_of, keys_in
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
-from tasks.runtime.data.parts import Part, Piece
+from tasks.runtime.data.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.prepare_part import numbered_rows
 from tasks.runtime.data.prepared_manifest import PLAN_KIND
 from tasks.runtime.data.readers import Span
 from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.sources import Source
+from tasks.runtime.data.sources import Source, open_source
 from tasks.runtime.data.special_tokens import texts_in
 from tasks.runtime.data.text_files import pieces
-from tasks.runtime.data.tokenizer import load_tokenizer, train_tokenizer, trains_tokenizer
+from tasks.runtime.data.tokenizer import load_tokenizer, train_tokenizer
 from tasks.runtime.data.validation import uniform
 from tasks.runtime.run_folder import format_versions
 
@@ -94,7 +94,7 @@ def make_plan(
 
     Raises ValueError: there are no rows, no format fits them, a column is missing, or the tokenizer cannot be loaded.
     """
-    first = _first(row for part in _in_order(parts) for _, row in numbered_rows(part, source, recipe))
+    first = _first(row for _, row in _rows(parts, source, recipe))
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
@@ -103,7 +103,7 @@ def make_plan(
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
     row_format = make_format(name, columns, tokenizer, recipe.data, first)
     if recipe.data.chat_template and row_format.templates is None:
-        warnings.warn(f"data.chat_template has no effect: the data's format is {name}", stacklevel=4)
+        warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if row_format.templates is not None:
         tokenizer.chat_template = row_format.templates
     plan = Plan(
@@ -157,11 +157,26 @@ def _report_unread(recipe: DataRecipe, name: str, columns: tuple[str, ...], firs
 def _tokenizer(
     recipe: DataRecipe, source: Source, parts: list[Part], name: str, columns: tuple[str, ...], report: Report
 ) -> PreTrainedTokenizerBase:
-    if not trains_tokenizer(recipe):
+    if not recipe.trains_tokenizer:
         return load_tokenizer(recipe)
     report("training a tokenizer on the data")
-    rows = (row for part in _in_order(parts) for row in numbered_rows(part, source, recipe))
-    return train_tokenizer(_training_texts(recipe, rows, name, columns))
+    if not recipe.tokenizer_data:
+        return train_tokenizer(_training_texts(recipe, _rows(parts, source, recipe), name, columns))
+    texts = [_texts_of(recipe.model_copy(update={"data": data})) for data in recipe.tokenizer_data]
+    # In turns: the first source may have more text than is read.
+    return train_tokenizer(text for turn in zip_longest(*texts) for text in turn if text is not None)
+
+
+def _rows(parts: list[Part], source: Source, recipe: DataRecipe) -> Iterator[tuple[int, Row]]:
+    return (row for part in _in_order(parts) for row in numbered_rows(part, source, recipe))
+
+
+def _texts_of(recipe: DataRecipe) -> Iterator[str]:
+    """Texts of the training split of a recipe's source."""
+    source = open_source(recipe)
+    parts = divide(source, max_samples=recipe.data.max_samples, seed=recipe.seed, part_bytes=PART_BYTES)
+    name, columns = choose_format(recipe, _first(row for _, row in _rows(parts, source, recipe)))
+    return _training_texts(recipe, _rows(parts, source, recipe), name, columns)
 
 
 def _training_texts(

@@ -128,6 +128,8 @@ class PartPreparer:
         in_validation, ends = hold_out(
             samples, lengths, fraction=recipe.data.validation_fraction, seed=recipe.seed, divisible=text
         )
+        if recipe.validation_only:
+            in_validation = np.ones_like(in_validation)
         for name, chosen in (("train", ~in_validation), ("validation", in_validation)):
             before: Split = getattr(record, name)
             continued = self._continues(name, samples[chosen])

@@ -86,8 +86,25 @@ class Manifest:
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     versions: dict[str, str]
+    sources: tuple[Manifest, ...] = ()
+    """Of a mixture: the manifests of its sources, in order, as of this folder. Their rows follow each other."""
     version: int = VERSION
     kind: str = KIND
+
+    @property
+    def single_sources(self) -> tuple[Manifest, ...]:
+        """The manifests of the single sources: `sources`, or this one."""
+        return self.sources or (self,)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether rows of it are trained on, rather than evaluated alone."""
+        return not self.recipe.get("validation_only", False)
+
+    @property
+    def trained(self) -> tuple[Manifest, ...]:
+        """The manifests of the sources that are trained on."""
+        return tuple(source for source in self.single_sources if source.is_trained)
 
     @property
     def content_hash(self) -> str:
@@ -101,10 +118,10 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     @property
-    def commit(self) -> str | None:
-        """The commit of the Hub dataset that the rows come from, if they do and it is known."""
-        revision = self.recipe["data"]["revision"]
-        return revision if revision is not None and is_commit(revision) else None
+    def commits(self) -> tuple[str | None, ...]:
+        """For each single source the commit of the Hub dataset that it is, if it is one and the commit is known."""
+        revisions = [source.recipe["data"]["revision"] for source in self.single_sources]
+        return tuple(revision if revision is not None and is_commit(revision) else None for revision in revisions)
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""
@@ -121,15 +138,12 @@ class Manifest:
                 f"{folder} has prepared data of version {values['version']}, but this version of Strata reads version "
                 f"{VERSION}; prepare the data again"
             )
-        for name in ("train", "validation"):
-            values[name] = split_of(values[name])
-            for shard in values[name].shards:
-                file = folder / shard.file
-                if not file.is_file() or file.stat().st_size != shard.bytes:
-                    raise ValueError(f"{file} is missing or truncated; delete {folder} and prepare the data again")
-        for name in ("columns", "stop_token_ids"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        manifest = _manifest(values)
+        for shard in (*manifest.train.shards, *manifest.validation.shards):
+            file = folder / shard.file
+            if not file.is_file() or file.stat().st_size != shard.bytes:
+                raise ValueError(f"{file} is missing or truncated; delete {folder} and prepare the data again")
+        return manifest
 
 
 def is_prepared(folder: Path) -> bool:
@@ -147,6 +161,12 @@ def _values(folder: Path, name: str = MANIFEST, kind: str = KIND) -> dict[str, A
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     return values if isinstance(values, dict) and values.get("kind") == kind else None
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    parsed: dict[str, Any] = {name: split_of(values[name]) for name in ("train", "validation")}
+    parsed |= {name: tuple(values[name]) for name in ("columns", "stop_token_ids")}
+    return Manifest(**{**values, **parsed, "sources": tuple(map(_manifest, values.get("sources", ())))})
 
 
 def split_of(values: dict[str, Any]) -> Split:

@@ -67,7 +67,7 @@ def open_source(recipe: DataRecipe) -> Source:
         ValueError: the source is not found, or its files have different formats.
     """
     data = recipe.data
-    names = (data.source,) if isinstance(data.source, str) else data.source
+    names = data.names
     if len(names) == 1 and names[0] in BUILTIN_SOURCES:
         _warn_of_hub_fields(data)
         _warn_of_text_fields(data)

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.model import PRESETS
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -24,11 +23,6 @@ MAX_TRAINING_CHARACTERS = 50_000_000
 TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
                    "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
 """Glob patterns of the files of a tokenizer."""
-
-
-def trains_tokenizer(recipe: DataRecipe) -> bool:
-    """Whether the recipe's model is a preset, which has no tokenizer, and `model.tokenizer` is not set."""
-    return recipe.model in PRESETS and recipe.tokenizer is None
 
 
 def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:

@@ -125,7 +125,7 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     if isinstance(spec.adapter, Lora):
         kind = "DoRA" if spec.adapter.use_dora else "LoRA"
         base += f" by {kind} of rank {spec.adapter.r}, merged,"
-    sources = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
+    sources = [name for source in spec.data.sources or (spec.data,) for name in source.names]
     source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     about = ModelCardData(

@@ -52,6 +52,7 @@ def _values(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: 
         "warmup": sections.warmup(record),
         "kernels": sections.kernels(record),
         "data": sections.data(record),
+        "sources": sections.sources(record),
         "accounting": sections.accounting(record.data),
         "versions": sections.versions(record),
         "failed_kernels": sections.failed_kernels(record),

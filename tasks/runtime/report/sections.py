@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.report.numbers import GIB, MINUS, change, counted, grouped, loss, number, words
+from tasks.runtime.report.numbers import GIB, MINUS, change, counted, grouped, loss, number, percent, words
 from tasks.runtime.report.svg.chart import Chart, Mark
-from tasks.runtime.run_folder.record import CompletionRecord, Sample
+from tasks.runtime.run_folder.record import CompletionRecord, Sample, SourceShare
 
 OPEN_SAMPLES = 8
 """Samples that are shown; the others are collapsed."""
@@ -25,7 +25,7 @@ NO_WRAP_CHARACTERS = 12
 """Longest text of a table cell that does not wrap, even on a narrow page."""
 
 # Fields of the record that have their own sections.
-_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores", "evaluations"})
+_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores", "evaluations", "sources"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +273,20 @@ def accounting(counts: Mapping[str, int]) -> Accounting | None:
         lost = f"{abs(missing):,} of {counted(counts['read'], 'sample')} read are not accounted for."
         return Accounting(lost, complete=False)
     return Accounting(f"{counts['read']:,} read = {counts['used']:,} used + {skipped:,} skipped.", complete=True)
+
+
+def sources(record: CompletionRecord) -> Table:
+    """What the run read of each of several sources, and the losses on their validation rows."""
+    rows: list[tuple[Cell, ...]] = []
+    for share in record.sources:
+        read = ("evaluation", "", "", "", "") if share.weight is None else _share(share)
+        rows.append((Code(share.source), *read, loss(share.eval_loss_before), loss(share.eval_loss_after)))
+    return Table(("Source", "Weight", "Rows", "Tokens", "Samples", "Epochs", "Loss before", "Loss after"), rows)
+
+
+def _share(share: SourceShare) -> tuple[str, ...]:
+    shares = (share.weight or 0.0, share.row_share, share.token_share)
+    return (*map(percent, shares), grouped(share.samples), f"{share.epochs:,.2f}")
 
 
 def versions(record: CompletionRecord) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,24 +119,32 @@ class RunFolder(RunLayout):
             file.flush()
             yield exclusive
 
-    def data_commit_for(self, spec: RunSpec) -> str | None:
-        """The commit of the Hub dataset that this spec's run has read so far, or None."""
-        return self._stored_data_commit if self.spec.exists() and not self.differences_from(spec) else None
+    def data_commits_for(self, spec: RunSpec) -> tuple[str | None, ...]:
+        """The commits of the Hub datasets that this spec's run has read so far, as they were written, or none."""
+        return self._stored_data_commits if self.spec.exists() and not self.differences_from(spec) else ()
 
-    def write_data_commit(self, commit: str) -> None:
-        """Store the commit of the Hub dataset that the run reads, so that every later start reads the same."""
-        write_atomic(self.data_commit, f"{commit}\n".encode(), durable=False)
+    def write_data_commits(self, commits: Sequence[str | None]) -> None:
+        """Store the commits of the Hub datasets that the run reads, so that every later start reads the same.
+
+        A line for each source; empty for one that is not on the Hub.
+        """
+        if any(commits):
+            write_atomic(self.data_commit, "".join(f"{commit or ''}\n" for commit in commits).encode(), durable=False)
 
     @property
-    def _stored_data_commit(self) -> str | None:
-        return self.data_commit.read_text(encoding="utf-8").strip() if self.data_commit.exists() else None
+    def _stored_data_commits(self) -> tuple[str | None, ...]:
+        if not self.data_commit.exists():
+            return ()
+        return tuple(line.strip() or None for line in self.data_commit.read_text(encoding="utf-8").splitlines())
 
     def differences_from(self, spec: RunSpec) -> list[str]:
         """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run."""
-        old, commit = load_spec(self.spec), self._stored_data_commit
-        if commit is not None and spec.data.revision == commit:
+        old, commits = load_spec(self.spec), self._stored_data_commits
+        revisions = [source.data.revision for source in spec.data.single_sources()]
+        if len(commits) == len(revisions) == len(old.data.single_sources()):
             # To pin the commit that the run reads already is no change.
-            old = old.model_copy(update={"data": old.data.model_copy(update={"revision": commit})})
+            pinned = [commit if commit == new else None for commit, new in zip(commits, revisions, strict=True)]
+            old = old.model_copy(update={"data": old.data.with_revisions(pinned)})
         return changed_fixed_fields(old, spec)
 
     def begin_attempt(self) -> int:

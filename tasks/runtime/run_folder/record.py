@@ -60,6 +60,39 @@ class Evaluated(BaseModel):
     """Texts for the prompts of the record's `samples`, with `evaluation.during`."""
 
 
+class SourceShare(BaseModel):
+    """What a run of several sources read of one of them. Samples and tokens are the rows times the source's average."""
+
+    model_config = _CONFIG
+
+    source: str
+    weight: float | None
+    """The share of rows that the spec asks for, 0 to 1; None for a source that is for evaluation alone."""
+    rows: int = 0
+    row_share: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    """Without padding."""
+    token_share: float = 0.0
+    epochs: float = 0.0
+    """How often each row was read, on average."""
+    eval_loss_before: float | None = None
+    eval_loss_after: float | None = None
+    """On the validation rows of this source."""
+
+    def __str__(self) -> str:
+        """
+        >>> print(SourceShare(source="a.jsonl", weight=0.5, rows=4, row_share=0.5, token_share=0.48, epochs=2.0))
+        a.jsonl: 50.0 % of rows (weight 50.0 %), 48.0 % of tokens, 4 rows, 2.00 epochs
+        """
+        if self.weight is None:
+            return f"{self.source}: for evaluation alone"
+        return (
+            f"{self.source}: {100 * self.row_share:.1f} % of rows (weight {100 * self.weight:.1f} %), "
+            f"{100 * self.token_share:.1f} % of tokens, {self.rows:,} rows, {self.epochs:.2f} epochs"
+        )
+
+
 class CompletionRecord(BaseModel):
     """Result of a run. `status` is `complete` only when all requested steps, or those up to early stopping, are done
     and checkpointed.
@@ -115,6 +148,8 @@ class CompletionRecord(BaseModel):
     world_size: int
     data: dict[str, int]
     """Counts of the prepared data: samples read, used and skipped by reason, rows, tokens."""
+    sources: tuple[SourceShare, ...] = ()
+    """Of several sources, in the order of the spec."""
     kernels: dict[str, int]
     """Number of patched modules, by operator."""
     warmup: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,8 @@ import torch
 from strata_platform.spec.run_spec import Checkpoint
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.loader import spans_read
+from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
@@ -23,6 +26,8 @@ from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
 
 if TYPE_CHECKING:
     from tasks.runtime.training.session import Session
+
+log = logging.getLogger(__name__)
 
 
 def write_record(
@@ -45,6 +50,7 @@ def write_record(
     points = [point for point in read_points(run.folder.metrics) if point.step <= done]
     early = EarlyStopping(run.spec.evaluation, metadata)
     stopped = early.is_over and done < steps
+    skips = [(step, steps) for step, steps in metadata.get("guard", {}).get("passed_over", ())]
     record = CompletionRecord(
         status="complete" if done == points[-1].step and (done == steps or stopped) else "incomplete",
         name=run.spec.name,
@@ -65,7 +71,7 @@ def write_record(
         ),
         restarts=attempt,
         skipped_steps=sum(point.skipped for point in points),
-        rollbacks=len(metadata.get("guard", {}).get("passed_over", ())),
+        rollbacks=len(skips),
         seconds=sum(point.step_seconds for point in points),
         tokens_per_second=throughput(points),
         mfu=utilization(points),
@@ -76,11 +82,14 @@ def write_record(
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),
+        sources=source_shares(data.manifest, run.spec.data.weights, spans_read(done, run.spec.rows_per_step, skips)),
         kernels=dict(step.patched.counts) if step.patched else {},
         warmup=warmup.to_dict(),
         versions=versions(),
     )
     record.save(run.folder.record)
+    for share in record.sources:
+        log.info("read of %s", share)
     return record
 
 

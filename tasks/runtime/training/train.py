@@ -20,6 +20,7 @@ from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
@@ -84,6 +85,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device)
     _log_summary(run, step, steps, resume_from)
+    _log_sources(run, data, steps)
     report_progress(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Counted now: some strategies leave parameters empty between passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
@@ -128,8 +130,7 @@ def _begin_attempt(run: Session, data: PreparedData) -> int:
     Runs on rank 0, which sends the result to the others.
     """
     run_checks("rank 0", "spec", "data", spec=run.spec, data=data)
-    if data.manifest.commit:
-        run.folder.write_data_commit(data.manifest.commit)
+    run.folder.write_data_commits(data.manifest.commits)
     return run.folder.begin_attempt()
 
 
@@ -310,8 +311,9 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
         )
     if latest and checkpoint.metadata_of(latest)["data_hash"] != data.manifest.content_hash:
         raise ValueError(
-            f"{latest} was trained on other rows than data.source {run.spec.data.source!r} gives now: its files, the "
-            "tokenizer, the output of the chat template, Python or a package changed. Restore them, or the folder of "
+            f"{latest} was trained on other rows than data.source{'s' if run.spec.data.sources else ''} "
+            f"{data.manifest.source!r} gives now: its files, the tokenizer, the output of the chat template, Python or "
+            "a package changed. Restore them, or the folder of "
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     done = checkpoint.step_of(latest) if latest else 0
@@ -341,6 +343,12 @@ def _is_over(run: Session, latest: Path | None, steps: int) -> bool:
     if latest is None:
         return False
     return checkpoint.step_of(latest) >= steps or stopped_early(checkpoint.metadata_of(latest), run.spec.evaluation)
+
+
+def _log_sources(run: Session, data: PreparedData, steps: int) -> None:
+    if run.processes.is_main:
+        for share in source_shares(data.manifest, run.spec.data.weights, [(0, steps * run.spec.rows_per_step)]):
+            log.info("source %s", share)
 
 
 def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:

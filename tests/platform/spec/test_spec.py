@@ -12,7 +12,8 @@ from strata_platform.spec.fields import Section
 from strata_platform.spec.parallel import Ddp, Single
 from strata_platform.spec.training import Optimizer
 
-SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer"}
+SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer", "tokenizer_data",
+               "validation_only"}  # fmt: skip
 
 
 def problems_of(**fields):
@@ -450,6 +451,7 @@ def test_json_refuses_what_python_refuses_even_when_asked_to_be_lax():
 
 def test_every_field_is_described():
     sections = Section.__subclasses__()
+    sections += [below for section in sections for below in section.__subclasses__()]
     assert RunSpec in sections and len(sections) > 15
     for section in sections:
         assert section.__doc__, section
@@ -600,3 +602,83 @@ def test_of_urls_in_a_text_what_may_be_shown_is():
 )
 def test_a_user_of_a_url_is_not_shown_and_a_container_is(text, shown):
     assert redacted(text) == shown
+
+
+def test_what_a_source_leaves_out_is_that_of_the_data():
+    spec = RunSpec(
+        data={
+            "format": "chat",
+            "max_samples": 9,
+            "split": "a",
+            "sources": [
+                {"source": "org/x", "subset": "s", "weight": 3, "validation_source": {"split": "test"}},
+                {"source": "b.jsonl", "format": "alpaca", "weight": 1, "validation_fraction": 0.2},
+                {"source": "c.jsonl", "weight": 1, "validation_source": "v.jsonl"},
+            ],
+        }
+    )
+    parts = spec.data.single_sources()
+    read = [(p.data.source, p.data.subset, p.data.split, p.data.format, p.data.max_samples) for p in parts]
+    assert read == [
+        ("org/x", "s", "a", "chat", 9),
+        ("org/x", "s", "test", "chat", None),
+        ("b.jsonl", None, "a", "alpaca", 9),
+        ("c.jsonl", None, "a", "chat", 9),
+        ("v.jsonl", None, "train", "chat", None),
+    ]
+    assert [part.validation_only for part in parts] == [False, True, False, False, True]
+    assert [part.data.validation_fraction for part in parts] == [0, 0, 0.2, 0, 0]
+    # Written out, it says the same, whatever becomes a default later.
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+    # One of them is prepared like a run that has no other.
+    alone = RunSpec(data={"source": "b.jsonl", "format": "alpaca", "max_samples": 9, "split": "a",
+                          "validation_fraction": 0.2}, model={"name": "org/x"})  # fmt: skip
+    mixed = RunSpec(data=spec.data, model={"name": "org/x"})
+    assert DataRecipe.from_spec(mixed).single_sources()[2] == DataRecipe.from_spec(alone)
+
+
+SOURCES = [{"source": "a.jsonl", "weight": 1}, {"source": "b.jsonl", "weight": 1}]
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "message"),
+    [
+        ({"source": "a.jsonl", "sources": SOURCES}, "data.source", "data.sources names 2 sources; leave data.source"),
+        ({"source": None}, "data.source", "data.sources names none"),
+        ({"sources": SOURCES, "revision": "main"}, "data.revision", r"data.sources\[0\].revision"),
+        ({"sources": [SOURCES[0], {"source": "b"}]}, "data.sources[1].weight", r"data.sources\[0\].weight is 1"),
+        ({"sources": [*SOURCES, {"source": "a.jsonl", "weight": 2}]}, "data.sources[2]", r"as data.sources\[0\]"),
+        ({"sources": [{"source": "a", "format": "text"}]}, "data.sources[0].format", "objective.type 'sft' needs"),
+        ({"sources": SOURCES, "validation_source": {"split": "x"}}, "data.validation_source", "names no source"),
+        ({"source": "a", "validation_source": "a"}, "data.validation_source", "the rows that data trains on"),
+        (
+            {"sources": [{"source": "a", "validation_source": "b", "validation_fraction": 0.1}]},
+            "data.sources[0].validation_source",
+            r"data.sources\[0\].validation_fraction 0.1 holds samples out",
+        ),
+    ],
+)
+def test_sources_that_contradict_each_other(data, path, message):
+    assert re.search(message, problems_of(data=data)[path].message)
+
+
+def test_every_problem_of_a_list_of_sections_is_told():
+    sources = [
+        {"source": "a", "weight": 0},
+        {},
+        {"source": "b", "weight": -1, "formt": "chat", "validation_source": {"splt": "x"}},
+        {"weight": 1},
+        3,
+    ]
+    problems = problems_of(data={"sources": sources}, seed=-1)
+    assert problems.keys() == {
+        "data.sources[0].weight", "data.sources[1].source", "data.sources[2].weight", "data.sources[2].formt",
+        "data.sources[2].validation_source.splt", "data.sources[3].source", "data.sources[4]", "seed",
+    }  # fmt: skip
+    assert problems["data.sources[2].formt"].suggestion == "format"
+    assert problems["data.sources[0].weight"].allowed.startswith("a number above 0")
+    assert "a list of sections" in problems_of(data={"sources": "a.jsonl"})["data.sources"].allowed
+
+
+def test_a_section_without_a_field_that_it_needs_is_told_beside_other_problems():
+    assert problems_of(objective={"type": "distill"}, seed=-1).keys() == {"objective.teacher", "seed"}

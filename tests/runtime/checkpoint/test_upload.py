@@ -336,14 +336,14 @@ def test_the_commit_that_a_run_reads_comes_along(tmp_path):
 
     spec, folder, uploader = make("first", None)
     folder.claim(spec)
-    folder.write_data_commit(commit)
+    folder.write_data_commits([commit])
     uploader.enqueue(save(folder.checkpoints, 50))
     uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
         spec, folder, uploader = make(machine, revision)
         uploader.download_run_files()
         folder.claim(spec)
-        assert folder.data_commit_for(spec) == commit
+        assert folder.data_commits_for(spec) == (commit,)
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
         make("fourth", "other")[-1].download_run_files()
 

@@ -24,7 +24,9 @@ def rows_of_step(step, *, size, accumulation, processes, seed=0):
         }
     )
     shares = [
-        MicroBatchSampler(spec, Processes(rank, rank, processes), ROWS, start=step, stop=step + 1)
+        MicroBatchSampler(
+            spec, Processes(rank, rank, processes), ShuffledRows(ROWS, spec.seed), start=step, stop=step + 1
+        )
         for rank in range(processes)
     ]
     assert all(len(share) == accumulation == len(list(share)) for share in shares)
@@ -53,14 +55,16 @@ def test_a_step_has_the_same_rows_however_they_are_spread(size, accumulation, pr
 
 def test_steps_follow_each_other_wherever_one_begins():
     spec = RunSpec.model_validate({"training": {"micro_batch_size": 3}})
-    whole = list(MicroBatchSampler(spec, Processes(), ROWS, start=0, stop=9))
-    assert list(MicroBatchSampler(spec, Processes(), ROWS, start=4, stop=9)) == whole[4:]
+    whole = list(MicroBatchSampler(spec, Processes(), ShuffledRows(ROWS, spec.seed), start=0, stop=9))
+    assert list(MicroBatchSampler(spec, Processes(), ShuffledRows(ROWS, spec.seed), start=4, stop=9)) == whole[4:]
 
 
 def test_reading_rows_draws_no_random_number_that_training_may_draw():
     """A resumed run begins to read once more than an undisturbed one."""
     rows = [{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS
-    loader = training_loader(RunSpec(), SimpleNamespace(train=rows), Processes(), collate=collate, start=0, stop=2)
+    source = SimpleNamespace(train=SimpleNamespace(rows=ROWS))
+    data = SimpleNamespace(train=rows, manifest=SimpleNamespace(trained=[source]))
+    loader = training_loader(RunSpec(), data, Processes(), collate=collate, start=0, stop=2)
     before = torch.get_rng_state()
     assert len(list(loader)) == 2
     assert torch.equal(torch.get_rng_state(), before)

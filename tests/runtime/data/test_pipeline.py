@@ -198,7 +198,7 @@ def test_chats_are_prepared_with_their_template_and_stop_tokens(prepared: Prepar
 
 
 def test_a_chat_template_for_no_chat_warns(prepared: Prepare) -> None:
-    with pytest.warns(UserWarning, match="data.chat_template has no effect: the data's format is prompt_completion"):
+    with pytest.warns(UserWarning, match="data.chat_template has no effect on .*, whose format is prompt_completion"):
         prepared(ROWS, chat_template="chatml")
 
 

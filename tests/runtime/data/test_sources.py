@@ -462,7 +462,7 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_was_found_once(monkeyp
     recipes.append(recipe_of(_spec("someone/greetings", revision=newest)))
     assert [recipe.data.revision for recipe in recipes] == [newest] * 3
     assert len({recipe.hash() for recipe in recipes}) == 1
-    again = recipe_of(unpinned, earlier)
+    again = recipe_of(unpinned, [earlier])
     assert again == recipe_of(_spec("someone/greetings", revision=earlier)) and again.hash() != recipes[0].hash()
     for recipe in (recipes[0], again):
         assert _values(open_source(recipe)) == PAIRS
@@ -483,7 +483,7 @@ def test_a_hub_that_is_away_is_warned_of_whatever_its_client_raises(monkeypatch:
 
 def test_only_data_of_the_hub_has_a_commit(tmp_path: Path) -> None:
     spec = _spec(_jsonl(tmp_path / "a.jsonl", PAIRS))
-    assert recipe_of(spec, "a" * 40) == recipe_of(spec) == DataRecipe.from_spec(spec, fingerprint(spec))
+    assert recipe_of(spec, ["a" * 40]) == recipe_of(spec) == DataRecipe.from_spec(spec, fingerprint(spec))
     with pytest.warns(UserWarning, match="the Hub did not return the commit of 'someone/greetings'"):
         assert recipe_of(_spec("someone/greetings")).data.revision is None
 

@@ -26,7 +26,7 @@ from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.report.rendering import render
 from tasks.runtime.report.svg.chart import Chart
 from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
-from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
+from tasks.runtime.run_folder.record import CompletionRecord, Sample, SourceShare, TaskScore
 
 TEMPLATES = Path(report.__file__).parent / "templates"
 ROOT = TEMPLATES.parents[3]
@@ -195,6 +195,19 @@ def test_scores_of_tasks_are_a_table():
     assert "Tasks" not in page_of(make_points(3)).tables
 
 
+def test_what_was_read_of_several_sources_is_a_table():
+    sources = (
+        SourceShare(source="a.jsonl", weight=0.7, rows=700, row_share=0.7, samples=4200, tokens=9, token_share=0.68,
+                    epochs=2.5, eval_loss_before=8.25, eval_loss_after=3.125),
+        SourceShare(source="test.jsonl", weight=None),
+    )  # fmt: skip
+    assert [row[1:] for row in page_of(make_points(3), sources=sources).tables["Sources"][1:]] == [
+        ("70.0\N{NO-BREAK SPACE}%",) * 2 + ("68.0\N{NO-BREAK SPACE}%", "4,200", "2.50", "8.250", "3.125"),
+        ("evaluation", "", "", "", "", "not measured", "not measured"),
+    ]
+    assert "Sources" not in page_of(make_points(3)).tables
+
+
 def test_tables_hold_the_record():
     tables = page_of(make_points(60)).tables
     assert tables["Fused operators"] == [
@@ -213,6 +226,7 @@ def test_tables_hold_the_record():
         "samples",
         "task_scores",
         "evaluations",
+        "sources",
     }
     assert fields["checkpoint"] == RECORD.checkpoint
     assert fields["tokens"] == "614,400"

@@ -113,15 +113,15 @@ def hub_spec(tmp_path, revision=None, **changes):
 
 def test_a_run_goes_on_at_the_commit_that_it_has_read(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
-    assert folder.data_commit_for(hub_spec(tmp_path)) is None
+    assert folder.data_commits_for(hub_spec(tmp_path)) == ()
     folder.claim(hub_spec(tmp_path))
-    folder.write_data_commit(A)
+    folder.write_data_commits([A])
     write_points(folder, 0)
-    assert folder.data_commit_for(hub_spec(tmp_path)) == folder.data_commit_for(hub_spec(tmp_path, A)) == A
+    assert folder.data_commits_for(hub_spec(tmp_path)) == folder.data_commits_for(hub_spec(tmp_path, A)) == (A,)
     # It may be named from now on, and no other.
     folder.claim(hub_spec(tmp_path, A), exclusive=True)
     assert load_spec(folder.spec).data.revision == A
-    assert folder.data_commit_for(hub_spec(tmp_path, B)) is None
+    assert folder.data_commits_for(hub_spec(tmp_path, B)) == ()
     with pytest.raises(ValueError, match=rf"data\.revision was '{A}', is '{B}'"):
         folder.claim(hub_spec(tmp_path, B), exclusive=True)
 
@@ -129,10 +129,10 @@ def test_a_run_goes_on_at_the_commit_that_it_has_read(tmp_path):
 def test_a_run_that_is_begun_anew_reads_the_newest_commit(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
     folder.claim(hub_spec(tmp_path))
-    folder.write_data_commit(A)
-    assert folder.data_commit_for(hub_spec(tmp_path, seed=7)) is None
+    folder.write_data_commits([A])
+    assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
     folder.claim(hub_spec(tmp_path, seed=7), exclusive=True)
-    assert folder.data_commit_for(hub_spec(tmp_path, seed=7)) is None
+    assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
 
 
 def test_a_folder_with_nothing_of_a_runs_names_is_taken(tmp_path):
