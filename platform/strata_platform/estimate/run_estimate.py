@@ -69,6 +69,8 @@ class Estimate:
         """
         if self.workload.lora and self.workload.lora.use_dora:
             return "the estimate does not count the weights that adapter.use_dora computes"
+        if self.workload.lora and self.workload.lora.modules_to_save:
+            return "the estimate does not count gradients and optimizer state of adapter.modules_to_save"
         if self.workload.lora and self.workload.lora.lora_dropout > 0:
             return "the estimate does not count the inputs that adapter.lora_dropout copies"
         return None
@@ -104,6 +106,10 @@ class Estimate:
                 (
                     lora.use_dora,
                     "adapter.use_dora: each weight with its adapter added, and its norm, in every forward pass",
+                ),
+                (
+                    bool(lora.modules_to_save),
+                    "adapter.modules_to_save: gradients and optimizer state of these modules",
                 ),
                 (
                     lora.lora_dropout > 0,

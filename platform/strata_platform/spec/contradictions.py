@@ -39,6 +39,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _dpo(spec)
     yield from _store(spec.kernels, spec.training)
     yield from _model(spec.model, spec.adapter)
+    yield from _formats(spec.export, spec.adapter)
     yield from _checkpoint(spec.checkpoint)
     yield from _places(spec.name, spec.checkpoint, spec.export)
     yield from _schedule(spec.schedule, spec.training)
@@ -261,6 +262,15 @@ def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
         "'adapter' disables the adapter for the reference, but adapter.type is 'none'; set adapter.type to 'lora', or "
         "objective.reference to 'precomputed'",
     )
+    yield from (
+        Contradiction(
+            objective.reference == "adapter" and spec.adapter.type == "lora" and bool(getattr(spec.adapter, field)),
+            ("objective.reference", f"adapter.{field}"),
+            f"'adapter' takes the model without its adapter for the reference, but adapter.{field} makes that another "
+            "model than the initial one; set objective.reference to 'precomputed'",
+        )
+        for field in ("modules_to_save", "init_from")
+    )
     yield Contradiction(
         spec.parallel.type == "deepspeed"
         and spec.parallel.stage == 3
@@ -338,6 +348,15 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         ("model.dtype", "model.attention"),
         f"'float32' contradicts model.attention '{model.attention}', which has no float32; "
         "set model.dtype to 'bfloat16', or model.attention to 'auto'",
+    )
+
+
+def _formats(export: Export, adapter: Adapter) -> Iterator[Contradiction]:
+    yield Contradiction(
+        "adapter" in export.formats and adapter.type == "none",
+        ("export.formats", "adapter.type"),
+        "has 'adapter', but adapter.type 'none' trains the model itself; leave 'adapter' out, or set adapter.type to "
+        "'lora'",
     )
 
 

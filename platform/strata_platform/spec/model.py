@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Flag, Integer, Number, Section, Text
+from strata_platform.spec.fields import Flag, Integer, Number, Section, Text, number
 
 PRESETS = ("tiny-llama",)
 
@@ -65,9 +65,29 @@ class Lora(Section):
         (), description="Linear layers to adapt, by the ends of their names; empty: all but the head."
     )
     use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
+    modules_to_save: tuple[Text, ...] = Field(
+        (),
+        description="Modules to train whole beside the adapter, by the ends of their names, such as `embed_tokens` and "
+        "`lm_head`.",
+    )
+    init_from: Text | None = Field(
+        None,
+        description="Folder or Hub id of an adapter to start from, as PEFT saves it. Its settings must be those of "
+        "this section.",
+    )
+    loraplus_lr_ratio: Annotated[float, Field(gt=0, le=1e4), BeforeValidator(number)] | None = Field(
+        None,
+        description="LoRA+: learning rate of the second matrix (B) as a multiple of that of the first; its authors "
+        "recommend 16.",
+    )
     quantization: Literal["none", "nf4"] = Field(
         "none",
         description="Quantize the frozen weights of linear layers to four bits (QLoRA) with bitsandbytes; needs the "
         "extra `bitsandbytes`.",
     )
     use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")
+
+    @property
+    def starts_from_base(self) -> bool:
+        """Whether the model without its adapter is the initial model throughout the run."""
+        return not self.modules_to_save and self.init_from is None

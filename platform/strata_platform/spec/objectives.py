@@ -43,7 +43,7 @@ class Dpo(Section):
         "auto",
         description="Where the reference model's log-probabilities come from: `precomputed` in one pass before "
         "training, or `adapter`, a forward pass with the adapter disabled in every step. `auto` takes the "
-        "adapter if there is one.",
+        "adapter if there is one, without `modules_to_save` and `init_from`.",
     )
 
 

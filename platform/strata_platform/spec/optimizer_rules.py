@@ -20,6 +20,16 @@ def optimizer_rules(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _paged(spec.optimizer, spec.parallel)
     yield from _precision(spec.optimizer, spec.parallel)
     yield from _groups(spec.optimizer)
+    yield from _loraplus(spec.adapter, spec.peak_lr)
+
+
+def _loraplus(adapter: Adapter, peak: float) -> Iterator[Contradiction]:
+    ratio = adapter.loraplus_lr_ratio if adapter.type == "lora" else None
+    yield Contradiction(
+        ratio is not None and ratio * peak > 1,
+        ("adapter.loraplus_lr_ratio", "optimizer.lr"),
+        f"{ratio} x optimizer.lr {peak:g} is above 1, the largest learning rate; lower one of them",
+    )
 
 
 def _groups(optimizer: Optimizer) -> Iterator[Contradiction]:

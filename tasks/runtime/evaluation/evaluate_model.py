@@ -15,9 +15,9 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
-from tasks.runtime.models.build import build_model, has_fused_loss, patch, set_special_tokens
+from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
-from tasks.runtime.models.trained_weights import build_trained_model
+from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.process.log import indented
@@ -96,11 +96,7 @@ def _measure(
 ) -> tuple[Measurements, PreparedData]:
     """Measurements, and the data with the columns that the objective computes with the model before training."""
     tokenizer = data.tokenizer()
-    model = (
-        (build_trained_model(spec, weights) if weights else build_model(spec.model, spec.seed))
-        .to(Processes().device)
-        .eval()
-    )
+    model = (build_trained_model(spec, weights) if weights else build_initial_model(spec)).to(Processes().device).eval()
     set_special_tokens(model, tokenizer)
     patched = patch(model, spec.kernels)
     log.info("kernels in evaluation: %s", patched.summary() if patched else "off")

@@ -16,6 +16,7 @@ from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora, Model
 from tasks.runtime.data import PreparedData
+from tasks.runtime.export.adapter_export import export_adapter
 from tasks.runtime.export.check_folder import expected_of, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
@@ -81,6 +82,8 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     verify(folder, expected, device, spec.model.attention)
     log.info("verified: a fresh process reads the same model from its folder")
     write_formats(spec.export, spec.name, folder, expected, device)
+    if "adapter" in spec.export.formats:
+        export_adapter(spec, weights, folder, tokenizer, device)
 
 
 def _copy_processor(model: Model, folder: Path) -> None:

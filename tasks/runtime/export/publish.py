@@ -21,7 +21,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """Files of a multimodal model, next to those of its tokenizer."""
 # Patterns of all files that an export writes.
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
-             "model.safetensors.index.json", "*.gguf", *TOKENIZER_FILES, *PROCESSOR_FILES)  # fmt: skip
+             "model.safetensors.index.json", "*.gguf", *TOKENIZER_FILES, *PROCESSOR_FILES,
+             "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+             *(f"adapter/{name}" for name in TOKENIZER_FILES))  # fmt: skip
 
 
 def require_export_targets(export: Export, name: str) -> None:

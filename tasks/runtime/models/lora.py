@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -23,14 +24,17 @@ from tasks.runtime.checkpoint.state import has_adapter
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
 # Values per tensor that the fingerprint reads; training a model further changes some of them.
 _SAMPLED = 256
+# Names that an error lists.
+_SHOWN = 20
 
 
 def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -> LoraModel | None:
-    """Add the adapter that `settings` describes to `model` and freeze all other parameters.
+    """Add the adapter that `settings` describes to `model` and freeze all other parameters but `modules_to_save`.
 
     The adapter is initialized from `seed`, has no effect yet, and has the dtype of the model. On a meta model it is on
     the meta device.
@@ -39,22 +43,61 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
         PEFT's view of the same model, or None if `adapter.type` is none.
 
     Raises:
-        ValueError: `adapter.target_modules` names no linear layer of the model.
+        ValueError: `adapter.target_modules` names no linear layer of the model, or `adapter.modules_to_save` no module.
     """
     if not isinstance(settings, Lora):
         return None
-    from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
     _require_targets(model, settings)
-    config = LoraConfig(
-        **settings.model_dump(exclude={"type", "target_modules", "quantization"}),
-        target_modules=list(settings.target_modules) or "all-linear",
-    )
+    _require_saved_modules(model, settings)
+    config = lora_config(settings, target_modules=list(settings.target_modules) or "all-linear")
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext():
-        return LoraModel(model, config, "default")
+        adapted = LoraModel(model, config, "default")
+    # PEFT's own `modules_to_save` trains a copy beside the module, which fused operators and tied weights do not know.
+    for path, module in saved_modules(model, settings):
+        if any("lora_" in name for name, _ in module.named_parameters()):
+            raise ValueError(
+                f"adapter.modules_to_save: {path!r} has an adapter, too; leave it out of adapter.target_modules, or "
+                "out of adapter.modules_to_save"
+            )
+        module.requires_grad_(True)
+    return adapted
+
+
+def lora_config(settings: Lora, **options: Any) -> LoraConfig:
+    """PEFT's configuration of the adapter; `options` are those that the model decides."""
+    from peft import LoraConfig
+
+    own = {"r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"}
+    return LoraConfig(**settings.model_dump(include=own), **options)
+
+
+def saved_modules(model: PreTrainedModel, settings: Lora) -> list[tuple[str, nn.Module]]:
+    """The modules of `adapter.modules_to_save` by their paths, and those that share a weight with one of them."""
+    named = list(model.named_modules())
+    chosen = [module for path, module in named if _ends_with(path, settings.modules_to_save)]
+    weights = {id(parameter) for module in chosen for parameter in module.parameters()}
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    chosen += [module for module in tied if module is not None and id(module.weight) in weights]
+    return [(path, module) for path, module in named if any(module is other for other in chosen)]
+
+
+def _ends_with(path: str, names: tuple[str, ...]) -> bool:
+    return any(f".{path}".endswith(f".{name}") for name in names)
+
+
+def _require_saved_modules(model: PreTrainedModel, settings: Lora) -> None:
+    named = [path for path, module in model.named_modules() if any(True for _ in module.parameters())]
+    for name in settings.modules_to_save:
+        if not any(_ends_with(path, (name,)) for path in named):
+            known = list(dict.fromkeys(path.rpartition(".")[2] for path in named if path))
+            known = [part for part in known if not part.isdigit()]
+            close = get_close_matches(name.rpartition(".")[2], known, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known[:_SHOWN])}"
+            raise ValueError(f"adapter.modules_to_save: {name!r} is no module of the model{meant}")
 
 
 @contextmanager

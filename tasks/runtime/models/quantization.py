@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.lora import saved_modules
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -37,14 +39,18 @@ PackedLayers: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
 
 @contextmanager
 def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
-    """Replace the linear layers of `model`, except its head, with 4-bit layers. Add the adapter within the block."""
+    """Replace the linear layers of `model` with 4-bit layers, except its head and those that are trained whole.
+
+    Add the adapter within the block.
+    """
     if not spec.is_quantized:
         yield
         return
-    head = model.get_output_embeddings()
+    assert isinstance(spec.adapter, Lora)
+    exact = {model.get_output_embeddings(), *(module for _, module in saved_modules(model, spec.adapter))}
     dtype, storage = compute_dtype(spec.model, spec.parallel), _storage(spec.parallel)
     for path, layer in list(model.named_modules()):
-        if type(layer) is not nn.Linear or layer is head:
+        if type(layer) is not nn.Linear or layer in exact:
             continue
         if layer.weight.numel() % _BLOCK:
             log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -11,14 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.models.adapter_folder import load_initial_adapter
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraModel
 
 # Holds an adapter's tensors by their names in the model; its header has the fingerprint of the base weights.
 ADAPTER = "adapter.safetensors"
@@ -53,6 +59,12 @@ def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
     """
     if spec.adapter.type == "none":
         return build_model(spec.model, spec.seed, weights=str(weights))
+    merged: PreTrainedModel = build_adapted_model(spec, weights).merge_and_unload(safe_merge=True)
+    return merged
+
+
+def build_adapted_model(spec: RunSpec, weights: Path) -> LoraModel:
+    """PEFT's view of the model of `build_trained_model`, with its adapter beside it. `.model` is the model."""
     model = build_model(spec.model, spec.seed)
     adapted = add_adapter(model, spec.adapter, spec.seed)
     assert adapted is not None
@@ -60,5 +72,16 @@ def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
         require_base(base_fingerprint(model), file.metadata()["base"], spec.model.name)
     _, unexpected = model.load_state_dict(load_file(weights / ADAPTER), strict=False)
     assert not unexpected, f"{unexpected} are of another adapter, which the run's folder does not allow"
+    return adapted
+
+
+def build_initial_model(spec: RunSpec) -> PreTrainedModel:
+    """The model before training, on the CPU, in the spec's dtype, with the adapter of `adapter.init_from` merged."""
+    model = build_model(spec.model, spec.seed)
+    if not isinstance(spec.adapter, Lora) or spec.adapter.init_from is None:
+        return model
+    adapted = add_adapter(model, spec.adapter, spec.seed)
+    assert adapted is not None
+    load_initial_adapter(model, spec.adapter, spec.model)
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged

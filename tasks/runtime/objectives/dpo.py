@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from strata_platform.spec.objectives import Dpo as Settings
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData, collator
@@ -40,7 +41,8 @@ class Dpo:
 
     def __init__(self, settings: Settings, adapter: Adapter, *, fused: bool) -> None:
         self._settings, self._fused = settings, fused
-        self._disables_adapter = adapter.type != "none" and settings.reference != "precomputed"
+        is_reference = isinstance(adapter, Lora) and adapter.starts_from_base
+        self._disables_adapter = is_reference and settings.reference != "precomputed"
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""

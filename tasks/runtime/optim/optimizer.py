@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from strata_platform.spec.training import Optimizer, ParameterGroup
 from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
@@ -28,6 +29,8 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     settings = spec.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rates = _own_settings(model, settings)
+    if isinstance(spec.adapter, Lora) and spec.adapter.loraplus_lr_ratio is not None:
+        rates = _loraplus(model, spec.peak_lr * spec.adapter.loraplus_lr_ratio) | rates
     if settings.precision != "fp32_master" and not has_bfloat16(trained):
         log.warning("optimizer.precision %r has no effect: no trainable weight is bfloat16", settings.precision)
     # DeepSpeed's engine lets its optimizer step fp32 master weights of its own.
@@ -156,6 +159,15 @@ def _own_settings(model: nn.Module, settings: Optimizer) -> dict[nn.Parameter, P
             "as the others" if group.weight_decay is None else f"{group.weight_decay:g}",
         )
     return found
+
+
+def _loraplus(model: nn.Module, rate: float) -> dict[nn.Parameter, ParameterGroup]:
+    """A group with the learning rate of LoRA+ for the second matrices of adapters (B) and for vectors.
+
+    Source: Hayou et al. (arXiv:2402.12354), with PEFT's choice of parameters.
+    """
+    group = ParameterGroup(match="lora_B", lr=rate)
+    return {p: group for name, p in model.named_parameters() if p.requires_grad and ("lora_B" in name or p.ndim == 1)}
 
 
 def _embeddings(model: nn.Module) -> set[int]:

@@ -27,6 +27,7 @@ from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.metrics.trackers import serve_prometheus
 from tasks.runtime.models.activation_checkpointing import compile_layers
+from tasks.runtime.models.adapter_folder import load_initial_adapter
 from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
@@ -248,6 +249,9 @@ def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedMode
         run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))
     with quantize_linear_layers(model, spec):
         add_adapter(model, spec.adapter, spec.seed)
+    if not resume_from:
+        # The strategy broadcasts it.
+        run.processes.on_main(lambda: load_initial_adapter(model, spec.adapter, spec.model))
     base = run.processes.on_main(lambda: base_fingerprint(model))
     if resume_from:
         require_base(base, checkpoint.metadata_of(resume_from)["base"], spec.model.name)

@@ -327,6 +327,26 @@ def test_a_long_value_is_shortened():
             "model.trainable",
             "adapter.type",
         ),
+        (
+            {
+                "model": {"name": "a/b"},
+                "adapter": {"type": "lora", "modules_to_save": ["lm_head"]},
+                "objective": {"type": "dpo", "reference": "adapter"},
+                "data": {"source": "a.jsonl"},
+            },
+            "objective.reference",
+            "adapter.modules_to_save",
+        ),
+        (
+            {
+                "model": {"name": "a/b"},
+                "adapter": {"type": "lora", "loraplus_lr_ratio": 16},
+                "optimizer": {"lr": 0.1},
+            },
+            "adapter.loraplus_lr_ratio",
+            "optimizer.lr 0.1",
+        ),
+        ({"export": {"formats": ["safetensors", "adapter"]}}, "export.formats", "adapter.type"),
         ({"optimizer": {"groups": [{"match": "mlp"}]}}, "optimizer.groups[0]", "neither lr nor weight_decay"),
     ],
 )

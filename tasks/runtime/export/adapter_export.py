@@ -1,0 +1,75 @@
+"""Write the adapter alone beside the merged model, and read it back with PEFT in another process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora, Model
+from tasks.runtime.export.check_folder import difference, expected_of
+from tasks.runtime.models.adapter_folder import write_adapter
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.trained_weights import build_adapted_model
+
+log = logging.getLogger(__name__)
+
+FOLDER = "adapter"
+"""The folder of the adapter in that of the exported model."""
+
+
+def export_adapter(
+    spec: RunSpec, weights: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> None:
+    """Write the adapter and its tokenizer to `folder`/adapter, for `PeftModel.from_pretrained(base_model, ...)`.
+
+    `weights`: the folder of `collect_weights`.
+
+    Raises:
+        ValueError: a fresh process reads another model from the folder than the trained one.
+    """
+    assert isinstance(spec.adapter, Lora)
+    model = build_adapted_model(spec, weights).model
+    write_adapter(model, spec.adapter, spec.model, folder / FOLDER)
+    tokenizer.save_pretrained(folder / FOLDER)
+    expected = expected_of(model.to(device), tokenizer)
+    del model
+    with tempfile.TemporaryDirectory() as temporary:
+        given = Path(temporary) / "expected.safetensors"
+        save_file(expected, given)
+        arguments = [str(folder / FOLDER), spec.model.model_dump_json(), str(given), str(device)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tasks.runtime.export.adapter_export", *arguments], text=True, capture_output=True
+        )
+    wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
+    if done.returncode == 0:
+        wrong = json.loads(done.stdout.splitlines()[-1])
+    if wrong:
+        raise ValueError(
+            f"the exported adapter in {folder / FOLDER} is not the trained one: {wrong}. It replaces no earlier "
+            "export, and the run's checkpoints are complete. Start the run again to export once more"
+        )
+    log.info("verified: a fresh process reads the same adapter with PEFT")
+
+
+def main() -> None:
+    """Print the difference as one line of JSON: null if there is none."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    folder, base, given, device = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = PeftModel.from_pretrained(build_model(Model.model_validate_json(base), 0), folder)
+    print(json.dumps(difference(load_file(given), expected_of(model.to(device), tokenizer))))
+
+
+if __name__ == "__main__":
+    main()
