@@ -14,6 +14,7 @@ from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
+from .ops.experts.experts import experts
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
@@ -34,6 +35,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "cross_entropy_with_predictions",
+    "experts",
     "geglu",
     "geglu_packed",
     "join_weight",

@@ -17,6 +17,7 @@ from .ops.activation.relu_squared import relu_squared
 from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.cross_entropy import cross_entropy
 from .ops.cross_entropy.reduction import Reduction
+from .ops.experts.experts import Function, Gate, experts
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import Cast, add_rms_norm, rms_norm
@@ -199,6 +200,65 @@ class ReLUSquared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
         return relu_squared(x)
+
+
+class Experts(nn.Module):
+    """`experts` with its weights, as those of transformers' Mixtral and Qwen3-MoE models; the router is another module.
+
+    Args:
+        experts: how many, E.
+        features: size of a token's vector, H.
+        inner: size between the two products, I.
+        activation, gate, alpha, limit, offset: as in `experts`.
+        bias: whether both products add one.
+
+    Example:
+        >>> layer = Experts(4, 8, 16)
+        >>> layer(torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5)).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        features: int,
+        inner: int,
+        *,
+        activation: Function = "silu",
+        gate: Gate = "halves",
+        alpha: float = 1.0,
+        limit: float | None = None,
+        offset: float = 0.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "activation": activation, "gate": gate, "alpha": alpha, "limit": limit, "offset": offset
+        }  # fmt: skip
+        width = inner if gate == "none" else 2 * inner
+
+        def parameter(*shape: int, scale: float) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype).uniform_(-scale, scale))
+
+        self.gate_up_proj = parameter(experts, width, features, scale=features**-0.5)
+        self.down_proj = parameter(experts, features, inner, scale=inner**-0.5)
+        self.gate_up_proj_bias = parameter(experts, width, scale=features**-0.5) if bias else None
+        self.down_proj_bias = parameter(experts, features, scale=inner**-0.5) if bias else None
+
+    def extra_repr(self) -> str:
+        """Sizes and settings for `repr`."""
+        experts, features, inner = self.down_proj.shape
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{experts}, {features}, {inner}, {settings}, bias={self.down_proj_bias is not None}"
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """x: [T, H], index: [T, K], weight: [T, K] → [T, H]."""
+        return experts(
+            x, self.gate_up_proj, self.down_proj, index, weight,
+            gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias, **self.options,
+        )  # fmt: skip
 
 
 class _Loss(nn.Module):

@@ -10,6 +10,7 @@ from torch.nn import functional
 from strata_kernels import (
     add_rms_norm,
     cross_entropy,
+    experts,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -120,3 +121,24 @@ def test_state_of_transformers_modules_loads(family, ours, theirs, x) -> None:
 def test_unknown_activation() -> None:
     with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, got 'relu'"):
         strata.GatedMLP(8, 12, activation="relu")
+
+
+def test_experts_call_their_operator(x) -> None:
+    layer = randomized(strata.Experts(3, 8, 4, gate="interleaved", alpha=1.702, limit=7.0, offset=1.0, bias=True))
+    index, router = torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    expected = experts(
+        x.view(6, 8), layer.gate_up_proj, layer.down_proj, index, router, gate_up_bias=layer.gate_up_proj_bias,
+        down_bias=layer.down_proj_bias, gate="interleaved", alpha=1.702, limit=7.0, offset=1.0,
+    )  # fmt: skip
+    assert torch.equal(layer(x.view(6, 8), index, router), expected)
+
+
+def test_experts_load_what_transformers_saves(x) -> None:
+    modeling = import_module("transformers.models.mixtral.modeling_mixtral")
+    config = import_module("transformers").MixtralConfig(hidden_size=8, intermediate_size=4, num_local_experts=3)
+    config._experts_implementation = "eager"
+    theirs = randomized(modeling.MixtralExperts(config))
+    ours = strata.Experts(3, 8, 4)
+    ours.load_state_dict(theirs.state_dict())
+    routing = torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    torch.testing.assert_close(ours(x.view(6, 8), *routing), theirs(x.view(6, 8), *routing))

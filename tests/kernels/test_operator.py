@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from strata_kernels import (
     add_rms_norm,
     cross_entropy,
+    experts,
     geglu,
     geglu_packed,
     layer_norm,
@@ -76,6 +77,11 @@ def linear_loss(x: Tensor, weight: Tensor, reduction: str = "mean") -> Tensor:
     return linear_cross_entropy(x, weight, targets(x), reduction=reduction)
 
 
+def mixed(x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, *biases: Tensor) -> Tensor:
+    index = torch.arange(2 * x.shape[-2], device=x.device).view(-1, 2) % 3
+    return experts(x, 0.3 * gate_up, 0.3 * down, index, router, gate_up_bias=biases[0], down_bias=biases[1])
+
+
 def targets(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device) % 5
 
@@ -112,6 +118,7 @@ EXAMPLES = {
     "geglu_tanh_packed": Example(functools.partial(geglu_packed, approximate="tanh"), (X,)),
     "relu_squared": Example(relu_squared, (X,)),
     **{f"{name}, projected": Example(function, (*shapes, (5, 8))) for name, function, shapes in PROJECTED},
+    "experts": Example(mixed, (X, (3, 8, 8), (3, 8, 4), (ROWS, 2), (3, 8), (3, 8))),
     "cross_entropy": Example(loss, (X,)),
     "cross_entropy_rows": Example(functools.partial(loss, reduction="none"), (X,)),
     "linear_cross_entropy": Example(linear_loss, (X, (5, 8))),

@@ -1,10 +1,11 @@
 """Patching a family without a row: which of its modules compute what an operator computes, proven on random numbers.
 
 `discover` looks at the classes of a model's modules. For each class that could be a norm, a gated feed-forward layer,
-an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with the code
-of the class and random weights, and runs it beside the operator, forward and backward in fp32. Norms and feed-forward
-layers run in training and in evaluation, on inputs of several sizes and dimensions, and forward in 16 bits, where the
-place of a rounding decides which variant of a norm it is. What is not equal keeps its own code, with the reason.
+experts, an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with
+the code of the class and random weights, and runs it beside the operator, forward and backward in fp32. Norms and feed-
+forward layers run in training and in evaluation, on inputs of several sizes and dimensions, and forward in 16 bits,
+where the place of a rounding decides which variant of a norm it is. What is not equal keeps its own code, with the
+reason.
 
 The copies live on the CPU, so the answer is the same for a model on any device, meta too. A model of a hundred layers
 has as many proofs as it has kinds of modules: two to five in the tested families, of some ten milliseconds each.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .discover_experts import has_experts, prove_experts
 from .discover_head import prove_head
 from .discover_rope import prove_rope, rotations_of
 from .forwards import mlp_forward, norm_forward
@@ -148,6 +150,8 @@ def _candidates(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, Call
         yield "layer_norm" if "LayerNorm" in name else "rms_norm", lambda: _prove_norm(module)
     if takes_one_tensor(cls) and (variants := list(_mlp_variants(module))):
         yield variants[0].operator, lambda: _prove_mlp(module, variants)
+    if has_experts(module):
+        yield "experts", lambda: prove_experts(module)
     if names := rotations_of(cls):
         yield "rope", lambda: prove_rope(module, names, model)
     # Of a causal model inside of another one, the outer one decides which output it needs.

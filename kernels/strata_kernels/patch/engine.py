@@ -18,9 +18,16 @@ from typing import Any
 from torch import nn
 
 from .discover import Found, discover
-from .forwards import causal_lm_forward, mlp_forward, norm_forward, with_parameter_of, with_rope
+from .forwards import (
+    causal_lm_forward,
+    experts_forward,
+    mlp_forward,
+    norm_forward,
+    with_parameters_of,
+    with_rope,
+)
 from .structure import activation_options, activations_of, is_hooked, is_own, linear_head, original_class, unwrap
-from .table import OPERATORS, ROWS, Head, Mlp, Norm, Recipe, Rope, Row
+from .table import OPERATORS, ROWS, Experts, Head, Mlp, Norm, Recipe, Rope, Row
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
     Args:
         model: a causal language model, bare or inside PEFT, `torch.compile` or DDP.
         exclude: operators to leave as the model has them, of "rms_norm", "layer_norm", "rope", "swiglu", "geglu",
-            "relu_squared", "linear_cross_entropy".
+            "relu_squared", "experts", "linear_cross_entropy".
         require_all: raise if an operator that has a place in the model cannot be put there.
 
     Raises:
@@ -194,13 +201,14 @@ def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
                 "undo that before the model is patched"
             )
     if isinstance(recipe, Mlp) and recipe.activation is not None:
-        activation = getattr(module, recipe.activation)
-        if activation_options(operator, activation) is None:
+        function = getattr(module, recipe.activation)
+        if activation_options(operator, function) is None:
             raise ValueError(
-                f"{operator} computes {activations_of(operator)}, but {path}.{recipe.activation} is {activation}"
+                f"{operator} computes {activations_of(operator)}, but {path}.{recipe.activation} is {function}"
             )
-        if is_hooked(activation):
-            raise ValueError(f"{operator} does not call {path}.{recipe.activation}, which has hooks; remove those")
+    activation = recipe.activation if isinstance(recipe, Mlp | Experts) else None
+    if activation is not None and is_hooked(getattr(module, activation)):
+        raise ValueError(f"{operator} does not call {path}.{activation}, which has hooks; remove those")
     if isinstance(recipe, Head):
         linear_head(getattr(module, recipe.head))
         losses = import_module("transformers.loss.loss_utils")
@@ -233,9 +241,11 @@ def _patched(cls: Any, recipe: Recipe) -> Any:
 def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
     match recipe:
         case Norm():
-            return with_parameter_of(cls.forward, norm_forward(recipe))
+            return with_parameters_of(cls.forward, norm_forward(recipe))
         case Mlp():
-            return with_parameter_of(cls.forward, mlp_forward(recipe))
+            return with_parameters_of(cls.forward, mlp_forward(recipe))
+        case Experts():
+            return with_parameters_of(cls.forward, experts_forward(cls.forward, recipe))
         case Rope():
             return with_rope(cls.forward, recipe)
         case Head():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.experts.experts import Function
+
 # Modules of the decorators in modeling files. Those of the package `kernels` replace a function by a module.
 _DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")
 
@@ -134,6 +136,27 @@ def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] |
     """The keyword arguments for `operator` to compute `activation`; None if it cannot."""
     cls = type(activation)
     return _ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
+
+
+def activation_function(activation: nn.Module) -> Function:
+    """The name by which `experts` takes an activation that one of its operators computes.
+
+    Raises:
+        ValueError: none of them does.
+    """
+    for operator in _ACTIVATION_CLASSES:
+        options = activation_options(operator, activation)
+        if options is not None:
+            return _FUNCTIONS[operator, options.get("approximate")]
+    raise ValueError(f"experts computes {', '.join(map(activations_of, _ACTIVATION_CLASSES))}, not {activation}")
+
+
+_FUNCTIONS: dict[tuple[str, str | None], Function] = {
+    ("swiglu", None): "silu",
+    ("geglu", "none"): "gelu",
+    ("geglu", "tanh"): "gelu_tanh",
+    ("relu_squared", None): "relu2",
+}
 
 
 def activations_of(operator: str) -> str:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..ops.experts.experts import Gate
 from ..ops.norm.rms_norm import Cast
 
 # Activations of feed-forward layers; a family has one of them.
 ACTIVATIONS = ("swiglu", "geglu", "relu_squared")
-OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "linear_cross_entropy")
+OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "experts", "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,26 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How the family writes its experts, whose weights are parameters [E, ...] of one module.
+
+    gate_up, down: the attributes that hold the weights; those of biases end in `_bias`.
+    transposed: the weights are [E, H, 2 * I] and [E, I, H].
+    activation: the attribute that holds the activation of the gate; None for SiLU.
+    gate, alpha, limit, offset: as in `experts`.
+    """
+
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    transposed: bool = False
+    activation: str | None = "act_fn"
+    gate: Gate = "halves"
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rope:
     """The functions by which an attention's forward rotates queries and keys, each with the kind of its rotation."""
 
@@ -85,7 +106,7 @@ class Head:
 
 
 # What a patched module computes.
-Recipe = Norm | Mlp | Rope | Head
+Recipe = Norm | Mlp | Experts | Rope | Head
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,8 @@ class Row:
         return tuple(
             name
             for name in OPERATORS
-            if name not in (*ACTIVATIONS, "layer_norm") or (self.mlp is not None and name == self.mlp.operator)
+            if name not in (*ACTIVATIONS, "layer_norm", "experts")
+            or (self.mlp is not None and name == self.mlp.operator)
         )
 
     @property

@@ -8,7 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, number
 
-Operator = Literal["rms_norm", "layer_norm", "rope", "swiglu", "geglu", "relu_squared", "linear_cross_entropy"]
+Operator = Literal[
+    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "relu_squared", "experts", "linear_cross_entropy"
+]
 
 
 class KernelStore(Section):

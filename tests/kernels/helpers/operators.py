@@ -82,6 +82,13 @@ def torch_qk_norm_rope(
     return torch_rope(torch_rms_norm(q, q_weight), torch_rms_norm(k, k_weight), cos, sin)
 
 
+def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, index: Tensor) -> Tensor:
+    """The dense sum over all experts, whose weights are 0 where a token is not routed to."""
+    gate, up = torch.einsum("th,enh->ten", x, gate_up).chunk(2, dim=-1)
+    y = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, down)
+    return (y * (functional.one_hot(index, len(down)) * router[..., None]).sum(1)[..., None]).sum(1)
+
+
 def torch_losses(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """[...] from logits [..., V]."""
     losses = functional.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, reduction="none")
@@ -156,6 +163,13 @@ OPERATORS = {
     ),
     "relu_squared": Operator(
         strata_kernels.relu_squared, lambda x: functional.relu(x).square(), {"x": X}, (X,), {}
+    ),
+    "experts": Operator(
+        lambda x, gate_up, down, router, index: strata_kernels.experts(x, gate_up, down, index, router),
+        torch_experts, {"x": (3, 8), "gate_up": (2, 8, 8), "down": (2, 8, 4), "router": (3, 2)}, ((3, 8),),
+        {"index": torch.tensor([[0, 1], [1, 1], [0, 1]])},
+        # h, a and y are rounded, and the gradients between.
+        roundings=3,
     ),
     "rope": Operator(
         lambda *tensors: strata_kernels.rope(*tensors, rotary_dim=8), torch_rope, {"q": Q, "k": K}, (Q, K), ANGLES

@@ -70,7 +70,7 @@ def _normal(b_x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _activate(b_x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
+def activate(b_x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
     """f(x) and f'(x) of an fp32 block."""
     if ACTIVATION == "silu":
         b_s, b_rest = _sigmoid(b_x, PRECISE)
@@ -115,7 +115,7 @@ def activation_fwd_kernel(
     """BLOCK elements of y; p_u is None where there is no gate."""
     o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
     b_g = tl.load(p_g + o_r * stride_g + o_d, mask=m, other=0.0).to(tl.float32)
-    b_y, _ = _activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
+    b_y, _ = activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
     if p_u is not None:
         b_y *= tl.load(p_u + o_r * stride_u + o_d, mask=m, other=0.0).to(tl.float32)
     tl.store(p_y + o_r * n_cols + o_d, (b_y * multiplier).to(p_y.dtype.element_ty), mask=m)
@@ -131,7 +131,7 @@ def activation_bwd_kernel(
     o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
     b_dy = tl.load(p_dy + o_r * stride_dy + o_d, mask=m, other=0.0).to(tl.float32) * multiplier
     b_g = tl.load(p_g + o_r * stride_g + o_d, mask=m, other=0.0).to(tl.float32)
-    b_f, b_df = _activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
+    b_f, b_df = activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
     b_dg = b_dy * (b_df * gate_multiplier)
     b_y = b_f
     if p_u is not None:

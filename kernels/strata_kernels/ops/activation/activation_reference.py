@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 # f(x), and (dy, x) -> dy · f'(x).
-_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (functional.silu, torch.ops.aten.silu_backward),
     "gelu": (functional.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": (
@@ -25,7 +25,7 @@ def forward_reference(
     function: str, gate: Tensor, up: Tensor | None, gate_multiplier: float, multiplier: float
 ) -> Tensor:
     """`multiplier * f(gate_multiplier * gate) * up`, contiguous; without `up` there is no such factor."""
-    y = _FUNCTIONS[function][0](_times(gate, gate_multiplier))
+    y = FUNCTIONS[function][0](_times(gate, gate_multiplier))
     return _times(y if up is None else y * up, multiplier).contiguous()
 
 
@@ -33,7 +33,7 @@ def backward_reference(
     function: str, dy: Tensor, gate: Tensor, up: Tensor | None, gate_multiplier: float, multiplier: float
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of gate and up, contiguous."""
-    f, pull = _FUNCTIONS[function]
+    f, pull = FUNCTIONS[function]
     x, dy = _times(gate, gate_multiplier), _times(dy, multiplier)
     d_gate = _times(pull(dy if up is None else dy * up, x), gate_multiplier).contiguous()
     return d_gate, None if up is None else (dy * f(x)).contiguous()

@@ -1,0 +1,223 @@
+"""How the kernels of experts are launched: tile sizes, and memory for what they write."""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._launch import launch
+from .product_kernels import rows_kernel, weight_bwd_kernel
+from .routing_kernels import count_kernel, place_kernel, scan_kernel, tile_kernel
+from .row_kernels import bias_bwd_kernel, gate_bwd_kernel, gate_kernel, token_sum_kernel
+
+
+@dataclass(frozen=True)
+class Tile:
+    """BM, BN and BK of a product; warps and stages of the pipeline."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of rows with weights, and of rows with rows."""
+
+    rows: Tile
+    weight_bwd: Tile
+
+
+# A load whose address is loaded before it takes two stages for each buffer but the last: five are three buffers.
+_WIDE = Tiles(rows=Tile(128, 256, 64, 8, 4), weight_bwd=Tile(128, 256, 64, 8, 5))
+_NARROW = Tiles(rows=Tile(64, 128, 64, 4, 4), weight_bwd=Tile(128, 128, 64, 8, 5))
+_FP32 = Tiles(rows=Tile(64, 64, 32, 4, 2), weight_bwd=Tile(64, 64, 32, 4, 2))
+# Rows of an expert, on average, from which most of its tiles are full ones.
+_FEW_ROWS = 256
+# Rows and features that a program of the gate takes at a time.
+_ROWS, _COLUMNS = 4, 256
+
+
+class Activation(NamedTuple):
+    """What lies between the products: the settings of `experts`, as its operators take them."""
+
+    gate: str
+    activation: str
+    alpha: float
+    limit: float
+    offset: float
+
+    def constexprs(self, dtype: torch.dtype) -> dict[str, object]:
+        """Those of the kernels."""
+        return {
+            "GATE": self.gate,
+            "ACTIVATION": self.activation,
+            "PRECISE": dtype == torch.float32,
+            "CLAMPED": isfinite(self.limit),
+        }
+
+
+class Routing(NamedTuple):
+    """Slots sorted by expert: `routing_kernels.py` says what the tensors hold. int32.
+
+    positions: [T, K]. rows: [T · K]. starts: [E + 1]. tiles: [tiles, 2].
+    """
+
+    positions: Tensor
+    rows: Tensor
+    starts: Tensor
+    tiles: Tensor
+
+
+def tiles_of(slots: int, experts: int, dtype: torch.dtype) -> Tiles:
+    """The tiles for this many slots of all experts."""
+    if dtype == torch.float32:
+        return _FP32
+    return _WIDE if slots >= _FEW_ROWS * experts else _NARROW
+
+
+def empty_routing(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
+    """The memory of a routing, unfilled."""
+    slots = index.numel()
+    bm = tiles_of(slots, experts, dtype).rows.bm
+    tiles = slots // bm + min(experts, slots)
+
+    def new(*shape: int) -> Tensor:
+        return index.new_empty(shape, dtype=torch.int32)
+
+    return Routing(new(*index.shape), new(slots), new(experts + 1), new(tiles, 2))
+
+
+def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
+    """Sort the slots of `index` [T, K], contiguous, by expert."""
+    routing = empty_routing(index, experts, dtype)
+    slots, n_tiles, be = index.numel(), routing.tiles.shape[0], _power_of_2(experts)
+    bm = tiles_of(slots, experts, dtype).rows.bm
+    block = min(max(16384 // be, 16), 256)
+    blocks = -(-slots // block)
+    counts = index.new_empty((blocks, experts), dtype=torch.int32)
+    totals = index.new_empty(experts, dtype=torch.int32)
+    launch(count_kernel, (blocks,), index, counts, slots, experts, BLOCK=block, BE=be, num_warps=4)
+    launch(scan_kernel, (experts,), counts, totals, blocks, experts, BLOCK=1024, num_warps=4)
+    launch(
+        tile_kernel, (-(-n_tiles // 64) or 1,), totals, routing.starts, routing.tiles, n_tiles, experts,
+        BM=bm, BLOCK=64, BE=be, num_warps=4,
+    )  # fmt: skip
+    launch(
+        place_kernel, (blocks,), index, counts, routing.starts, routing.positions, routing.rows, slots, experts,
+        BLOCK=block, BE=be, num_warps=4,
+    )  # fmt: skip
+    return routing
+
+
+def rows(
+    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str, *, of_tokens: bool = False
+) -> Tensor:
+    """a · weightᵀ + bias, [S, N], for weight [E, N, K]: each row with the weight of its expert.
+
+    of_tokens: a is [T, K] with the rows of the tokens, not [S, K].
+    """
+    experts, width, size = weight.shape
+    slots, top_k = routing.rows.shape[0], routing.positions.shape[1]
+    tile = tiles_of(slots, experts, a.dtype).rows
+    y, columns = a.new_empty(slots, width), -(-width // tile.bn)
+    launch(
+        rows_kernel, (routing.tiles.shape[0] * columns,),
+        a, weight, bias, y, *routing[1:], size, width, columns, a.stride(0), *weight.stride(), _row(bias),
+        TOP_K=top_k, GATHER=of_tokens, EVEN=size % tile.bk == 0, PRECISION=precision, BM=tile.bm, BN=tile.bn,
+        BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:
+    """a of h."""
+    slots, inner = h.shape[0], inner_of(h.shape[1], between.gate)
+    a = h.new_empty(slots, inner)
+    launch(
+        gate_kernel, (-(-slots // _ROWS), -(-inner // _COLUMNS)),
+        h, a, routing.starts, routing.starts.shape[0] - 1, inner, *between[2:],
+        **between.constexprs(h.dtype), R=_ROWS, BN=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return a
+
+
+def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
+    """Σ router · y over the slots of each token."""
+    (tokens, top_k), width = routing.positions.shape, y.shape[1]
+    out, block = y.new_empty(tokens, width), min(_power_of_2(width), 1024)
+    launch(
+        token_sum_kernel, (tokens, -(-width // block)), y, router, routing.positions, out, width,
+        TOP_K=top_k, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def hidden_bwd(
+    do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
+    between: Activation, precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dh, router · a, and the gradient of the router."""
+    experts, width, inner = down.shape
+    a = rows(do, down.transpose(1, 2), None, routing, precision, of_tokens=True)
+    # 0 for slots without an expert.
+    dh, d_router = torch.empty_like(h), torch.zeros_like(router)
+    launch(
+        gate_bwd_kernel, (-(-h.shape[0] // _ROWS),),
+        a, h, router, do, bias, index, dh, d_router, routing.rows, routing.starts, experts, inner, width, do.stride(0),
+        _row(bias), *between[2:],
+        TOP_K=router.shape[1], **between.constexprs(h.dtype), R=_ROWS, BN=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return dh, a, d_router
+
+
+def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routing, precision: str) -> None:
+    """dw [E, N, K] = Σ dyᵀ · x over the rows of each expert.
+
+    dy: [S, N] and x: [S, K], of which the one that `of_tokens` names, "dy" or "x", is [T, ...] instead: its rows are
+    those of the tokens.
+    """
+    tile = tiles_of(routing.rows.shape[0], dw.shape[0], x.dtype).weight_bwd
+    strides = (dw.stride(1), dw.stride(2))
+    left, right, gathers_left = dy, x, of_tokens == "dy"
+    if strides[1] != 1:
+        # Features that are neighbors in memory are the columns of a tile.
+        left, right, gathers_left, strides = right, left, not gathers_left, strides[::-1]
+    n_l, n_r = -(-left.shape[1] // tile.bm), -(-right.shape[1] // tile.bn)
+    launch(
+        weight_bwd_kernel, (dw.shape[0] * n_l * n_r,),
+        left, right, dw, routing.rows, routing.starts, left.shape[1], right.shape[1], n_l, n_r, left.stride(0),
+        right.stride(0), dw.stride(0), *strides,
+        TOP_K=routing.positions.shape[1], GATHER_L=gathers_left, PRECISION=precision, BM=tile.bm, BN=tile.bn,
+        BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def bias_bwd(db: Tensor, dy: Tensor, router: Tensor | None, routing: Routing) -> None:
+    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N] and weighted."""
+    size = db.shape[1]
+    launch(
+        bias_bwd_kernel, (db.shape[0], -(-size // 64)),
+        dy, router, routing.rows, routing.starts, db, size, dy.stride(0),
+        TOP_K=routing.positions.shape[1], BN=64, BK=64, num_warps=4,
+    )  # fmt: skip
+
+
+def inner_of(width: int, gate: str) -> int:
+    """The features between the products, of `width` features of h."""
+    return width // (1 if gate == "none" else 2)
+
+
+def _row(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.stride(0)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,143 @@
+"""Experts in plain PyTorch, a loop over the experts, step by step as the kernels take them."""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator
+from ..activation.activation_reference import FUNCTIONS
+from .experts_launch import Activation, Routing, empty_routing
+
+
+def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
+    """Sort the slots of `index` [T, K] by expert; tiles are for kernels alone."""
+    empty = empty_routing(index, experts, dtype)
+    flat = index.flatten()
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    rows = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    positions = torch.empty_like(rows)
+    positions[rows] = torch.arange(rows.numel(), device=rows.device)
+    positions = torch.where(flat < experts, positions, -1).view(index.shape)
+    return Routing(positions.int(), rows.int(), starts.int(), torch.full_like(empty.tiles, -1))
+
+
+def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:
+    """a of h, in its dtype."""
+    del routing
+    function, _ = FUNCTIONS[between.activation]
+    g, u = _gate_and_up(h, between)
+    if u is None:
+        return function(g).to(h.dtype)
+    g, u = g.clamp(max=between.limit), u.clamp(-between.limit, between.limit)
+    return (function(between.alpha * g) / between.alpha * (u + between.offset)).to(h.dtype)
+
+
+def gate_bwd(da: Tensor, h: Tensor, between: Activation) -> Tensor:
+    """dh, in the dtype of da, in which everything is computed."""
+    function, pull = FUNCTIONS[between.activation]
+    g, u = _gate_and_up(h, between)
+    if u is None:
+        return pull(da, g)
+    x = between.alpha * g.clamp(max=between.limit)
+    dg = pull(da * (u.clamp(-between.limit, between.limit) + between.offset), x)
+    du = da * function(x) / between.alpha
+    dg, du = torch.where(g > between.limit, 0.0, dg), torch.where(u.abs() > between.limit, 0.0, du)
+    return torch.stack((dg, du), -1).flatten(-2) if between.gate == "interleaved" else torch.cat((dg, du), -1)
+
+
+def _gate_and_up(h: Tensor, between: Activation) -> tuple[Tensor, Tensor | None]:
+    x = h.to(accumulator(h.dtype))
+    if between.gate == "none":
+        return x, None
+    g, u = (x[..., ::2], x[..., 1::2]) if between.gate == "interleaved" else x.chunk(2, dim=-1)
+    return g, u
+
+
+def of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:
+    """Each expert with its rows."""
+    starts = routing.starts.tolist()
+    for expert, (start, end) in enumerate(pairwise(starts)):
+        if start != end:
+            yield expert, slice(start, end)
+
+
+def tokens_of(routing: Routing) -> Tensor:
+    """The token of each row."""
+    return routing.rows.long() // routing.positions.shape[1]
+
+
+def rows(
+    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str = "", *, of_tokens: bool = False
+) -> Tensor:
+    """a · weightᵀ + bias, [S, N], for weight [E, N, K]; a is [T, K] if its rows are those of the tokens."""
+    del precision
+    a = a[tokens_of(routing)] if of_tokens else a
+    parts = [
+        functional.linear(a[part], weight[e], None if bias is None else bias[e]) for e, part in of_experts(routing)
+    ]
+    found = sum(part.shape[0] for part in parts)
+    return torch.cat((*parts, a.new_zeros(a.shape[0] - found, weight.shape[1])))
+
+
+def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
+    """Σ router · y over the slots of each token."""
+    exact = accumulator(y.dtype)
+    # Rows behind the last expert's are 0: slots without an expert take the last one.
+    slots = y.to(exact)[routing.positions.long()]
+    slots = torch.where(routing.positions[..., None] >= 0, slots, 0.0)
+    return (slots if router is None else slots * router.to(exact)[..., None]).sum(1).to(y.dtype)
+
+
+def forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    routing: Routing, between: Activation,
+) -> Tensor:  # fmt: skip
+    """The result, differentiable any number of times."""
+    h = rows(x, gate_up, gate_up_bias, routing, of_tokens=True)
+    return token_sums(rows(gate(h, routing, between), down, down_bias, routing), router, routing)
+
+
+def hidden_bwd(
+    do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
+    between: Activation, precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dh, router · a, and the gradient of the router."""
+    del index, precision
+    exact, do = accumulator(h.dtype), do[tokens_of(routing)]
+    da = rows(do, down.transpose(1, 2), None, routing).to(exact)
+    weights = router.flatten()[routing.rows.long()].to(exact)[:, None]
+    dh, a = gate_bwd(da * weights, h, between), gate(h, routing, between).to(exact)
+    dot = (da * a).sum(1)
+    if bias is not None:
+        for e, part in of_experts(routing):
+            dot[part] += do[part].to(exact) @ bias[e].to(exact)
+    d_router = torch.where(routing.positions >= 0, dot[routing.positions.long()], 0.0)
+    return dh.to(h.dtype), (a * weights).to(h.dtype), d_router.to(router.dtype)
+
+
+def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routing, precision: str) -> None:
+    """dw [E, N, K] = Σ dyᵀ · x over the rows of each expert."""
+    del precision
+    tokens = tokens_of(routing)
+    dy, x = (dy[tokens], x) if of_tokens == "dy" else (dy, x[tokens])
+    dw.zero_()
+    for e, part in of_experts(routing):
+        dw[e] = dy[part].t() @ x[part]
+
+
+def bias_bwd(db: Tensor, dy: Tensor, router: Tensor | None, routing: Routing) -> None:
+    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N] and weighted."""
+    exact = accumulator(dy.dtype)
+    if router is not None:
+        dy = dy[tokens_of(routing)].to(exact) * router.flatten()[routing.rows.long()].to(exact)[:, None]
+    db.zero_()
+    for e, part in of_experts(routing):
+        db[e] = dy[part].to(exact).sum(0)

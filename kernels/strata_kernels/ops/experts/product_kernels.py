@@ -1,0 +1,112 @@
+"""The grouped products of experts: of rows with the weight of their expert, and of rows with rows for its gradient.
+
+For a row r of expert e, whose slot belongs to token t and has the router's weight w:
+
+    h  = x_t · Ugᵀ + b           a  = gate(h)          y  = a · Dᵀ + b'         out_t = Σ w · y over the slots of t
+    da = do_t · D                dw = <da, a> + <do_t, b'>
+    dh = w · da · gate'(h)       dx_t = Σ dh · Ug over the slots of t
+    dUg = Σ dhᵀ · x_t            dD = Σ do_tᵀ · (w · a)         over the rows of e
+
+Only x and h are kept for the backward pass. dw follows from a, which is computed again from h, so y is not kept; rows
+of x and of do are gathered by the products that read them, so no copy of them is made either (the derivation is that of
+SonicMoE, arXiv:2512.14080).
+
+Axes: BM rows of one expert, BN features of a result, BK features that are summed at a time; in a weight's gradient BM
+and BN features, BK rows. A program takes one tile. Those of one expert follow one another, so that its weight is read
+from the second-level cache.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
+    """b_sum + a · b."""
+    if PRECISION == "ieee" and b_a.dtype == tl.float32:
+        # A sum of short sums: in one long one, fp32 loses digits. The last option keeps Triton from joining the two.
+        b_sum += tl.dot(b_a, b_b, input_precision="ieee", max_num_imprecise_acc=1)
+    else:
+        b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
+def rows_kernel(
+    p_a, p_w, p_b, p_y, p_rows, p_starts, p_tiles, size, width, n_columns, stride_a, stride_we, stride_wn, stride_wk,
+    stride_be,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A tile of y [S, width] = a · wᵀ + b, each row with the weight [width, size] of its expert.
+
+    GATHER: rows of a are those of the tokens; else those of y.
+    """
+    i_m = tl.program_id(0) // n_columns
+    i_n = tl.program_id(0) - i_m * n_columns
+    i_e = tl.load(p_tiles + 2 * i_m).to(tl.int64)
+    if i_e < 0:
+        return
+    row = tl.load(p_tiles + 2 * i_m + 1)
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < tl.load(p_starts + i_e + 1)
+    # Behind the last row of an expert its first one here is read once more, and not stored.
+    o_a = tl.where(m_m, o_m, row)
+    if GATHER:
+        o_a = tl.load(p_rows + o_a) // TOP_K
+    o_k, o_n = tl.arange(0, BK), i_n * BN + tl.arange(0, BN)
+    p_a += o_a.to(tl.int64)[:, None] * stride_a + o_k[None, :]
+    p_w += i_e * stride_we + o_k[:, None] * stride_wk + (o_n % width)[None, :] * stride_wn
+    b_y = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, size, BK):
+        if EVEN:
+            b_a, b_w = tl.load(p_a), tl.load(p_w)
+        else:
+            b_a = tl.load(p_a, mask=(o_k < size - k)[None, :], other=0.0)
+            b_w = tl.load(p_w, mask=(o_k < size - k)[:, None], other=0.0)
+        b_y = _add_product(b_y, b_a, b_w, PRECISION)
+        p_a += BK
+        p_w += BK * stride_wk
+    if p_b is not None:
+        b_y += tl.load(p_b + i_e * stride_be + o_n, mask=o_n < width, other=0.0).to(tl.float32)[None, :]
+    p_y += o_m.to(tl.int64)[:, None] * width + o_n[None, :]
+    tl.store(p_y, b_y.to(p_y.dtype.element_ty), mask=m_m[:, None] & (o_n < width)[None, :])
+
+
+@triton.jit
+def weight_bwd_kernel(
+    p_l, p_r, p_dw, p_rows, p_starts, size_l, size_r, n_l, n_r, stride_l, stride_r, stride_we, stride_wl, stride_wr,
+    TOP_K: tl.constexpr, GATHER_L: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """A tile of dw [E, size_l, size_r] = Σ lᵀ · r over the rows of an expert; 0 for an expert without any.
+
+    Rows of l, or else of r, are those of the tokens; the other's are sorted already.
+    """
+    pid = tl.program_id(0)
+    i_e = pid // (n_l * n_r)
+    i_l = (pid - i_e * n_l * n_r) // n_r
+    i_r = pid % n_r
+    start, end = tl.load(p_starts + i_e), tl.load(p_starts + i_e + 1)
+    o_l, o_r, o_k = i_l * BM + tl.arange(0, BM), i_r * BN + tl.arange(0, BN), tl.arange(0, BK)
+    p_l += (o_l % size_l)[None, :]
+    p_r += (o_r % size_r)[None, :]
+    b_dw = tl.zeros((BM, BN), tl.float32)
+    for k in range(start, end, BK):
+        # Behind the last row, the last one times 0.
+        m_k = k + o_k < end
+        o_sorted = tl.where(m_k, k + o_k, end - 1)
+        o_token = (tl.load(p_rows + o_sorted) // TOP_K).to(tl.int64)
+        o_sorted = o_sorted.to(tl.int64)
+        if GATHER_L:
+            b_l = tl.load(p_l + o_token[:, None] * stride_l)
+            b_r = tl.load(p_r + o_sorted[:, None] * stride_r, mask=m_k[:, None], other=0.0)
+        else:
+            b_l = tl.load(p_l + o_sorted[:, None] * stride_l, mask=m_k[:, None], other=0.0)
+            b_r = tl.load(p_r + o_token[:, None] * stride_r)
+        b_dw = _add_product(b_dw, tl.trans(b_l), b_r, PRECISION)
+    p_dw += i_e.to(tl.int64) * stride_we + o_l.to(tl.int64)[:, None] * stride_wl + o_r[None, :] * stride_wr
+    tl.store(p_dw, b_dw.to(p_dw.dtype.element_ty), mask=(o_l < size_l)[:, None] & (o_r < size_r)[None, :])
