@@ -96,6 +96,13 @@ CHECKS = (
         "a small model of the same configuration keeps the sequences of a row apart",
     ),
     Check(
+        "own objective",
+        ("plan", "launch"),
+        "objectives:require_objective",
+        ("spec.objective",),
+        "Python can import objective.object, and it takes objective.arguments",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill
-from tasks.runtime.objectives.divergence import Head, distillation
+from tasks.runtime.objectives.divergence import distillation
+from tasks.runtime.objectives.head_sums import Head
 from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs

@@ -91,6 +91,10 @@ class Estimate:
                     "objective.type 'dpo': the reference's forward pass, in every step or once before the first",
                 ),
                 (
+                    objective.type == "custom",
+                    "objective.type 'custom': what objective.object computes; a `BatchObjective` holds all logits",
+                ),
+                (
                     self.workload.compute_bytes == 4,
                     "model.dtype 'float32': products are timed as in bfloat16, but take several times as long",
                 ),

@@ -239,6 +239,12 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         f"or {path}.format to 'prompt_completion' or 'chat'",
     )
     yield Contradiction(
+        objective.type == "custom" and objective.targets == "completions" and format == "text",
+        (f"{path}.format", "objective.targets"),
+        "'text' has no completions, which objective.targets 'completions' needs; set objective.targets to 'all', or "
+        f"{path}.format to 'prompt_completion' or 'chat'",
+    )
+    yield Contradiction(
         (format == "preference") != (objective.type == "dpo") and format != "auto",
         (f"{path}.format", "objective.type"),
         f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
@@ -425,6 +431,12 @@ def _data(data: Data) -> Iterator[Contradiction]:
             f"set, but data.source '{data.source}' is built in and has none; leave data.{field} out",
         )
         for field, value in (("subset", data.subset), ("revision", data.revision))
+    )
+    yield Contradiction(
+        bool(data.format_arguments) and ":" not in data.format and not data.sources,
+        ("data.format_arguments", "data.format"),
+        f"set, but data.format '{data.format}' is built in and takes none; leave data.format_arguments out, or name a "
+        "class of your own",
     )
     yield Contradiction(
         data.document_separator is not None and data.documents != "file",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import Flag, Integer, Number, Section, Sources, Text, number
+from strata_platform.spec.fields import Arguments, Flag, Integer, Number, ObjectName, Section, Sources, Text, number
 
 BUILTIN_SOURCES = ("python-docs",)
 COMPRESSIONS = (".gz", ".bz2", ".xz")
@@ -40,9 +40,12 @@ class Reading(Section):
         "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
     )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
-    format: Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference"] = Field(
-        "auto", description="Format of a row. `auto` decides by the columns."
+    format: Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference"] | ObjectName = Field(
+        "auto",
+        description="Format of a row. `auto` decides by the columns. A class of your own, such as "
+        "`my_package.formats:Tickets`, is based on one of `tasks.runtime.extensions`.",
     )
+    format_arguments: Arguments = Field({}, description="What a `format` of your own is called with, by name.")
     text_column: Text = Field("text", description="Column of format `text`.")
     prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
     completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")

@@ -110,7 +110,9 @@ def item_annotation(annotation: Any, index: int) -> Any:
 
 
 def literals(annotation: Any) -> tuple[str, ...]:
-    """The values of a Literal of strings; empty for any other type."""
+    """The values of a Literal of strings, also as a part of a union; empty for any other type."""
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(value for part in get_args(annotation) for value in literals(part))
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 

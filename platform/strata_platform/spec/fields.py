@@ -77,6 +77,16 @@ def _without_null(value: str) -> str:
     return value
 
 
+def _storable(arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"cannot be stored as JSON ({error}); give numbers, texts, true, false, null, or lists of them"
+        ) from None
+    return arguments
+
+
 LONGEST_NAME = 53
 
 Integer = Annotated[int, BeforeValidator(number)]
@@ -110,6 +120,15 @@ Quantity = Annotated[
     BeforeValidator(_number_as_text, json_schema_input_type=_QuantityText | Annotated[float, Field(ge=0)]),
     Allowed("a Kubernetes quantity such as 2, 500m or 8Gi"),
 ]
+
+
+_MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+ObjectName = Annotated[
+    str,
+    Field(pattern=rf"^({_MODULE}:[A-Za-z_]\w*|entry-point:[\w.-]+)$"),
+    Allowed("`module:Class`, or `entry-point:name` of an installed package"),
+]
+Arguments = Annotated[dict[str, Any], AfterValidator(_storable), Allowed("names and values")]
 
 
 class Section(BaseModel):

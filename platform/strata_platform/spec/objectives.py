@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.fields import Number, Section, Text
+from strata_platform.spec.fields import Arguments, Number, ObjectName, Section, Text
 
 
 class Pretrain(Section):
@@ -61,4 +61,20 @@ class Distill(Section):
     temperature: Number = Field(1.0, gt=0, le=1e3, description="Temperature of both models' logits in the divergence.")
     weight: Number = Field(
         0.5, ge=0, le=1, description="Weight of the divergence in the loss; the rest is next-token cross entropy."
+    )
+
+
+class Custom(Section):
+    """An objective of your own, a class based on one of `tasks.runtime.extensions`.
+
+    Python must be able to import it wherever the run trains.
+    """
+
+    type: Literal["custom"] = Field("custom", description="Your own loss.")
+    object: ObjectName = Field(description="The class, such as `my_package.losses:FocalLoss`.")
+    arguments: Arguments = Field({}, description="What the class is called with, by name.")
+    targets: Literal["completions", "all"] = Field(
+        "completions",
+        description="Tokens that carry loss: `completions` and assistant turns, as for `sft`, or `all`, as for "
+        "`pretrain`.",
     )

@@ -7,7 +7,8 @@ from pydantic import Field
 from strata_platform.spec.data import Data
 from strata_platform.spec.fields import Flag, Section
 from strata_platform.spec.model import PRESETS
-from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.objectives import Custom
+from strata_platform.spec.run_spec import Objective, RunSpec
 
 
 class DataRecipe(Section):
@@ -18,7 +19,7 @@ class DataRecipe(Section):
     """
 
     data: Data = Field(description="The spec's data section, without the weights of its sources.")
-    objective: str = Field(description="`objective.type`: which tokens carry loss.")
+    objective: str = Field(description="`objective.type`, or that with the same targets: which tokens carry loss.")
     model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
     tokenizer: str | None = Field(description="`model.tokenizer`.")
@@ -43,7 +44,7 @@ class DataRecipe(Section):
         """
         return cls(
             data=spec.data.without_weights(),
-            objective=spec.objective.type,
+            objective=_same_targets(spec.objective),
             model=spec.model.name,
             revision=spec.model.revision,
             tokenizer=spec.model.tokenizer,
@@ -74,3 +75,10 @@ class DataRecipe(Section):
             changes = {"data": data, "validation_only": validation_only, "tokenizer_data": texts}
             found.append(self.model_copy(update=changes | {"fingerprint": self.fingerprint if texts else digest}))
         return tuple(found)
+
+
+def _same_targets(objective: Objective) -> str:
+    """The built-in objective that trains on the same tokens of the same data."""
+    if isinstance(objective, Custom):
+        return "pretrain" if objective.targets == "all" else "sft"
+    return objective.type

@@ -38,6 +38,7 @@ FEATURES: dict[str, Settings] = {
     **{f"objective.type: {name}": {"objective": {"type": name}} for name in ("pretrain", "sft", "dpo")},
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
+    "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},
     **{f"optimizer.type: {name}": {"optimizer": {"type": name}} for name in ("adamw", "adamw_8bit", "muon")},
     **{
         f"optimizer.precision: {name}": {"optimizer": {"precision": name}}

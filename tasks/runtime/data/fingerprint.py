@@ -11,6 +11,7 @@ from pathlib import Path
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data.chat import readable_template
+from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import HubDataset, Source, open_source
@@ -20,9 +21,9 @@ from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 def fingerprint(spec: RunSpec) -> str:
     """Digest of the contents that preparing `spec`'s data reads, for `DataRecipe.from_spec(spec, fingerprint)`.
 
-    It covers the contents of local files (data, tokenizer, chat template); size, ETag and time of remote files; the
-    commit of a Hub dataset; Python's version and library source for the built-in data. A tokenizer on the Hub counts by
-    name and revision.
+    It covers the contents of local files (data, tokenizer, chat template) and the code of a format of your own; size,
+    ETag and time of remote files; the commit of a Hub dataset; Python's version and library source for the built-in
+    data. A tokenizer on the Hub counts by name and revision.
 
     Raises:
         ValueError: the source is not found or cannot be read.
@@ -66,6 +67,8 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
         with naming_file(str(folder), field="model.tokenizer" if recipe.tokenizer else "model.name"):
             require_regular_files(folder)
         parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
+    if is_own(recipe.data.format):
+        parts.append(f"format {own_digest(recipe.data)}")
     template = recipe.data.chat_template or ""
     if template.endswith(".jinja"):
         parts.append(_file_digest(readable_template(template)))

@@ -28,10 +28,12 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import ChatTemplate, Span, resolve_template, templates_to_save
 from tasks.runtime.data.columns import CHATS, Unread, columns_of
 from tasks.runtime.data.messages import INSTRUCTION, OUTPUT, Messages, alpaca_messages, messages_of, with_system
+from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
 from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
 from tasks.runtime.data.rows import Row, RowError, suggestion
 from tasks.runtime.data.special_tokens import SpecialTokens, restore
 from tasks.runtime.data.tools import COLUMN, tools_of
+from tasks.runtime.extensions import TextSegment
 
 
 class Segment(NamedTuple):
@@ -107,6 +109,8 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
     present = [column for column in available if column not in data.ignore_columns]
     if not present:
         raise ValueError(f"data.ignore_columns: no column is left of {', '.join(map(repr, available))}; remove one")
+    if is_own(data.format):
+        return data.format, own_columns(data, present)
     if recipe.objective == "dpo":
         columns = preference_columns(data, present)
         return PREFERENCES[are_chats(columns, rows)], columns
@@ -168,7 +172,8 @@ def make_format(
     """
     unread = Unread(name, columns, data)
     special = SpecialTokens(tokenizer, control=data.special_tokens == "control")
-    if data.special_tokens == "auto" and name not in CHATS:
+    chats = name in CHATS or is_own_chat(data)
+    if data.special_tokens == "auto" and not chats:
         special.control = _are_rendered(columns, first, special)
     build = _builder(name, columns, tokenizer, data, special)
 
@@ -176,12 +181,17 @@ def make_format(
         unread.require_harmless(row)
         return build(row)
 
-    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if name in CHATS else None)
+    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None)
 
 
 def _builder(
     name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens
 ) -> ToDocuments:
+    if is_own_chat(data):
+        render = _renderer(tokenizer, data, special)
+        return lambda row: _chat([chat] if (chat := own_messages(row, data)) else [], row, render)
+    if is_own(name):
+        return lambda row: _own(own_segments(row, data), row, special)
     if name in CHATS:
         render = _renderer(tokenizer, data, special)
         build = _chat_preference if name == "preference_chat" else _chat
@@ -237,8 +247,10 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
     """The text of a row without special tokens, to train a tokenizer on. Raises RowError."""
-    if name in CHATS:
-        chats = chats_of(name, columns, row, data)
+    if is_own(name) and not is_own_chat(data):
+        return "".join(segment.text for segment in own_segments(row, data))
+    if name in CHATS or is_own(name):
+        chats = [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
         return "\n".join(message.get("content", "") for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
 
@@ -255,6 +267,12 @@ def _prompt_completion(row: Row, columns: tuple[str, ...], special: SpecialToken
     prompt, completion = (row.text(column) for column in columns)
     control = special.is_control(row.where, prompt, completion)
     return [_prompt_completion_document(prompt, completion, control)] if completion.strip() else []
+
+
+def _own(pieces: list[TextSegment], row: Row, special: SpecialTokens) -> list[Document]:
+    control = special.is_control(row.where, *(piece.text for piece in pieces))
+    segments = tuple(Segment(piece.text, piece.learned, control) for piece in pieces)
+    return [Document(segments, has_special_tokens=False)] if segments else []
 
 
 def _preference(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> list[Document]:

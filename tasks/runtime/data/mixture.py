@@ -25,6 +25,7 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.columns import CHATS
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.formats import PREFERENCES
+from tasks.runtime.data.own_format import is_own_chat
 from tasks.runtime.data.prepared_manifest import EMPTY, Manifest, Split
 from tasks.runtime.run_folder.record import SourceShare
 
@@ -147,13 +148,17 @@ def _share(source: str, split: Split, weight: float, epochs: float, rows: float,
 def compose(recipe: DataRecipe, sources: Sequence[PreparedData], folder: Path) -> None:
     """Write the prepared data of a recipe of several sources to `folder`, from its prepared sources."""
     moved = [_link(source, folder, str(number)) for number, source in enumerate(sources)]
-    chats = [source for source in sources if source.manifest.format in CHATS]
+    chats = [source for source in sources if _has_chats(source.manifest)]
     # All have the same tokens; those of chats also have the chat template.
     shutil.copytree((chats or sources)[0].folder / TOKENIZER, folder / TOKENIZER)
     rounds = zip_longest(*(source.samples() for source in sources))
     samples = [sample._asdict() for sample in chain.from_iterable(rounds) if sample is not None]
     (folder / SAMPLES).write_text(json.dumps(samples, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     _merged(recipe, moved).write(folder)
+
+
+def _has_chats(manifest: Manifest) -> bool:
+    return manifest.format in CHATS or is_own_chat(DataRecipe.model_validate(manifest.recipe).data)
 
 
 def _link(source: PreparedData, folder: Path, name: str) -> Manifest:

@@ -107,7 +107,7 @@ def _prepare_parts(
     """Prepare a large source part by part, in several processes, without the parts that are done."""
     store = ShardStore(out)
     plan = parse_plan(store.read(PLAN))
-    if plan is None or plan.recipe_hash != recipe.hash() or plan.versions != package_versions():
+    if plan is None or plan.recipe_hash != recipe.hash() or plan.versions != package_versions(recipe.data):
         try:
             plan, tokenizer, _ = make_plan(recipe, source, parts, report)
         finally:

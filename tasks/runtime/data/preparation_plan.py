@@ -14,9 +14,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
+from strata_platform.spec.data import Data
 from tasks.runtime.data.columns import Unread, columns_of, keys_in
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
+from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.prepare_part import numbered_rows
 from tasks.runtime.data.prepared_manifest import PLAN_KIND
@@ -34,10 +36,11 @@ _FORMAT_ROWS = 100
 _FORMAT_CHARACTERS = 1 << 26
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of whatever decides how a text becomes rows."""
+def package_versions(data: Data) -> dict[str, str]:
+    """Versions of whatever decides how a text becomes rows; of a format of the user's, the digest of its code."""
     packages = {package: version(package) for package in ("tokenizers", "transformers", "numpy")}
-    return {"python": platform.python_version(), **packages}
+    own = {data.format: own_digest(data)} if is_own(data.format) else {}
+    return {"python": platform.python_version(), **packages, **own}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def make_plan(
         columns=columns,
         control=row_format.special_tokens.control,
         parts=tuple(parts),
-        versions=package_versions(),
+        versions=package_versions(recipe.data),
     )
     return plan, tokenizer, row_format
 

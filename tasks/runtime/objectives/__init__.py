@@ -5,17 +5,20 @@ from __future__ import annotations
 from strata_platform.spec import RunSpec
 from strata_platform.spec import objectives as settings
 from tasks.runtime.models.build import has_router_loss
+from tasks.runtime.objectives.custom import Custom, require_objective
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
 
 __all__ = [
+    "Custom",
     "MicroBatchLoss",
     "Objective",
     "ObjectiveContext",
     "build_objective",
     "build_validation_objective",
+    "require_objective",
     "require_same_tokens",
     "target_tokens",
 ]
@@ -28,6 +31,8 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
             return Dpo(spec.objective, spec.adapter, fused=fused)
         case settings.Distill():
             return Distill(spec, fused=fused)
+        case settings.Custom():
+            return Custom(spec.objective, fused=fused)
     return NextToken(fused=fused, routed=has_router_loss(spec.model))
 
 

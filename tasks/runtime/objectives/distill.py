@@ -32,7 +32,8 @@ from tasks.runtime.models.build import (
 from tasks.runtime.models.lora import base_fingerprint
 from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen
-from tasks.runtime.objectives.divergence import Head, distillation
+from tasks.runtime.objectives.divergence import distillation
+from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.objective import (
     MicroBatchLoss,
     ObjectiveContext,

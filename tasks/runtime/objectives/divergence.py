@@ -1,46 +1,25 @@
-"""Cross entropy and a divergence from a teacher, in chunks of rows: the logits of a model never exist as a whole.
+"""Cross entropy and a divergence from a teacher, in chunks of rows; see `head_sums`.
 
     z, t = logits of student and teacher         p, q = softmax(z / T), softmax(t / T)         m = (p + q) / 2
     forward_kl = Σ q log(q / p)      reverse_kl = Σ p log(p / q)      jsd = (Σ p log(p / m) + Σ q log(q / m)) / 2
     loss = (1 - w) cross entropy(z, label) + w T² divergence
 
 T² keeps the gradient of the divergence as large as at temperature 1. Sources: Hinton et al. (arXiv:1503.02531), Agarwal
-et al. (arXiv:2306.13649). A sum over rows is linear in its incoming gradient. The forward pass therefore computes the
-gradient chunk by chunk, and logits are neither stored nor recomputed.
+et al. (arXiv:2306.13649).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
 
 from strata_platform.spec.objectives import Distill as Settings
-
-# Of one model's fp32 logits; computing the gradient of a chunk takes several times as much.
-CHUNK_BYTES = 128 * 2**20
-
-
-class Head(NamedTuple):
-    """Turns rows [N, H] into logits: softcap · tanh((x Wᵀ + b) / softcap). Without a weight, rows are logits
-    already.
-    """
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    softcap: float | None = None
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """[N, V], in fp32 or fp64."""
-        return _softcapped(_at_least_fp32(self.project(rows)), self.softcap)
-
-    def project(self, rows: Tensor) -> Tensor:
-        """Logits before the softcap, in the dtype of the rows."""
-        return rows if self.weight is None else linear(rows, self.weight, self.bias)
+from tasks.runtime.objectives.head_sums import Head, head_sums
 
 
 class Sums(NamedTuple):
@@ -59,48 +38,11 @@ def distillation(
     Vocabularies may be padded to different sizes: the divergence covers the tokens that both have. x and the head get
     gradients.
     """
-    sums = _Distillation.apply(x, head.weight, head.bias, (head.softcap, labels, teacher_x, teacher, settings, items))
-    return Sums(*sums)
 
+    def sums_of(logits: Tensor, part: slice) -> Tensor:
+        return _losses(logits, teacher.logits(teacher_x[part]), labels[part], settings) / items
 
-class _Distillation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rest: tuple[Any, ...]) -> Any:
-        softcap, labels, teacher_x, teacher, settings, items = rest
-        head = Head(weight, bias, softcap)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        dx = torch.empty_like(x)
-        dw, db = (
-            torch.zeros_like(p, dtype=wide) if p is not None and p.requires_grad else None for p in (weight, bias)
-        )
-        sums = torch.zeros(3, dtype=wide, device=x.device)
-        width = x.shape[1] if weight is None else weight.shape[0]
-        for rows in torch.arange(x.shape[0], device="cpu").split(max(1, CHUNK_BYTES // (4 * width))):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            z = _at_least_fp32(head.project(x[part])).detach().requires_grad_()
-            with torch.enable_grad():
-                parts = (
-                    _losses(_softcapped(z, softcap), teacher.logits(teacher_x[part]), labels[part], settings) / items
-                )
-                (dz,) = torch.autograd.grad(parts[0], z)
-            sums += parts.detach()
-            dz = dz.to(x.dtype)
-            dx[part] = dz if weight is None else dz @ weight
-            if dw is not None:
-                dw += dz.T @ x[part]
-            if db is not None:
-                db += dz.sum(dim=0, dtype=wide)
-        gradients = (dx, None if dw is None else dw.to(x.dtype), None if db is None else db.to(x.dtype))
-        ctx.present = [gradient is not None for gradient in gradients]
-        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
-        loss, *metrics = sums.unbind()
-        ctx.mark_non_differentiable(*metrics)
-        return loss.clone(), *(value.clone() for value in metrics)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> Any:
-        saved = iter(ctx.saved_tensors)
-        return *(next(saved) * incoming[0] if present else None for present in ctx.present), None
+    return Sums(*head_sums(x, head, sums_of))
 
 
 def _losses(z: Tensor, t: Tensor, labels: Tensor, settings: Settings) -> Tensor:
@@ -129,11 +71,3 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse_kl": _kl,
     "jsd": _jsd,
 }
-
-
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -17,6 +17,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.loader import spans_read
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.metrics.recorder import throughput, utilization
+from tasks.runtime.objectives import Custom, Objective
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
@@ -86,6 +87,7 @@ def write_record(
         kernels=dict(step.patched.counts) if step.patched else {},
         warmup=warmup.to_dict(),
         versions=versions(),
+        code=_code(data, step.objective),
     )
     record.save(run.folder.record)
     for share in record.sources:
@@ -116,6 +118,15 @@ def final_checkpoint(settings: Checkpoint, latest: Path) -> Path:
             "or set checkpoint.load_best_model_at_end to false to take the last one"
         )
     return folder
+
+
+def _code(data: PreparedData, objective: Objective) -> dict[str, str]:
+    """Digests of the code that the spec names, by its name there. That of a format is of when the data was prepared."""
+    code = {objective.name: objective.code} if isinstance(objective, Custom) else {}
+    for manifest in data.manifest.sources or (data.manifest,):
+        if manifest.format in manifest.versions:
+            code[manifest.format] = manifest.versions[manifest.format]
+    return code
 
 
 def _counts(data: PreparedData) -> dict[str, int]:

@@ -47,7 +47,7 @@ def mask(subject: Subject) -> Measured:
     assert documents, "the sample has no document"
     wrong = [problem for document in documents if (problem := _begins_twice(document, tokenizer))]
     form = data.manifest.format
-    if subject.spec.objective.type == "pretrain":
+    if DataRecipe.from_spec(subject.spec).objective == "pretrain":
         wrong += [problem for document in documents if (problem := _not_all(document, tokenizer))]
         claim = "all tokens except the first of a document are targets"
     elif form in _FORMATS:

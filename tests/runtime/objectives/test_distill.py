@@ -15,8 +15,9 @@ from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.models.lora import base_fingerprint
-from tasks.runtime.objectives import ObjectiveContext, build_objective, divergence, require_same_tokens
-from tasks.runtime.objectives.divergence import Head, distillation
+from tasks.runtime.objectives import ObjectiveContext, build_objective, head_sums, require_same_tokens
+from tasks.runtime.objectives.divergence import distillation
+from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -59,7 +60,7 @@ def tensors(dtype):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_chunks_add_up_to_the_plain_loss(monkeypatch, name, softcap, rows):
     """In fp32, of vocabularies of 40 and 44, which have 40 in common."""
-    monkeypatch.setattr(divergence, "CHUNK_BYTES", rows * 4 * 40)
+    monkeypatch.setattr(head_sums, "CHUNK_BYTES", rows * 4 * 40)
     settings = Settings(teacher="some/teacher", divergence=name, temperature=2.0, weight=0.7)
     found, expected = [], []
     for dtype, results in ((torch.float32, found), (torch.float64, expected)):
