@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
     yield from _training(spec.training, spec.data)
+    yield from _neftune(spec.training, spec.parallel)
     yield from _tokens(spec)
     yield from _processes(spec)
     yield from _fsdp(spec.parallel, spec.topology)
@@ -65,6 +66,18 @@ def _training(training: Training, data: Data) -> Iterator[Contradiction]:
         ("training.compile", "data.packing"),
         "compiles one graph per row length, but rows differ in length when data.packing is false; set data.packing to "
         "true, or training.compile to false",
+    )
+
+
+def _neftune(training: Training, parallel: Parallel) -> Iterator[Contradiction]:
+    yield from (
+        Contradiction(
+            training.neftune_noise_alpha is not None and getattr(parallel, field) > 1,
+            ("training.neftune_noise_alpha", f"parallel.{field}"),
+            f"draws noise for whole rows, but parallel.{field} {getattr(parallel, field)} computes {parts} of them on "
+            f"each process; set parallel.{field} to 1, or leave training.neftune_noise_alpha out",
+        )
+        for field, parts in (("tensor_parallel", "shards"), ("context_parallel", "parts"))
     )
 
 
@@ -341,6 +354,18 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         bool(model.freeze and model.trainable),
         ("model.freeze", "model.trainable"),
         "contradicts model.trainable, which freezes all other weights; give one of them",
+    )
+    yield Contradiction(
+        bool(model.add_special_tokens) and model.name in PRESETS,
+        ("model.add_special_tokens", "model.name"),
+        f"set, but model.name '{model.name}' is a preset, whose tokenizer and embeddings are trained from scratch; "
+        "leave model.add_special_tokens out, or set model.name to a Hub id or a folder",
+    )
+    yield Contradiction(
+        bool(model.add_special_tokens) and adapter.type == "lora" and not adapter.modules_to_save,
+        ("model.add_special_tokens", "adapter.modules_to_save"),
+        "adds tokens whose embeddings have to be learned, but the adapter freezes them; set adapter.modules_to_save to "
+        "the embeddings and the head, such as [embed_tokens, lm_head]",
     )
     for field in ("freeze", "trainable"):
         yield Contradiction(

@@ -22,6 +22,11 @@ class Model(Section):
         None,
         description="Hub id or folder of the tokenizer; by default the model's. A preset trains one on the data.",
     )
+    add_special_tokens: tuple[Text, ...] = Field(
+        (),
+        description="Special tokens to add to the tokenizer. Embeddings and head grow with it; their new rows begin at "
+        "the mean of the others, as in transformers.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, float32 "

@@ -23,6 +23,7 @@ class DataRecipe(Section):
     model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
     tokenizer: str | None = Field(description="`model.tokenizer`.")
+    add_special_tokens: tuple[str, ...] = Field((), description="`model.add_special_tokens`.")
     seed: int = Field(description="`seed`: decides the validation split.")
     fingerprint: str = Field(
         "",
@@ -48,6 +49,7 @@ class DataRecipe(Section):
             model=spec.model.name,
             revision=spec.model.revision,
             tokenizer=spec.model.tokenizer,
+            add_special_tokens=spec.model.add_special_tokens,
             seed=spec.seed,
             fingerprint=fingerprint,
         )

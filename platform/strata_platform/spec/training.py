@@ -33,6 +33,11 @@ class Training(Section):
     gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
+    neftune_noise_alpha: Annotated[float, Field(gt=0, le=1e4), BeforeValidator(number)] | None = Field(
+        None,
+        description="NEFTune: uniform noise on the embeddings in training, of at most this number over the square root "
+        "of document length x width; its authors use 5 to 15.",
+    )
     compile: Flag = Field(False, description="Compile each layer with `torch.compile`, during the first steps.")
     deterministic: Flag = Field(
         False,

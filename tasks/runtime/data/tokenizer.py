@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
+
+log = logging.getLogger(__name__)
 
 VOCABULARY_SIZE = 4096
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
@@ -38,7 +41,7 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
     field = "model.tokenizer" if recipe.tokenizer else "model.name"
     # model.revision belongs to the model's repository, not to that of another tokenizer.
     revision = None if recipe.tokenizer else recipe.revision
-    tokenizer = read_tokenizer(name, revision, field=field)
+    tokenizer = with_added_tokens(read_tokenizer(name, revision, field=field), recipe.add_special_tokens)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{field} {name!r}: its tokenizer has no end-of-sequence token, so the model could not learn to stop; set "
@@ -46,6 +49,16 @@ def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def with_added_tokens(tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...]) -> PreTrainedTokenizerBase:
+    """Add `model.add_special_tokens` to the tokenizer and return it; tokens that it has already keep their numbers."""
+    added = tokenizer.add_tokens(list(tokens), special_tokens=True)
+    if added < len(tokens):
+        log.info(
+            "model.add_special_tokens: the tokenizer has %d of %d tokens already", len(tokens) - added, len(tokens)
+        )
     return tokenizer
 
 

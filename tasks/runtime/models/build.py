@@ -32,6 +32,7 @@ from strata_platform.spec.training import Training
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.tokenizer import read_tokenizer, with_added_tokens
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
 from tasks.runtime.models.pretrained import load_pretrained, readable
@@ -85,7 +86,31 @@ def load_config(model: Model) -> PretrainedConfig:
     if model.name in PRESETS:
         return LlamaConfig(**PRESETS[model.name])
     file = Path(model.name, "config.json")
-    return deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
+    config = deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
+    if model.add_special_tokens:
+        text = config.get_text_config()
+        text.vocab_size = max(text.vocab_size, _vocabulary_size(model))
+    return config
+
+
+@lru_cache(maxsize=8)
+def _vocabulary_size(model: Model) -> int:
+    """Tokens of the tokenizer, with `model.add_special_tokens`."""
+    revision = None if model.tokenizer else model.revision
+    field = "model.tokenizer" if model.tokenizer else "model.name"
+    tokenizer = read_tokenizer(model.tokenizer or model.name, revision, field=field)
+    return len(with_added_tokens(tokenizer, model.add_special_tokens))
+
+
+def _resize_embeddings(model: PreTrainedModel, size: int, seed: int) -> None:
+    """Add rows to embeddings and head, close to the mean of the others. Equal in every process and attempt."""
+    there = model.config.get_text_config().vocab_size
+    if size <= there:
+        log.info("model.add_special_tokens: the model embeds %d tokens already; no row is added", there)
+        return
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(size, mean_resizing=True)
+    log.info("model.add_special_tokens: %d rows added to the embeddings, %d in all", size - there, size)
 
 
 @lru_cache(maxsize=8)
@@ -149,6 +174,8 @@ def build_model(
             attn_implementation=attention_of(settings),
         )
         _freeze_as_the_class_does(model)
+        if settings.add_special_tokens and not weights:
+            _resize_embeddings(model, load_config(settings).get_text_config().vocab_size, seed)
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _reset_unused_settings(model.generation_config)
     return model

@@ -18,6 +18,7 @@ from tasks.runtime.models.build import (
     has_fused_loss,
     prepare_for_training,
 )
+from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.objective import Objective
@@ -51,6 +52,8 @@ def build_training_step(model: PreTrainedModel, spec: RunSpec, device: torch.dev
     """
     freeze_non_text_parameters(model)
     freeze_by_name(model, spec.model)
+    if (alpha := spec.training.neftune_noise_alpha) is not None:
+        add_neftune(model, alpha)
     patched = prepare_for_training(model, spec.kernels, spec.training)
     collate = collator(spec.model.attention)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)

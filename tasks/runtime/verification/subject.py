@@ -139,6 +139,11 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     """
     spec = changed(asked, _PLAIN | {"output": str(folder)})
     training = {"tokens_per_step": None, "epochs": None, "steps": 3, "gradient_accumulation_steps": 1}
+    # Noise differs from pass to pass, and a model with fewer layers lacks names that these fields may have.
+    spec = changed(spec, {"training": {"neftune_noise_alpha": None}, "optimizer": {"groups": []}})
+    spec = changed(spec, {"model": {"freeze": [], "trainable": []}})
+    if spec.adapter.type == "lora":
+        spec = changed(spec, {"adapter": {"init_from": None}})
     kernels = {"warmup": False, "store": {}}
     spec = changed(spec, {"training": training, "kernels": kernels, "optimizer": {"lr": asked.peak_lr}})
     spec, kept = _cut_model(spec, folder / "model", layers)

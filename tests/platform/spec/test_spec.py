@@ -13,7 +13,7 @@ from strata_platform.spec.parallel import Ddp, Single
 from strata_platform.spec.training import Optimizer
 
 SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer", "tokenizer_data",
-               "validation_only"}  # fmt: skip
+               "validation_only", "add_special_tokens"}  # fmt: skip
 
 
 def problems_of(**fields):
@@ -346,6 +346,21 @@ def test_a_long_value_is_shortened():
             "adapter.loraplus_lr_ratio",
             "optimizer.lr 0.1",
         ),
+        ({"model": {"add_special_tokens": ["<|tool|>"]}}, "model.add_special_tokens", "model.name"),
+        (
+            {"model": {"name": "a/b", "add_special_tokens": ["<|tool|>"]}, "adapter": {"type": "lora"}},
+            "model.add_special_tokens",
+            "adapter.modules_to_save",
+        ),
+        (
+            {
+                "training": {"neftune_noise_alpha": 5},
+                "parallel": {"type": "fsdp", "context_parallel": 2},
+                "topology": {"nproc_per_node": 2},
+            },
+            "training.neftune_noise_alpha",
+            "parallel.context_parallel 2",
+        ),
         ({"export": {"formats": ["safetensors", "adapter"]}}, "export.formats", "adapter.type"),
         ({"optimizer": {"groups": [{"match": "mlp"}]}}, "optimizer.groups[0]", "neither lr nor weight_decay"),
     ],
@@ -497,6 +512,7 @@ def test_recipe_is_all_that_decides_the_data():
         {"model": {"name": "org/model"}},
         {"model": {"name": "org/model", "revision": "main"}},
         {"model": {"tokenizer": "org/tokenizer"}},
+        {"model": {"name": "org/model", "add_special_tokens": ["<|tool|>"]}},
     ],
 )
 def test_recipe_changes_with_what_decides_the_data(fields):

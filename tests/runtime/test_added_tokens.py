@@ -1,0 +1,87 @@
+"""Special tokens that a run adds are in its tokenizer, its embeddings, and in what it exports."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.export.export_model import export
+from tasks.runtime.models.build import build_model, build_model_on_meta
+from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tests.runtime.helpers.comparable_runs import SAVED, curve, make_spec
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_only import train_spec
+
+pytestmark = [
+    pytest.mark.usefixtures("narrowed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft"),
+]
+ADDED = ["<|tool|>", "<|think|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(output):
+    """A model that embeds its tokenizer's tokens and no more."""
+    folder = save_pretrained(output / "pretrained")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))
+    model.save_pretrained(folder)
+    return folder
+
+
+def spec_of(output, folder, name, **adapter):
+    rows = [{"prompt": f"Call number {n}: ", "completion": f"<|tool|>{n}<|think|> so {n}."} for n in range(60)]
+    (output / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = make_spec(output, name, "torch", "single", 1, "lora" if adapter else "none").model_dump()
+    values["model"] |= {"name": str(folder), "add_special_tokens": ADDED}
+    values["data"] |= {"source": str(output / "rows.jsonl"), "special_tokens": "control"}
+    values["adapter"] |= adapter
+    values["export"] |= {"formats": ["safetensors", "adapter"] if adapter else ["safetensors"]}
+    return RunSpec.model_validate(values)
+
+
+def test_new_rows_begin_as_those_of_transformers(folder, output):
+    spec = spec_of(output, folder, "rows")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    size = base.config.vocab_size
+    torch.manual_seed(spec.seed)
+    base.resize_token_embeddings(size + 2, mean_resizing=True)
+    ours = build_model(spec.model, spec.seed)
+    # One of the three was there.
+    assert ours.config.vocab_size == size + 2 == build_model_on_meta(spec.model).config.vocab_size
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), ours.parameters(), strict=True))
+    shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (ours, build_model_on_meta(spec.model))]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("adapter", [{}, {"r": 4, "modules_to_save": ["embed_tokens"]}], ids=["whole", "adapter"])
+def test_exported_tokens_are_read_back(folder, output, adapter):
+    spec = spec_of(output, folder, "adapter" if adapter else "whole", **adapter)
+    record = train_spec(spec)
+    expected = curve(spec)
+    train_spec(spec, SAVED)
+    assert curve(spec) == expected
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
+    before = len(AutoTokenizer.from_pretrained(folder))
+    assert data.manifest.largest_token_id == before + 1
+    model = export(spec, record, data, collect_weights(RunFolder.of(spec), spec.adapter, record)).model
+    tokenizer, read = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer.convert_tokens_to_ids(ADDED[:2])
+    assert ids == [before, before + 1]
+    assert tokenizer("a<|tool|>b<|think|>").input_ids.count(before) == 1
+    assert read.config.vocab_size == len(tokenizer) == read.get_input_embeddings().weight.shape[0] == before + 2
+    # The new rows have learned.
+    start = build_model(spec.model, spec.seed).get_input_embeddings().weight
+    assert (read.get_input_embeddings().weight[before:] - start[before:]).abs().min(dim=0).values.max() > 1e-5
+    if adapter:
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        base.resize_token_embeddings(len(tokenizer))
+        adapted = PeftModel.from_pretrained(base, model, subfolder="adapter")
+        tokens = torch.tensor([[5, 6, *ids, 7]])
+        torch.testing.assert_close(adapted(tokens).logits, read(tokens).logits, rtol=1e-4, atol=1e-4)
