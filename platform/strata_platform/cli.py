@@ -23,7 +23,9 @@ from strata_platform.doctor import render_findings as findings
 from strata_platform.errors import SpecError, StrataError
 from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
 from strata_platform.estimate.gpus import gpu_kind
+from strata_platform.estimate.host_estimate import estimate_on_host
 from strata_platform.estimate.prices import CONFIG_MAP
+from strata_platform.estimate.remedies import combined, proposals
 from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_places, load_spec_argument
 from strata_platform.spec.local_files import local_file_problems
@@ -143,7 +145,8 @@ def estimate_(
 ) -> None:
     """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
 
-    Exit code 1 if the run does not fit.
+    A run that does not fit gets a table of changes that save memory, with the price of each. A spec with
+    resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit.
     """
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
@@ -151,18 +154,25 @@ def estimate_(
     kind = gpu or _kind(asked.resources.gpu_type)
     try:
         shape = shape_of(asked.model.name, config)
+        if gpu is None and asked.resources.gpu == 0:
+            on_host = estimate_on_host(asked, shape)
+            said = json.dumps(render.host_to_dict(on_host), indent=2) if format == "json" else None
+            typer.echo(said or "\n".join(render.host_lines(on_host)))
+            raise typer.Exit(0 if on_host.fits else 1)
         found = estimate(asked, shape, GPUS[kind])
         each = Price(price) if price is not None else _price(kind, prices, backend)
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
-    best = cheapest(asked, shape, GPUS[kind], gpus)
+    advice = render.Advice(cheapest(asked, shape, GPUS[kind], gpus))
+    if not found.fits:
+        advice = render.Advice(advice.best, proposals(found, gpus), combined(found, gpus))
     if tokens is None and asked.training.steps is not None:
         tokens = asked.training.steps * asked.rows_per_step * asked.data.sequence_length
     if format == "json":
-        typer.echo(json.dumps(render.to_dict(found, best, tokens, each), indent=2))
+        typer.echo(json.dumps(render.to_dict(found, advice, tokens, each), indent=2))
     else:
-        typer.echo("\n".join(render.lines(found, best, tokens, each)))
+        typer.echo("\n".join(render.lines(found, advice, tokens, each)))
     raise typer.Exit(0 if found.fits else 1)
 
 

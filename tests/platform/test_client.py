@@ -272,12 +272,14 @@ def test_what_cannot_fit_is_refused_unless_told_otherwise(workspace, behave):
     assert client.estimate(spec(**LARGE), GPUS["b200"]).fits
 
 
-def test_of_what_moves_to_the_host_it_is_not_known_whether_it_fits(workspace, behave, caplog):
+def test_what_is_in_host_memory_takes_none_of_the_gpu(workspace, behave, caplog):
     behave("finishes")
-    offloaded = {"parallel": {"type": "fsdp", "cpu_offload": True}, "topology": {"nproc_per_node": 2}}
+    topology = {"topology": {"nproc_per_node": 2}}
     client = Client(OnA100(), poll=0.01)
-    client.submit(spec(**LARGE, **offloaded))
-    assert "whether the run fits is not known: parallel.cpu_offload" in caplog.text
+    with pytest.raises(DoesNotFit):
+        client.submit(spec(**LARGE, **topology, parallel={"type": "fsdp"}))
+    client.submit(spec(**LARGE, **topology, parallel={"type": "fsdp", "cpu_offload": True}))
+    assert "whether the run fits" not in caplog.text
     client.wait("run", timeout=60)
 
 

@@ -30,7 +30,7 @@ _BUFFERS = 0.6 * 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak, by part; without optimizer state in managed memory (`optimizer.paged`)."""
+    """Bytes of one process at its peak, by part; without what is in host memory or may move there."""
 
     weights: float
     gradients: float
@@ -53,7 +53,8 @@ class Memory:
 def memory_of(work: Workload) -> Memory:
     """The memory of one process at its peak."""
     shape, training = work.shape, work.training
-    gradients = work.trained_parameters * work.weight_bytes / work.shards
+    on_host = work.fsdp is not None and work.fsdp.cpu_offload
+    gradients = 0.0 if on_host else work.trained_parameters * work.weight_bytes / work.shards
     # All layers share one boolean mask.
     mask = _mask(work)
     held = mask + shape.layers * kept_by_layer(work)
@@ -64,7 +65,7 @@ def memory_of(work: Workload) -> Memory:
     if work.optimizer.in_backward:
         gradients /= shape.layers
     # The embedding gets its gradient last, when the activations of all layers are gone.
-    table = 0.0 if work.lora else shape.head_parameters * work.weight_bytes / work.shards
+    table = 0.0 if work.lora or on_host else shape.head_parameters * work.weight_bytes / work.shards
     head, root = _unreduced_gradients(work)
     moments = (
         (before, held, _loss(work), gathered),
@@ -74,14 +75,22 @@ def memory_of(work: Workload) -> Memory:
     )
     peak = max(moments, key=sum)
     return Memory(
-        weights=_weights(work),
+        weights=0.0 if on_host else _weights(work),
         gradients=peak[0],
-        optimizer=0.0 if work.optimizer.paged else optimizer_bytes(work) / work.shards,
+        optimizer=0.0 if work.optimizer.paged or on_host else optimizer_bytes(work) / work.shards,
         activations=peak[1],
         loss=peak[2],
         gathered=peak[3],
         buffers=_BUFFERS,
     )
+
+
+def host_bytes(work: Workload) -> float:
+    """Bytes that `parallel.cpu_offload` keeps in host memory: shards of weights, gradients and optimizer state."""
+    if work.fsdp is None or not work.fsdp.cpu_offload:
+        return 0.0
+    gradients = work.trained_parameters * work.weight_bytes / work.shards
+    return _weights(work) + gradients + optimizer_bytes(work) / work.shards
 
 
 def paged_bytes(work: Workload) -> float:
@@ -125,10 +134,11 @@ def moment_bytes(work: Workload) -> float:
 def _weights_with_8bit_moments(work: Workload) -> int:
     """Weights whose moments AdamW 8-bit stores in one byte: those in rows of whole blocks."""
     shape = work.shape
-    linear_layers = [(inner, outer) for inner, outer in shape.linear_layers if inner % _MOMENT_BLOCK == 0]
     if work.lora:
         # Only LoRA's A has rows of the layer's input size; the rows of B have the rank.
-        return shape.layers * sum(work.lora.r * inner for inner, _ in linear_layers)
+        adapted = [inner for inner, _ in shape.adapted_layers if inner % _MOMENT_BLOCK == 0]
+        return shape.layers * sum(work.lora.r * inner for inner in adapted)
+    linear_layers = [(inner, outer) for inner, outer in shape.stored_layers if inner % _MOMENT_BLOCK == 0]
     head = 0 if shape.tied or shape.hidden % _MOMENT_BLOCK else shape.head_parameters
     return shape.layers * sum(inner * outer for inner, outer in linear_layers) + head
 
@@ -156,8 +166,10 @@ def activations_of_layer(work: Workload) -> float:
     keys = (shape.queries if work.masked else shape.keys) * parallel
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
     queries = shape.queries * (3 if parallel > 1 else 2)
-    gate = 2 if work.fused_gate else 3
-    width = 4 * shape.hidden + queries + 2 * keys + gate * shape.intermediate
+    gate = 2 if work.fused_gate or not shape.gated else 3
+    # Each expert of a token gets its hidden states, and returns others.
+    hidden = 4 + 2 * shape.active_experts
+    width = hidden * shape.hidden + queries + 2 * keys + gate * shape.intermediate
     if not work.fused:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, memory_of, paged_bytes
+from strata_platform.estimate.memory import Memory, host_bytes, memory_of, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.estimate.workload import Workload
@@ -47,14 +47,12 @@ class Estimate:
 
     @property
     def moves_to_host(self) -> bool:
-        """Whether `memory` includes state that is offloaded to the host."""
+        """Whether weights, gradients and optimizer state are in host memory, which is not in `memory`."""
         return self.workload.fsdp is not None and self.workload.fsdp.cpu_offload
 
     @property
     def overestimated_because(self) -> str | None:
         """Why `memory` is more than the run takes, so that it may fit although `fits` is false; None if it is not."""
-        if self.moves_to_host:
-            return "parallel.cpu_offload moves state to the host, which the estimate does not subtract"
         if self.workload.lora and self.workload.lora.target_modules:
             return "the estimate counts adapters for all layers, not only for those of adapter.target_modules"
         if self.spec.model.freeze or self.spec.model.trainable:
@@ -78,7 +76,7 @@ class Estimate:
     @property
     def uncounted(self) -> tuple[str, ...]:
         """Features of the spec that memory or time do not include, as texts; empty if everything is counted."""
-        objective, lora = self.spec.objective, self.workload.lora or Lora()
+        objective, lora, shape = self.spec.objective, self.workload.lora or Lora(), self.shape
         return tuple(
             feature
             for used, feature in (
@@ -100,13 +98,20 @@ class Estimate:
                 ),
                 (
                     self.moves_to_host,
-                    "parallel.cpu_offload: weights, gradients and optimizer state are in host memory; steps are slower",
+                    f"parallel.cpu_offload: {host_bytes(self.workload) / 2**30:.1f} GiB of weights, gradients and "
+                    "optimizer state of each process in host memory; copying them makes steps slower",
                 ),
                 (
                     self.spec.optimizer.paged,
                     f"optimizer.paged: {self.paged / 2**30:.1f} GiB of optimizer state on each GPU, which move to the "
                     "host when GPU memory runs out, and then slow down every step",
                 ),
+                (
+                    shape.experts > 0,
+                    f"model.name: how unevenly the {shape.experts} experts of a layer, {shape.active_experts} for a "
+                    "token, are used; times are those of dense products of the same size, and are not measured",
+                ),
+                (shape.unread is not None, str(shape.unread)),
                 (
                     lora.use_dora,
                     "adapter.use_dora: each weight with its adapter added, and its norm, in every forward pass",

@@ -1,28 +1,30 @@
-"""Shapes of models, from a Hugging Face configuration or from a table of well-known models."""
+"""The shape of a decoder, from which memory and time follow, and those of well-known models."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-from strata_platform.errors import Problem, SpecError
-from strata_platform.model_config import read_config_file
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a decoder with grouped-query attention and a gated MLP; memory and time follow from it.
+    """The shape of a decoder with grouped-query attention and an MLP or experts; memory and time follow from it.
 
     Attributes:
-        hidden, intermediate, heads, kv_heads, head_dim, vocabulary: sizes, as in Hugging Face configurations.
+        hidden, heads, kv_heads, head_dim, vocabulary: sizes, as in Hugging Face configurations.
+        intermediate: columns of the MLP that a token computes with; in a mixture those of its experts together.
         layers: number of decoder layers, all alike.
         tied: whether the head shares the embedding's weight.
         biased: whether queries, keys and values have biases.
-        qk_norm: whether queries and keys are normalized per head.
+        gated: whether the MLP has a gate beside the first projection.
+        packed: whether queries, keys and values are one linear layer, and gate and first projection another.
+        experts, active_experts: of a layer, and of these for a token; 0 without a mixture.
+        idle: columns of the experts of a layer that a token does not use.
+        shared: columns of the expert that all tokens use, which are part of `intermediate`.
+        vectors: parameters of a layer's norms and of its biases, other than those of queries, keys and values; by
+            default those of two norms of the hidden states.
+        root_vectors: parameters of the last norm, and of biases outside of the layers.
+        unread: parts of the model that the shape leaves out; None if there are none.
     """
 
     hidden: int
@@ -34,7 +36,20 @@ class ModelShape:
     vocabulary: int
     tied: bool = False
     biased: bool = False
-    qk_norm: bool = False
+    gated: bool = True
+    packed: bool = False
+    experts: int = 0
+    active_experts: int = 0
+    idle: int = 0
+    shared: int = 0
+    vectors: int = 0
+    root_vectors: int = 0
+    unread: str | None = None
+
+    def __post_init__(self) -> None:
+        # The object is frozen, but this is a part of its construction.
+        object.__setattr__(self, "vectors", self.vectors or 2 * self.hidden)
+        object.__setattr__(self, "root_vectors", self.root_vectors or self.hidden)
 
     @property
     def queries(self) -> int:
@@ -48,21 +63,49 @@ class ModelShape:
 
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) features of the linear layers of a decoder layer."""
-        attention = ((self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys))
-        mlp = ((self.hidden, self.intermediate),) * 2 + ((self.intermediate, self.hidden),)
-        return (*attention, (self.queries, self.hidden), *mlp)
+        """(in, out) features of the matrices of a decoder layer that a token is multiplied with; experts as one."""
+        return (*self._attention, *self._mlp(self.intermediate), *self._router)
+
+    @property
+    def stored_layers(self) -> tuple[tuple[int, int], ...]:
+        """`linear_layers` with the experts that a token does not use."""
+        return (*self._attention, *self._mlp(self.intermediate + self.idle), *self._router)
+
+    @property
+    def adapted_layers(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) features of the linear layers that get adapters and are quantized: not experts and routers."""
+        # The gate of a shared expert is a linear layer with one output.
+        gate = ((self.hidden, 1),) if self.shared else ()
+        return (*self._attention, *self._mlp(self.shared if self.experts else self.intermediate), *gate)
+
+    @property
+    def _attention(self) -> tuple[tuple[int, int], ...]:
+        output = (self.queries, self.hidden)
+        if self.packed:
+            return ((self.hidden, self.queries + 2 * self.keys), output)
+        return ((self.hidden, self.queries), (self.hidden, self.keys), (self.hidden, self.keys), output)
+
+    def _mlp(self, columns: int) -> tuple[tuple[int, int], ...]:
+        if not columns:
+            return ()
+        first = ((self.hidden, 2 * columns),) if self.packed else ((self.hidden, columns),) * (1 + self.gated)
+        return (*first, (columns, self.hidden))
+
+    @property
+    def _router(self) -> tuple[tuple[int, int], ...]:
+        """The router, and the gate of an expert that all tokens use."""
+        return ((self.hidden, self.experts + bool(self.shared)),) if self.experts else ()
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the linear layers of a decoder layer."""
+        """Weights of the matrices of a decoder layer that a token is multiplied with."""
         return sum(a * b for a, b in self.linear_layers)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of a decoder layer."""
         biases = (self.queries + 2 * self.keys) * self.biased
-        return self.layer_weights + biases + 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return sum(a * b for a, b in self.stored_layers) + biases + self.vectors
 
     @property
     def head_parameters(self) -> int:
@@ -72,16 +115,21 @@ class ModelShape:
     @property
     def root_parameters(self) -> int:
         """Parameters outside the decoder layers: embedding, head, last norm."""
-        return self.head_parameters * (1 if self.tied else 2) + self.hidden
+        return self.head_parameters * (1 if self.tied else 2) + self.root_vectors
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
         return self.layers * self.layer_parameters + self.root_parameters
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token is computed with: all but those of other experts."""
+        return self.parameters - self.layers * (sum(a * b for a, b in self.stored_layers) - self.layer_weights)
+
     def lora_parameters(self, rank: int) -> int:
         """Parameters of LoRA matrices of all linear layers but the head."""
-        return self.layers * sum(rank * (a + b) for a, b in self.linear_layers)
+        return self.layers * sum(rank * (a + b) for a, b in self.adapted_layers)
 
     def part(self, ways: int) -> ModelShape:
         """The shape of one tensor-parallel shard: its heads, columns and vocabulary at the same hidden size.
@@ -89,7 +137,8 @@ class ModelShape:
         Raises ValueError if heads or columns do not divide evenly. The vocabulary is that of the largest shard.
         """
         sharded = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
-        for name, size in {**sharded, "intermediate_size": self.intermediate}.items():
+        columns = {"intermediate_size": self.intermediate, "width of the other experts": self.idle}
+        for name, size in {**sharded, **columns}.items():
             if size % ways:
                 raise ValueError(f"{ways} does not divide {name} {size}")
         return replace(
@@ -97,12 +146,20 @@ class ModelShape:
             heads=self.heads // ways,
             kv_heads=self.kv_heads // ways,
             intermediate=self.intermediate // ways,
+            idle=self.idle // ways,
             vocabulary=-(-self.vocabulary // ways),
         )
 
 
 _qwen2 = partial(ModelShape, biased=True)
-_qwen3 = partial(ModelShape, vocabulary=151936, qk_norm=True)
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool = False) -> ModelShape:
+    # Two norms of the hidden states, and one of each head's 128 values for queries and for keys.
+    vectors = 2 * hidden + 2 * 128
+    return ModelShape(hidden, intermediate, layers, heads, kv_heads, 128, 151936, tied=tied, vectors=vectors)
+
+
 _llama = partial(ModelShape, vocabulary=128256)
 
 # Keys are Hub ids without their owner and without endings such as -Instruct.
@@ -125,88 +182,10 @@ KNOWN: dict[str, ModelShape] = {
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 128, 152064),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 128, 152064),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 128, 152064),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, 128, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, 128, tied=True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 128, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, 128),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, 128),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, 128),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
 }
-_ENDINGS = ("-instruct", "-base", "-chat", "-it")
-# Values of model_type whose decoder ModelShape describes.
-_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def shape_of(name: str, config: Path | None = None) -> ModelShape:
-    """The shape of `model.name`, a folder, a preset, or a Hub id of KNOWN; or of the given config.json.
-
-    Raises SpecError if it is none of them, or another kind of model.
-    """
-    file = config or Path(name) / "config.json"
-    if config is not None or file.exists():
-        return _read(file)
-    plain = name.rpartition("/")[2].lower()
-    for ending in _ENDINGS:
-        plain = plain.removesuffix(ending)
-    if plain in KNOWN:
-        return KNOWN[plain]
-    raise SpecError(
-        [
-            Problem(
-                "model.name",
-                "is neither a folder with a config.json nor a model whose shape is known; name the model's "
-                "config.json with --config",
-                given=repr(name),
-                allowed=", ".join(KNOWN),
-            )
-        ],
-        "estimate",
-    )
-
-
-def _read(file: Path) -> ModelShape:
-    try:
-        config = read_config_file(file)
-    except ValueError as error:
-        raise SpecError([Problem("model.name", str(error))], "estimate") from None
-    try:
-        return from_config(config)
-    except (ValueError, KeyError) as error:
-        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise SpecError([Problem("model.name", f"{file}: {reason}")], "estimate") from None
-
-
-def from_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Hugging Face configuration describes.
-
-    Raises:
-        ValueError: another kind of model, or an invalid size.
-        KeyError: a field is missing.
-    """
-    kind = config["model_type"]
-    if kind not in _TYPES:
-        raise ValueError(f"model_type {kind!r} is not supported by the estimate; supported: {', '.join(_TYPES)}")
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    if config.get("head_dim") is None and hidden % heads:
-        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is no head_dim")
-    return ModelShape(
-        hidden=hidden,
-        intermediate=_size(config, "intermediate_size"),
-        layers=_size(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", hidden // heads),
-        vocabulary=_size(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        biased=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-    )
-
-
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """The size in the field `name`; the default if it is null or missing."""
-    value = config[name] if default is None else config.get(name, default)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {json.dumps(value)}, not a whole number of at least 1")
-    return value

@@ -96,7 +96,7 @@ def _layer_traffic(work: Workload, again: float) -> float:
         # LoRA reads each linear layer's output, adds to it and writes it again; PEFT also copies that of quantized
         # weights.
         copied = 4 * (1 + again) if work.quantized else 0
-        traffic += sum(b for _, b in shape.linear_layers) * size * (6 * (2 + again) + copied)
+        traffic += sum(b for _, b in shape.adapted_layers) * size * (6 * (2 + again) + copied)
     if work.parallel.context_parallel > 1:
         # The queries of this rank, and the keys and values of the whole row.
         joined = shape.queries + 2 * shape.keys * work.parallel.context_parallel

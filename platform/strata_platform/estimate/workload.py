@@ -80,7 +80,7 @@ class Workload:
             compute_bytes=compute_bytes,
             fused=bool(kernels.enabled),
             # An adapter on the projection replaces the fused operator.
-            fused_gate=bool(kernels.enabled) and lora is None and _GATES.isdisjoint(kernels.exclude),
+            fused_gate=bool(kernels.enabled) and shape.gated and lora is None and _GATES.isdisjoint(kernels.exclude),
             fused_loss=spec.fused_loss,
             # In bfloat16, varlen attention computes each document by itself.
             masked=several_documents and spec.model.attention in ("auto", "sdpa") and compute_bytes == 4,
@@ -106,7 +106,7 @@ class Workload:
         """Sizes of the quantized weights of a layer; bitsandbytes leaves out those that do not fill whole blocks."""
         if not self.quantized:
             return ()
-        sizes = (inner * outer for inner, outer in self.shape.linear_layers)
+        sizes = (inner * outer for inner, outer in self.shape.adapted_layers)
         return tuple(size for size in sizes if size % NF4_BLOCK == 0)
 
     @property

@@ -127,7 +127,7 @@ def test_what_binds_the_folder_takes_another_name(tmp_path):
         else:
             RunFolder.of(spec).claim(other)
     assert {field for field, another in told.items() if another} == {
-        "model.dtype", "adapter.type", "data.sequence_length",
+        "model.dtype", "adapter.type", "data.sequence_length", "optimizer.type",
     }  # fmt: skip
     assert {
         "kernels.enabled",
@@ -153,7 +153,7 @@ def test_a_model_too_large_for_anything_gets_a_way_out():
         training={"micro_batch_size": 1, "gradient_checkpointing": "full"},
         data={"sequence_length": 8},
         model={"name": "x/y", "dtype": "bfloat16"},
-        adapter={"type": "lora"},
+        adapter={"type": "lora", "use_dora": True},
         topology={"nproc_per_node": 8, "nnodes": 64},
         parallel={"type": "fsdp", "cpu_offload": True},
     )
