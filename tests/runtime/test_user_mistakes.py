@@ -92,7 +92,7 @@ DATA = {
     "not-utf-8": (b'{"prompt": "\xff"}\n', {},
                   r"cannot read .*rows\.jsonl: line 1 is not UTF-8 \(invalid start byte at byte 12\)"),
     "no-objects": ([1, 2], {}, r"none of the first 2 rows can be read; .*rows\.jsonl line 1: an object with col"),
-    "other-columns": ([{"question": "a", "answer": "b"}], {}, r"recognizes none of the columns .question., .answer.;"),
+    "other-columns": ([{"frage": "a", "answer": "b"}], {}, r"recognizes none of the columns .frage., .answer.;"),
     "near-column": ([ROW], {"data": {"format": "text", "text_column": "promt"}, "objective": {"type": "pretrain"}},
                     r"needs the column 'promt'.*did you mean 'prompt'"),
     "texts-for-sft": ([{"text": "a"}], {}, r"objective\.type 'sft' needs prompts and completions.*set objective"),

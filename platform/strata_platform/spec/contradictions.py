@@ -258,7 +258,7 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         f"{path}.format to 'prompt_completion' or 'chat'",
     )
     yield Contradiction(
-        (format == "preference") != (objective.type == "dpo") and format != "auto",
+        (format in ("preference", "preference_chat")) != (objective.type == "dpo") and format != "auto",
         (f"{path}.format", "objective.type"),
         f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
         f"pairs of answers, and no other objective can use it; set {path}.format to 'auto', or another objective.type",

@@ -11,12 +11,16 @@ from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Arguments, Flag, Integer, Number, ObjectName, Section, Sources, Text, number
 
 BUILTIN_SOURCES = ("python-docs",)
-COMPRESSIONS = (".gz", ".bz2", ".xz")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")
+"""Ends of the names of files of rows with columns."""
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", *TEXT_SUFFIXES)
-DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _SUFFIXES for packed in ("", *COMPRESSIONS))
+EXTENSIONS = (*ROW_SUFFIXES, *TEXT_SUFFIXES)
+"""Ends of the names of the files that can be read, without the compression."""
+DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in EXTENSIONS for packed in ("", *COMPRESSIONS))
 """Ends of the names of data files."""
 
+FormatName = Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference", "preference_chat"]
 
 MAX_SOURCES = 100
 
@@ -40,26 +44,38 @@ class Reading(Section):
         "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
     )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
-    format: Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference"] | ObjectName = Field(
+    format: FormatName | ObjectName = Field(
         "auto",
-        description="Format of a row. `auto` decides by the columns. A class of your own, such as "
-        "`my_package.formats:Tickets`, is based on one of `tasks.runtime.extensions`.",
+        description="Format of a row. `auto` decides by the columns; the page Data formats has all forms. `alpaca` is "
+        "a question and its answer, as a chat. `preference_chat` reads pairs of texts as chats. A class of your own, "
+        "such as `my_package.formats:Tickets`, is based on one of `tasks.runtime.extensions`.",
     )
     format_arguments: Arguments = Field({}, description="What a `format` of your own is called with, by name.")
-    text_column: Text = Field("text", description="Column of format `text`.")
-    prompt_column: Text = Field("prompt", description="Prompt column of `prompt_completion` and `preference`.")
-    completion_column: Text = Field("completion", description="Completion column of `prompt_completion`.")
-    messages_column: Text = Field(
-        "messages",
-        description="Column of format `chat`: a list of {role, content}, or of {from, value} as in ShareGPT. "
-        "Assistant messages with `weight: 0` carry no loss. The chat template also gets a column `tools`, "
-        "if there is one.",
+    text_column: Text | None = Field(None, description="Column of format `text`; by default `text` or `content`.")
+    prompt_column: Text | None = Field(
+        None,
+        description="Prompt column of `prompt_completion`, `alpaca` and `preference`; by default a known name.",
     )
-    system_column: Text = Field(
-        "system", description="Column with the system message of a chat, if there is one; for chats of every format."
+    completion_column: Text | None = Field(
+        None, description="Completion or answer column of `prompt_completion` and `alpaca`; by default a known name."
     )
-    chosen_column: Text = Field("chosen", description="Column of `preference`: the better answer, text or messages.")
-    rejected_column: Text = Field("rejected", description="Column of `preference`: the other answer.")
+    messages_column: Text | None = Field(
+        None,
+        description="Column of format `chat`; by default `messages`, `conversations` or `conversation`: a list of "
+        "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. The "
+        "chat template also gets a column `tools`, if there is one.",
+    )
+    system_column: Text | None = Field(
+        None,
+        description="Column with the system message of a chat, for chats of every format; by default `system`, "
+        "`system_prompt` or `system_message`, if there is one.",
+    )
+    chosen_column: Text | None = Field(
+        None, description="Column of `preference`: the better answer, text or messages; by default `chosen`."
+    )
+    rejected_column: Text | None = Field(
+        None, description="Column of `preference`: the other answer; by default `rejected`."
+    )
     ignore_columns: tuple[Text, ...] = Field(
         (),
         description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
@@ -143,8 +159,8 @@ class Data(Reading):
     source: Sources | None = Field(
         "python-docs",
         description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
-        ".json, .parquet or .csv, or of text: .txt, .md, .rst; several as a list. Credentials come from the "
-        "environment.",
+        ".json, .parquet, .arrow, .csv or .tsv, or of text: .txt, .md, .rst; several as a list. Credentials come from "
+        "the environment.",
     )
     sources: Annotated[
         tuple[MixtureSource, ...],

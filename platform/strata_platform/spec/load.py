@@ -95,10 +95,7 @@ def _as_path(path_or_text: str | Path) -> Path | None:
 
 
 def _read_standard_input() -> str:
-    text = sys.stdin.read(_MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
-        raise _too_long(STANDARD_INPUT)
-    return text
+    return _decoded(sys.stdin.buffer.read(_MAX_BYTES + 1), STANDARD_INPUT)
 
 
 def _read_file(path: Path) -> str:
@@ -106,23 +103,24 @@ def _read_file(path: Path) -> str:
         require_regular_file(path)
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise _too_long(str(path))
-        text = content.decode("utf-8-sig")
     except OSError as error:
         raise _unreadable(str(path), f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        message = f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8"
-        raise _unreadable(str(path), message) from None
     # A path with a null byte.
     except ValueError as error:
         raise _unreadable(str(path), f"cannot be read: {error}") from None
+    text = _decoded(content, str(path))
     # JSON may be indented with tabs, YAML may not; inside a JSON string a tab is always escaped.
     return text.replace("\t", " ") if path.suffix == ".json" else text
 
 
-def _too_long(source: str) -> SpecError:
-    return _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is no spec; give another file")
+def _decoded(content: bytes, source: str) -> str:
+    if len(content) > _MAX_BYTES:
+        raise _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is no spec; give another file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8"
+        raise _unreadable(source, message) from None
 
 
 def _parse(text: str, source: str, overrides: Iterable[str], path: Path | None = None) -> tuple[RunSpec, Composed]:

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.file_io import require_regular_file
 from tasks.runtime.data.messages import Messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
-from tasks.runtime.data.template_renderer import TemplateLimit, TemplateRejection, render_templates
+from tasks.runtime.data.special_tokens import special_tokens_of
+from tasks.runtime.data.template_renderer import Span, TemplateLimit, TemplateRejection, render_templates
 from tasks.runtime.data.tools import COLUMN, Tools, called_functions, is_double_encoded, offered_functions
 
 # Built-in templates by name, with the special tokens that each needs.
@@ -36,8 +37,6 @@ _ROLES = frozenset(("system", "user", "assistant", "tool"))
 _PRIVATE = 0xF0000
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Span = tuple[int, int]
 
 
 def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
@@ -117,8 +116,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._marked = _GENERATION.search(source) is not None
         self._reads_tools = re.search(r"\btools\b", source) is not None
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._special = tuple(special | set(tokenizer.all_special_tokens))
+        self._special = special_tokens_of(tokenizer)
         self._known_roles = set(_ROLES)
         # Kinds of messages whose content the template renders.
         self._rendered: set[tuple[str, bool, bool]] = set()
@@ -201,24 +199,29 @@ class ChatTemplate:
         }
         if not doubtful:
             return
-        marked = [
-            {**message, "content": doubtful[index]} if index in doubtful else message
-            for index, message in enumerate(messages)
-        ]
-        try:
-            ((rendered, _),) = self._apply([(marked, False)], where, tools)
-        except RowError:
-            # It rejects other contents, so it reads them.
-            return
-        for index, mark in doubtful.items():
-            if mark not in rendered:
-                role, has_calls, _ = kinds[index]
-                beside = " beside its tool calls" if has_calls else ""
-                raise RowError(
-                    f"{where}: the chat template omits message {index + 1}, of role {role!r}, {contents[index][:40]!r}"
-                    f"{beside}; set data.chat_template to a template that renders it, or remove it from the messages"
-                )
-            self._rendered.add(kinds[index])
+        # A template that rejects the marks of several messages may render those of each.
+        for marks in (doubtful, *({index: mark} for index, mark in doubtful.items() if len(doubtful) > 1)):
+            marked = [
+                {**message, "content": marks[index]} if index in marks else message
+                for index, message in enumerate(messages)
+            ]
+            try:
+                ((rendered, _),) = self._apply([(marked, False)], where, tools)
+            except RowError:
+                # It rejects another content of one of them, so it reads that one.
+                continue
+            for index, mark in marks.items():
+                if mark not in rendered:
+                    role, has_calls, _ = kinds[index]
+                    beside = " beside its tool calls" if has_calls else ""
+                    raise RowError(
+                        f"{where}: the chat template omits message {index + 1}, of role {role!r}, "
+                        f"{contents[index][:40]!r}{beside}; set data.chat_template to a template that renders it, or "
+                        "remove it from the messages"
+                    )
+                self._rendered.add(kinds[index])
+            if marks is doubtful:
+                return
 
     def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
         """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tasks.runtime.data.formats import PREFERENCES
+from tasks.runtime.data.columns import PREFERENCES
 from tasks.runtime.data.prepared_manifest import Manifest, Split
 
 TOKENIZER = "tokenizer"

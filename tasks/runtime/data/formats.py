@@ -5,9 +5,12 @@
 | `text`              | text                 | all of it                      |
 | `prompt_completion` | prompt, completion   | the completion                 |
 | `chat`              | messages             | what the assistant says        |
-| `alpaca`            | instruction, output  | the output, as the assistant   |
+| `alpaca`            | question, answer     | the answer, as the assistant   |
 | `preference`        | prompt, chosen,      | the answer, in two documents:  |
 |                     | rejected             | chosen, then rejected          |
+| `preference_chat`   | the same, as chats   | the last turn, likewise        |
+
+`columns.SHAPES` has the names of their columns. A prompt and a completion that are lists of messages are a `chat`, too.
 
 A text ends with the end-of-sequence token, which carries loss, too. Special tokens that the text already contains are
 not added twice. The chat template ends the turns of a chat and receives the column `tools`. A column `system` becomes
@@ -25,13 +28,21 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import ChatTemplate, Span, resolve_template, templates_to_save
-from tasks.runtime.data.columns import CHATS, Unread, columns_of
-from tasks.runtime.data.messages import INSTRUCTION, OUTPUT, Messages, alpaca_messages, messages_of, with_system
+from tasks.runtime.data.chat import ChatTemplate, resolve_template, templates_to_save
+from tasks.runtime.data.columns import CHATS, PREFERENCES, Shape, Unread, columns_of, find_shape, known_shapes
+from tasks.runtime.data.messages import (
+    Messages,
+    answer_of,
+    is_transcript,
+    messages_of,
+    question_messages,
+    with_system,
+)
 from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
-from tasks.runtime.data.preferences import are_chats, chat_answers, preference_columns, text_answers
+from tasks.runtime.data.preferences import chat_answers, text_answers
 from tasks.runtime.data.rows import Row, RowError, suggestion
 from tasks.runtime.data.special_tokens import SpecialTokens, restore
+from tasks.runtime.data.template_renderer import Span
 from tasks.runtime.data.tools import COLUMN, tools_of
 from tasks.runtime.extensions import TextSegment
 
@@ -66,10 +77,6 @@ ToDocuments = Callable[[Row], list[Document]]
 # From a chat and its row to documents as segments; without text there are none.
 Render = Callable[[Messages, Row], list[list[Segment]]]
 
-# Names of the formats of preference data: answers as texts, or as chats.
-PREFERENCES = ("preference", "preference_chat")
-_SYSTEM = Data.model_fields["system_column"].default
-
 
 @dataclass(frozen=True)
 class Format:
@@ -101,45 +108,56 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
     available = columns_of(rows)
     if not available:
         raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
-    if data.system_column != _SYSTEM and data.system_column not in available:
-        raise ValueError(
-            f"data.system_column {data.system_column!r}: the data has {', '.join(map(repr, available))}"
-            f"{suggestion(data.system_column, available)}"
-        )
     present = [column for column in available if column not in data.ignore_columns]
     if not present:
         raise ValueError(f"data.ignore_columns: no column is left of {', '.join(map(repr, available))}; remove one")
     if is_own(data.format):
         return data.format, own_columns(data, present)
-    if recipe.objective == "dpo":
-        columns = preference_columns(data, present)
-        return PREFERENCES[are_chats(columns, rows)], columns
-    known = {
-        "chat": (data.messages_column,),
-        "prompt_completion": (data.prompt_column, data.completion_column),
-        "alpaca": (INSTRUCTION, OUTPUT),
-        "text": (data.text_column,),
-    }
-    if data.format != "auto":
-        for column in known[data.format]:
-            if column not in present:
-                raise ValueError(_missing(data.format, column, present))
-        return data.format, known[data.format]
-    order = ("text", "chat", "prompt_completion", "alpaca") if recipe.objective == "pretrain" else known
-    name = next((name for name in order if set(known[name]) <= set(present)), None)
-    if name is None:
+    shape = find_shape(data, recipe.objective, present)
+    _require_columns(data, available)
+    if shape is None:
         raise ValueError(
             f"data.format 'auto' recognizes none of the columns {', '.join(map(repr, present))}; it looks for "
-            + " or ".join(" and ".join(map(repr, columns)) for columns in known.values())
-            + "; set data.messages_column, data.prompt_column and data.completion_column, or data.text_column"
+            f"{known_shapes(data)}; set data.messages_column, data.prompt_column and data.completion_column, or "
+            "data.text_column"
         )
-    if name == "text" and recipe.objective == "sft":
+    if shape.format == "text" and recipe.objective == "sft":
         raise ValueError(
             f"objective.type 'sft' needs prompts and completions, but the data has only texts (column "
-            f"{data.text_column!r}); set objective.type to 'pretrain', or set data.prompt_column and "
+            f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
             "data.completion_column"
         )
-    return name, known[name]
+    return _as_chat(shape, rows)
+
+
+def _require_columns(data: Data, available: list[str]) -> None:
+    """Raise ValueError if a field of `data` names a column that does not exist."""
+    for field in Data.model_fields:
+        column = getattr(data, field) if field.endswith("_column") else None
+        if column is not None and column not in available:
+            raise ValueError(
+                f"data.{field} {column!r}: the data has {', '.join(map(repr, available))}"
+                f"{suggestion(column, available)}"
+            )
+
+
+def _as_chat(shape: Shape, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
+    """Name and columns of the format, judged by the first answer of rows that is not null: a text or messages.
+
+    Raises ValueError when answers are texts and have no prompt.
+    """
+    if shape.format not in ("prompt_completion", *PREFERENCES):
+        return shape
+    column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
+    values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
+    if values and (isinstance(values[0], list | dict) or (shape.format in PREFERENCES and is_transcript(values[0]))):
+        return "chat" if shape.format == "prompt_completion" else "preference_chat", shape.columns
+    if shape.format in PREFERENCES and len(shape.columns) == 2:
+        raise ValueError(
+            f"the answers in column {column!r} are texts, but there is no column with their prompt; set "
+            "data.prompt_column, or give answers as lists of messages"
+        )
+    return shape
 
 
 def _first_problem(rows: list[Row]) -> str:
@@ -148,13 +166,6 @@ def _first_problem(rows: list[Row]) -> str:
     except RowError as error:
         return str(error)
     return f"{rows[0].where}: it has no columns"
-
-
-def _missing(format_name: str, column: str, present: list[str]) -> str:
-    return (
-        f"data.format {format_name!r} needs the column {column!r}, but the data has "
-        f"{', '.join(map(repr, present))}{suggestion(column, present)}"
-    )
 
 
 def make_format(
@@ -232,17 +243,30 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
     Raises:
         RowError: they cannot be read.
     """
-    ignored = data.ignore_columns
-    if name == "alpaca":
-        # Without an output there is nothing to learn.
-        chats = [alpaca_messages(row, ignored)] if row.text(OUTPUT).strip() else []
-    elif name == "preference_chat":
-        chats = list(chat_answers(row, columns, ignored))
+    if name == "preference_chat":
+        chats = list(chat_answers(row, columns, data))
+    elif name == "alpaca":
+        question, answer = columns
+        turn = {"role": "assistant", "content": row.text(answer)}
+        # Without an answer there is nothing to learn.
+        chats = [[*question_messages(row, question, data), turn]] if row.text(answer).strip() else []
+    elif len(columns) == 2:
+        chats = [_continued(row, columns, data)]
     else:
-        chats = [messages_of(row, columns[0], ignored)]
-    if data.system_column in ignored:
-        return chats
-    return [with_system(chat, row, data.system_column) for chat in chats]
+        chats = [messages_of(row, columns[0], data.ignore_columns)]
+    return [with_system(chat, row, data) for chat in chats]
+
+
+def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
+    """The chat of a prompt and a completion, of which the completion alone is learned."""
+    prompt, completion = columns
+    before = (
+        [{"role": "user", "content": row.text(prompt)}]
+        if isinstance(row.value(prompt), str)
+        else messages_of(row, prompt, data.ignore_columns)
+    )
+    context = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in before]
+    return [*context, *answer_of(row, completion, data.ignore_columns)]
 
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:

@@ -1,27 +1,40 @@
-"""The messages of a chat: as OpenAI's, with `role` and `content`; as ShareGPT's, with `from` and `value`; as Alpaca's.
+"""The messages of a chat: as OpenAI's, with `role` and `content`; as ShareGPT's, with `from` and `value`; as a
+question and its answer; or as a transcript.
 
 Flags of an assistant's message that other frameworks read, `train` and `loss`, become its `weight`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection
 from typing import Any
 
+from strata_platform.spec.data import Data
+from tasks.runtime.data.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
 from tasks.runtime.data.tools import called_functions, drop_nulls
 
-# Roles by the values of `from` in ShareGPT's messages.
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
-          "tool": "tool"}  # fmt: skip
+# Roles by the names that data sets give them, ShareGPT's among them.
+_ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
+    "function_response": "tool",
+}  # fmt: skip
+# LLaMA-Factory's: the value is a call as JSON, or a list of them.
+_CALL = "function_call"
+# Keys that hold the author and the text of a message; the first of each is the one of chat templates.
+_AUTHORS, _TEXTS = ("role", "from"), ("content", "value")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 # Keys that say whether a message is learned, in axolotl, LLaMA-Factory and ms-swift, true by default.
 _LEARNED = ("train", "training", "loss")
 # Keys that say which parts of a message are learned, or how much.
 _UNSUPPORTED = ("train_detail", "training_detail", "loss_scale", "loss_mask", "mask", "masks")
-# Alpaca's columns.
-INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 _FLAGS = frozenset((*_LEARNED, *_UNSUPPORTED))
+# As in hh-rlhf: `\n\nHuman: Hello\n\nAssistant: Hi.`
+_TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 Messages = list[dict[str, Any]]
 
@@ -31,47 +44,90 @@ def messages_of(row: Row, column: str, ignored: Collection[str] = ()) -> Message
 
     ignored: keys that are left out.
 
-    ShareGPT's messages with `from` and `value`, and contents that are lists of text parts, are converted to `role` and
-    a string as `content`.
+    ShareGPT's messages with `from` and `value`, contents that are lists of text parts, and transcripts are converted to
+    messages with `role` and a string as `content`.
     """
     value = row.value(column)
+    if is_transcript(value):
+        value = _of_transcript(row.text(column))
     if not isinstance(value, list):
         raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages")
     if not value:
         raise RowError(f"{row.where}: column {column!r} holds no message")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        where = f"{row.where}: message {number}"
-        if not isinstance(message, dict):
-            raise RowError(f"{where} is {describe_type(message)}, not an object with role and content")
-        message = {
-            key: item
-            for key, item in message.items()
-            if item is not None and (key, item) != ("tool_calls", []) and key not in ignored
-        }
-        message = _with_weight(_with_text(_with_role(message, where)), where)
-        if "tool_calls" in message:
-            message["tool_calls"] = drop_nulls(message["tool_calls"])
-            called_functions(message["tool_calls"], where)
-        if not isinstance(message.get("role"), str):
-            raise RowError(f"{where}: role is {describe_type(message.get('role'))}, not text{_other_keys(message)}")
-        if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
-            raise RowError(f"{where}: content is {describe_type(message.get('content'))}, not text")
-        require_valid_unicode(message.get("content", ""), f"{where}: content")
-        _require_weight(message, where)
-        messages.append(message)
-    return messages
+    return [
+        _message(message, f"{row.where}: message {number}", ignored) for number, message in enumerate(value, start=1)
+    ]
+
+
+def answer_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
+    """The messages in `column`, which may also be one message, or the text of the assistant's. Raises RowError."""
+    value = row.value(column)
+    if isinstance(value, dict):
+        return [_message(value, f"{row.where}: column {column!r}", ignored)]
+    if isinstance(value, str) and not is_transcript(value):
+        return [{"role": "assistant", "content": row.text(column)}]
+    return messages_of(row, column, ignored)
+
+
+def is_transcript(value: Any) -> bool:
+    """Whether a value is a chat as in hh-rlhf: a text of turns that begin with `Human:` and `Assistant:`."""
+    return isinstance(value, str) and _TRANSCRIPT.match(value) is not None and "\n\nAssistant:" in value
+
+
+def _of_transcript(text: str) -> Messages:
+    _, *parts = _TRANSCRIPT.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": content.strip()} for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]:
+    """The checked message. Raises RowError."""
+    if not isinstance(value, dict):
+        raise RowError(f"{where} is {describe_type(value)}, not an object with role and content")
+    held = {
+        key: item
+        for key, item in value.items()
+        if item is not None and (key, item) != ("tool_calls", []) and key not in ignored
+    }
+    message = _with_weight(_with_text(_with_role(held, where)), where)
+    if "tool_calls" in message:
+        message["tool_calls"] = drop_nulls(message["tool_calls"])
+        called_functions(message["tool_calls"], where)
+    if not isinstance(message.get("role"), str):
+        raise RowError(f"{where}: role is {describe_type(message.get('role'))}, not text{_other_keys(message)}")
+    if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
+        raise RowError(f"{where}: content is {describe_type(message.get('content'))}, not text{_other_parts(message)}")
+    require_valid_unicode(message.get("content", ""), f"{where}: content")
+    _require_weight(message, where)
+    return message
 
 
 def _with_role(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
-    if "role" in message or not {"from", "value"} <= message.keys():
+    author, text = (next((key for key in keys if key in message), None) for keys in (_AUTHORS, _TEXTS))
+    if author is None or (text is None and author != "role"):
         return message
-    author = message["from"]
-    if not isinstance(author, str) or author not in _ROLES:
-        raise RowError(f"{where}: from is {author!r}; it may be {', '.join(map(repr, _ROLES))}")
-    others = {key: item for key, item in message.items() if key not in ("from", "value")}
-    return {"role": _ROLES[author], "content": message["value"], **others}
+    role = message[author]
+    if role == _CALL and text is not None:
+        others = {key: item for key, item in message.items() if key not in (author, text)}
+        return {"role": "assistant", "tool_calls": _calls(message[text], where), **others}
+    known = isinstance(role, str) and role in _ROLES
+    if author != "role" and not known:
+        raise RowError(f"{where}: {author} is {role!r}; it may be {', '.join(map(repr, (*_ROLES, _CALL)))}")
+    names = {author: "role", text: "content"}
+    converted = {names.get(key, key): item for key, item in message.items()}
+    return {**converted, "role": _ROLES[role]} if known else converted
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls from LLaMA-Factory's JSON of a call, or of a list of them. Raises RowError."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{where}: the function call is not valid JSON: {error}") from error
+    return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +141,18 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 def _is_text(part: Any) -> bool:
     # Columnar files give every part the keys of all parts, with null values.
     held = {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else {}
-    return held.keys() == {"type", "text"} and held["type"] == "text" and isinstance(held["text"], str)
+    return held.keys() == {"type", "text"} and held["type"] in _TEXT_PARTS and isinstance(held["text"], str)
+
+
+def _other_parts(message: dict[str, Any]) -> str:
+    """The end of the error message for a content of parts that are not all text: the first other one."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts:
+        return ""
+    other = next(part for part in parts if not _is_text(part))
+    kind = other.get("type") if isinstance(other, dict) else None
+    shown = f"type {kind!r}" if isinstance(kind, str) else describe_type(other)
+    return f"; only parts of type 'text' are read, this one has {shown}"
 
 
 def _other_keys(message: dict[str, Any]) -> str:
@@ -129,41 +196,52 @@ def _require_weight(message: dict[str, Any], where: str) -> None:
         )
 
 
-def alpaca_messages(row: Row, ignored: Collection[str] = ()) -> Messages:
-    """The messages of a row as in Alpaca: earlier turns, the instruction with its input, and the output.
+def question_messages(row: Row, column: str, data: Data) -> Messages:
+    """The messages before an answer: earlier turns in `history`, and the question in `column` with its `input`.
 
-    The assistant's turns in `history`, a list of pairs of texts, are learned like the output. Raises RowError.
-
-    ignored: columns that are not read.
+    The assistant's turns in `history`, a list of pairs of texts, are learned like the answer. Raises RowError.
     """
-    fields = {name: value for name, value in row.fields().items() if name not in ignored}
-    prompt = row.text(INSTRUCTION)
-    if fields.get(INPUT) is not None and row.text(INPUT).strip():
-        prompt = f"{prompt}\n{row.text(INPUT)}" if prompt.strip() else row.text(INPUT)
+    fields = {name: value for name, value in row.fields().items() if name not in data.ignore_columns}
+    texts = [row.text(column)]
+    for name in INPUTS:
+        if name != column and fields.get(name) is not None:
+            texts.append(_optional_text(row, name))
     history = fields.get(HISTORY) or []
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise RowError(f"{row.where}: column {HISTORY!r} holds {describe_type(history)}, not a list of pairs of texts")
-    turns = [(number, text) for pair in (*history, (prompt, row.text(OUTPUT))) for number, text in enumerate(pair)]
-    for _, text in turns:
-        require_valid_unicode(text, row.where)
-    return [{"role": ("user", "assistant")[number], "content": text} for number, text in turns]
+    for pair in history:
+        for text in pair:
+            require_valid_unicode(text, row.where)
+    question = "\n".join(text for text in texts if text.strip())
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+    return [*turns, {"role": "user", "content": question}]
 
 
 def _is_pair(turn: Any) -> bool:
     return isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
 
 
-def with_system(messages: Messages, row: Row, column: str) -> Messages:
-    """The messages, with the system message in `column` before them. Raises RowError if they begin with another."""
-    value = row.fields().get(column)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return messages
-    system = {"role": "system", "content": row.text(column)}
-    if messages[0]["role"] != "system":
-        return [system, *messages]
-    if messages[0].get("content", "").strip() != system["content"].strip():
-        raise RowError(
-            f"{row.where}: column {column!r} and the first message hold different system messages; correct one of "
-            f"them, or name {column!r} in data.ignore_columns"
-        )
+def _optional_text(row: Row, column: str) -> str:
+    try:
+        return row.text(column)
+    except RowError as error:
+        raise RowError(f"{error}; to leave it unread, name it in data.ignore_columns") from error
+
+
+def with_system(messages: Messages, row: Row, data: Data) -> Messages:
+    """The messages, after the system message in a column. Raises RowError if they begin with another one."""
+    first = f"column {{!r}} and {'the first message' if messages[0]['role'] == 'system' else 'another column'}"
+    for column in system_columns(data):
+        value = row.fields().get(column)
+        if column in data.ignore_columns or value is None or (isinstance(value, str) and not value.strip()):
+            continue
+        text = row.text(column)
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": text}, *messages]
+        elif messages[0].get("content", "").strip() != text.strip():
+            raise RowError(
+                f"{row.where}: {first.format(column)} hold different system messages; correct one of them, or name "
+                f"{column!r} in data.ignore_columns"
+            )
     return messages

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.columns import CHATS
+from tasks.runtime.data.columns import CHATS, PREFERENCES
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
-from tasks.runtime.data.formats import PREFERENCES
 from tasks.runtime.data.own_format import is_own_chat
 from tasks.runtime.data.prepared_manifest import EMPTY, Manifest, Split
 from tasks.runtime.run_folder.record import SourceShare

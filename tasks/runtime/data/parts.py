@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import infer_compression
 
-from tasks.runtime.data.readers import Span, extension, file_name, is_text, naming_file, read
+from tasks.runtime.data.readers import Span, extension, is_compressed, is_text, naming_file, read
 from tasks.runtime.data.rows import Row
 from tasks.runtime.data.sources import Files, Source
 
@@ -86,7 +85,7 @@ def _pieces(source: Files, part_bytes: int) -> Iterator[tuple[Piece, int]]:
     for number, (filesystem, path) in enumerate(source.found):
         with naming_file(path):
             size = int(filesystem.size(path) or 0)
-            plain = infer_compression(file_name(path)) is None
+            plain = not is_compressed(path)
             if plain and extension(path) == ".parquet" and size * _COMPRESSION > part_bytes:
                 for span, text in _row_groups(filesystem, path, part_bytes):
                     yield Piece(number, span), text

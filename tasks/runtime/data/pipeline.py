@@ -20,8 +20,9 @@ from tasks.runtime.data.parts import PART_BYTES, Part, divide
 from tasks.runtime.data.preparation_plan import Plan, make_plan, package_versions, parse_plan
 from tasks.runtime.data.prepare_part import PartPreparer, PartRecord, in_all
 from tasks.runtime.data.prepared_manifest import PLAN, Manifest, Split
+from tasks.runtime.data.readers import is_text
 from tasks.runtime.data.shard_store import ShardStore
-from tasks.runtime.data.sources import Source, open_source
+from tasks.runtime.data.sources import Files, Source, open_source
 from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.data.tokenizer import save_tokenizer
 
@@ -68,7 +69,20 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report, processes: int | N
             with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
                 _prepare_whole(recipe, source, parts, folder, report)
         report(f"prepared in {time.monotonic() - started:.1f} s")
-    return PreparedData.load(out)
+    prepared = PreparedData.load(out)
+    if isinstance(source, Files):
+        _warn_of_separator(source, prepared.manifest.samples_read)
+    return prepared
+
+
+def _warn_of_separator(source: Files, documents: int) -> None:
+    separator = source.texts.separator
+    if separator is not None and documents <= len(source.found) and is_text(source.found[0][1]):
+        warnings.warn(
+            f"data.document_separator {separator!r} divides none of the text files: each of the "
+            f"{len(source.found):,} is one document; correct it, or leave it out",
+            stacklevel=3,
+        )
 
 
 def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:

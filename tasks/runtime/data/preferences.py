@@ -1,54 +1,19 @@
-"""Preference data: the columns of the formats `preference` and `preference_chat`, and how their rows are read.
+"""Preference data: how the rows of the formats `preference` and `preference_chat` are read.
 
-Datasets on the Hub have two shapes. Answers are texts that continue the prompt. Or they are lists of messages that
-differ only in the last one: complete chats, which repeat the prompt if there is one, or continuations of a prompt. The
-prompt is a text or a list of messages. A continuation begins with the assistant's message and may be that alone.
+Datasets on the Hub have two shapes. Answers are texts that continue the prompt. Or they are messages that differ only
+in the last one: complete chats, which repeat the prompt if there is one, or continuations of a prompt: a list of
+messages, one message, or its text. The prompt is a question or a list of messages. A continuation begins with the
+assistant's message and may be that alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.messages import Messages, messages_of
-from tasks.runtime.data.rows import Row, RowError, suggestion
-
-ROLES = ("chosen", "rejected")
-
-
-def preference_columns(data: Data, present: list[str]) -> tuple[str, ...]:
-    """The columns of a preference dataset among those `present`: the prompt, if any, and both answers.
-
-    Raises ValueError when the column of an answer is missing.
-    """
-    for role, column in zip(ROLES, (data.chosen_column, data.rejected_column), strict=True):
-        if column not in present:
-            raise ValueError(
-                f"objective.type 'dpo' needs pairs of answers, but the data has no column {column!r}, only "
-                f"{', '.join(map(repr, present))}{suggestion(column, present)}; set data.{role}_column"
-            )
-    prompt = (data.prompt_column,) if data.prompt_column in present else ()
-    return (*prompt, data.chosen_column, data.rejected_column)
-
-
-def are_chats(columns: tuple[str, ...], rows: list[Row]) -> bool:
-    """Whether answers are lists of messages, judged by the first answer that is not null.
-
-    Raises ValueError when answers are texts and there is no prompt column.
-    """
-    *prompt, chosen, _ = columns
-    answers = [
-        row.values[chosen] for row in rows if isinstance(row.values, dict) and row.values.get(chosen) is not None
-    ]
-    if answers and isinstance(answers[0], list):
-        return True
-    if not prompt:
-        raise ValueError(
-            f"the answers in column {chosen!r} are texts, but there is no column with their prompt; set "
-            "data.prompt_column, or give answers as lists of messages"
-        )
-    return False
+from tasks.runtime.data.columns import HISTORY, INPUTS
+from tasks.runtime.data.messages import Messages, answer_of, messages_of, question_messages
+from tasks.runtime.data.rows import Row, RowError
 
 
 def text_answers(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
@@ -57,13 +22,10 @@ def text_answers(row: Row, columns: tuple[str, ...]) -> tuple[str, str, str]:
     return prompt, chosen, rejected
 
 
-def chat_answers(row: Row, columns: tuple[str, ...], ignored: Collection[str] = ()) -> tuple[Messages, Messages]:
-    """The two chats of a row: equal but for the last message, the chosen or the rejected answer. Raises RowError.
-
-    ignored: keys of messages that are left out.
-    """
+def chat_answers(row: Row, columns: tuple[str, ...], data: Data) -> tuple[Messages, Messages]:
+    """The two chats of a row: equal but for the last message, the chosen or the rejected answer. Raises RowError."""
     *prompt, chosen, rejected = columns
-    first, second = (_chat(row, column, prompt, ignored) for column in (chosen, rejected))
+    first, second = (_chat(row, column, prompt, data) for column in (chosen, rejected))
     for number, (one, other) in enumerate(zip(first[:-1], second[:-1], strict=False), start=1):
         if one != other:
             raise RowError(_mismatch(row, chosen, rejected, f"differ in message {number}"))
@@ -72,15 +34,21 @@ def chat_answers(row: Row, columns: tuple[str, ...], ignored: Collection[str] = 
     return first, second
 
 
-def _prompt_messages(row: Row, column: str, ignored: Collection[str]) -> Messages:
+def _prompt_messages(row: Row, column: str, data: Data) -> Messages:
     if isinstance(row.value(column), str):
-        return [{"role": "user", "content": row.text(column)}]
-    return messages_of(row, column, ignored)
+        return question_messages(row, column, data)
+    if unread := [name for name in (*INPUTS, HISTORY) if name not in (column, *data.ignore_columns)
+                  and row.fields().get(name)]:  # fmt: skip
+        raise RowError(
+            f"{row.where}: column {unread[0]!r} belongs to a prompt that is a text, but column {column!r} holds "
+            f"messages; name {unread[0]!r} in data.ignore_columns"
+        )
+    return messages_of(row, column, data.ignore_columns)
 
 
-def _chat(row: Row, column: str, prompt: list[str], ignored: Collection[str]) -> Messages:
+def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
     """The chat that ends with the answer in `column`. prompt: the name of the prompt's column, if there is one."""
-    messages = messages_of(row, column, ignored)
+    messages = answer_of(row, column, data.ignore_columns)
     if messages[-1]["role"] != "assistant":
         raise RowError(
             f"{row.where}: the last message in column {column!r} has role {messages[-1]['role']!r}; it must be the "
@@ -91,9 +59,11 @@ def _chat(row: Row, column: str, prompt: list[str], ignored: Collection[str]) ->
             f"{row.where}: the last message in column {column!r} has weight 0, but it is the answer to compare; leave "
             "weight out"
         )
-    prompt_messages = _prompt_messages(row, prompt[0], ignored) if prompt else []
+    prompt_messages = _prompt_messages(row, prompt[0], data) if prompt else []
     if not prompt_messages and len(messages) == 1:
-        raise RowError(f"{row.where}: column {column!r} has an answer without a prompt before it")
+        raise RowError(
+            f"{row.where}: column {column!r} has an answer without a prompt before it; set data.prompt_column"
+        )
     if _starts_with(messages, prompt_messages):
         return messages
     if messages[0]["role"] == "assistant":

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
-from tasks.runtime.data.columns import Unread, columns_of, keys_in
+from tasks.runtime.data.columns import Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
 from tasks.runtime.data.own_format import is_own, own_digest
@@ -101,7 +101,8 @@ def make_plan(
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
-    report(f"{source.name}: format {name}, from {', '.join(columns)}")
+    extra = [column for column in optional_columns(name, columns, recipe.data) if column in columns_of(first)]
+    report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}")
     _report_unread(recipe, name, columns, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
     row_format = make_format(name, columns, tokenizer, recipe.data, first)

@@ -1,7 +1,7 @@
-"""Readers for JSON Lines, JSON, Parquet, CSV and text files, through fsspec: a path or a URL, plain or compressed.
+"""Readers for JSON Lines, JSON, Parquet, Arrow, CSV, TSV and text files, through fsspec: a path or a URL.
 
-Values are not converted: a number in a text column stays a number, and the text `NA` stays a text, so that wrong values
-are found and counted. Line numbers start at 1.
+A file may be compressed. Values are not converted: a number in a text column stays a number, and the text `NA` stays
+a text, so that wrong values are found and counted. Line numbers start at 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
-from strata_platform.spec.data import COMPRESSIONS, TEXT_SUFFIXES
+from strata_platform.spec.data import COMPRESSIONS, ROW_SUFFIXES, TEXT_SUFFIXES
 from tasks.runtime.data.rows import Row
 from tasks.runtime.data.text_files import TextDocuments
 
@@ -27,6 +27,8 @@ _MAX_CSV_FIELD = 1 << 28
 # Bytes after decompression: a small compressed file may hold any number of them.
 _MAX_LINE = 1 << 28
 _MAX_JSON = 1 << 30
+# Rows of an Arrow table that are converted together.
+_ARROW_ROWS = 1024
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
@@ -47,10 +49,7 @@ def read(filesystem: Any, path: str, texts: TextDocuments, span: Span | None = N
     texts: what a document is in a text file.
     span: the rows to read of a file of lines or a Parquet file, which is not compressed; all by default.
     """
-    from fsspec.utils import infer_compression
-
-    compression = infer_compression(file_name(path))
-    with naming_file(path), filesystem.open(path, "rb", compression=compression) as file:
+    with naming_file(path), _opened(filesystem, path) as file:
         if span is None:
             yield from (texts.rows if is_text(path) else _READERS[extension(path)])(file, path)
         elif extension(path) == ".parquet":
@@ -65,6 +64,24 @@ def _read_span(file: IO[bytes], path: str, texts: TextDocuments, span: Span) -> 
         yield from texts.rows(_Raw(file, span.end - span.begin), path, first=span.first)
         return
     yield from _rows_of_lines(_lines(_Raw(file, span.end - span.begin), span.first), path)
+
+
+def _opened(filesystem: Any, path: str) -> Any:
+    """The file, decompressed as it is read."""
+    from fsspec.utils import infer_compression
+
+    name = file_name(path)
+    if not name.lower().endswith(".zst"):
+        return filesystem.open(path, "rb", compression=infer_compression(name))
+    # fsspec has no Zstandard of its own.
+    from pyarrow import CompressedInputStream, PythonFile
+
+    return CompressedInputStream(PythonFile(filesystem.open(path, "rb"), mode="r"), "zstd")
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is decompressed as it is read, so that no part of it can be read alone."""
+    return file_name(path).lower().endswith(COMPRESSIONS)
 
 
 def is_text(path: str) -> bool:
@@ -169,9 +186,9 @@ _JSON = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys)
 
 def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     """A list of objects, or JSON Lines, which often have this extension, too."""
-    start = file.read(len(_BYTE_ORDER_MARK) + 64).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
-    file.seek(0)
-    if start != b"[":
+    # Not every compressed file can be read from the start again.
+    file = io.BufferedReader(_Raw(file), 1 << 20)
+    if file.peek(1).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
         yield from _read_json_lines(file, name)
         return
     content = file.read(_MAX_JSON + 1)
@@ -188,9 +205,9 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
         yield Row(f"{name} row {number}", value)
 
 
-def _read_csv(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_csv(file: IO[bytes], name: str, delimiter: str = ",") -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_FIELD)
-    reader = csv.reader((line for _, line in _lines(_Raw(file))), strict=True)
+    reader = csv.reader((line for _, line in _lines(_Raw(file))), strict=True, delimiter=delimiter)
     header = next(_csv_rows(reader), [])
     _require_unique_columns(header)
     for values in _csv_rows(reader):
@@ -220,19 +237,54 @@ def _require_unique_columns(columns: list[str]) -> None:
         raise OSError(f"the header has a column twice: {', '.join(columns)}")
 
 
+def _read_tsv(file: IO[bytes], name: str) -> Iterator[Row]:
+    return _read_csv(file, name, "\t")
+
+
 def _read_parquet(file: IO[bytes], name: str, span: Span | None = None) -> Iterator[Row]:
-    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    try:
-        number = span.first - 1 if span else 0
+    def batches() -> Iterator[Any]:
         parquet = ParquetFile(file)
         _require_unique_columns(parquet.schema_arrow.names)
         groups = range(span.begin, span.end) if span else range(parquet.num_row_groups)
-        for batch in parquet.iter_batches(batch_size=1024, row_groups=list(groups)):
-            for values, problem in _arrow_rows(batch):
-                number += 1
-                yield Row(f"{name} row {number}", values, problem)
+        yield from parquet.iter_batches(batch_size=_ARROW_ROWS, row_groups=list(groups))
+
+    return _read_batches(batches(), name, span.first if span else 1)
+
+
+def _read_arrow(file: IO[bytes], name: str) -> Iterator[Row]:
+    """A stream of Arrow batches, as `datasets` saves them, or a file of them, which begins with its own mark."""
+    from pyarrow import ArrowException, ipc
+
+    def batches() -> Iterator[Any]:
+        buffered = io.BufferedReader(_Raw(file))
+        if buffered.peek(6).startswith(b"ARROW1"):
+            found = ipc.open_file(file)
+            _require_unique_columns(found.schema.names)
+            yield from (found.get_batch(index) for index in range(found.num_record_batches))
+            return
+        try:
+            stream = ipc.open_stream(buffered)
+        except ArrowException as error:
+            raise OSError(f"neither a stream nor a file of Arrow batches: {error}") from error
+        _require_unique_columns(stream.schema.names)
+        yield from stream
+
+    return _read_batches(batches(), name)
+
+
+def _read_batches(batches: Iterator[Any], name: str, first: int = 1) -> Iterator[Row]:
+    from pyarrow import ArrowException
+
+    number = first - 1
+    try:
+        for batch in batches:
+            # Batches of Arrow files may have any size.
+            for start in range(0, batch.num_rows, _ARROW_ROWS):
+                for values, problem in _arrow_rows(batch.slice(start, _ARROW_ROWS)):
+                    number += 1
+                    yield Row(f"{name} row {number}", values, problem)
     except ArrowException as error:
         raise OSError(str(error)) from error
 
@@ -255,11 +307,10 @@ def _arrow_row(batch: Any, index: int) -> tuple[Any, str | None]:
     return values, None
 
 
-_READERS: dict[str, Reader] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-}
-EXTENSIONS = (*_READERS, *TEXT_SUFFIXES)
-"""Extensions of the files that can be read."""
+_READERS: dict[str, Reader] = dict(
+    zip(
+        ROW_SUFFIXES,
+        (_read_json_lines, _read_json, _read_parquet, _read_arrow, _read_csv, _read_tsv),
+        strict=True,
+    )
+)

@@ -23,9 +23,9 @@ from fsspec.implementations.local import LocalFileSystem
 from strata_platform.file_io import require_regular_file
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import BUILTIN_SOURCES, COMPRESSIONS, Data
+from strata_platform.spec.data import BUILTIN_SOURCES, COMPRESSIONS, EXTENSIONS, Data
 from tasks.runtime.data import python_docs
-from tasks.runtime.data.readers import EXTENSIONS, extension, is_text, naming_file, read
+from tasks.runtime.data.readers import extension, is_text, naming_file, read
 from tasks.runtime.data.rows import Row, suggestion
 from tasks.runtime.data.splits import abbreviate, files_of_split, is_data_file, split_name
 from tasks.runtime.data.text_files import WHOLE_FILES, TextDocuments

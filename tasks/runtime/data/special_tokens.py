@@ -15,6 +15,12 @@ _FIRST = 0x100000
 _PLACEHOLDERS = "[\U00100000-\U0010fffd]"
 
 
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens of a tokenizer, the longest first."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted({*added, *tokenizer.all_special_tokens}, key=lambda token: (-len(token), token)))
+
+
 class SpecialTokens:
     """Finds special tokens of a tokenizer in texts.
 
@@ -23,8 +29,8 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, control: bool) -> None:
-        added = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
-        names = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        names = special_tokens_of(tokenizer)
         self._pattern = re.compile("|".join(map(re.escape, names)))
         self._to_hide = re.compile(f"{self._pattern.pattern}|{_PLACEHOLDERS}")
         # With the white space that a token takes from the text beside it.

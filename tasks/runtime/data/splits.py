@@ -19,14 +19,16 @@ _SPLIT_NAMES = {
 _WORDS = "|".join(_SPLIT_NAMES)
 _WORD = re.compile(rf"^({_WORDS})(?![^\W\d_])|(?<![^\W\d_])({_WORDS})[\W\d_]*$")
 _SHARD = re.compile(rf"data/((?:{_WORDS})_\w+)-\d{{5}}-of-\d{{5}}")
-# Files of a dataset that hold no rows.
-_METADATA_FILES = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+# Files of a dataset that hold no rows, and those in which `datasets` keeps the results of `map`.
+_METADATA_FILES = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+_CACHE = re.compile(r"cache-[0-9a-f]+.*\.arrow")
 
 
 def is_data_file(path: str) -> bool:
-    """Whether a file, by its path in the folder, may hold rows: not hidden, and no metadata."""
+    """Whether a file, by its path in the folder, may hold rows: neither hidden, nor metadata, nor a cache."""
     *_, file = parts = path.split("/")
-    return file not in _METADATA_FILES and not any(part.startswith((".", "__")) for part in parts)
+    hidden = any(part.startswith((".", "__")) for part in parts)
+    return not hidden and file not in _METADATA_FILES and _CACHE.fullmatch(file) is None
 
 
 def split_name(path: str) -> str | None:

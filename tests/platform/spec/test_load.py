@@ -129,6 +129,23 @@ def test_a_file_or_a_stream_that_is_no_spec_is_not_read_whole(tmp_path, monkeypa
             load_spec_argument("-")
 
 
+def test_standard_input_is_counted_in_bytes_and_read_as_utf_8(tmp_path, monkeypatch):
+    # In a locale of another encoding, too.
+    for content, message in (
+        ("# é" * (1 << 20) + "é" * (1 << 20), "longer than 4 MiB"),
+        ("name: caf\udce9", "not UTF-8: byte 9 is 0xe9"),
+    ):
+        (tmp_path / "spec.yaml").write_bytes(content.encode(errors="surrogateescape"))
+        with (tmp_path / "spec.yaml").open(encoding="latin-1") as stream:
+            monkeypatch.setattr("sys.stdin", stream)
+            with pytest.raises(SpecError, match=message):
+                load_spec_argument("-")
+    (tmp_path / "spec.yaml").write_text("output: é", encoding="utf-8")
+    with (tmp_path / "spec.yaml").open(encoding="latin-1") as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert load_spec_argument("-").output == "é"
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfseed: 1")
     assert load_spec(tmp_path / "bom.yaml").seed == 1

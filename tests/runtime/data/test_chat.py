@@ -248,8 +248,13 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
         ([], "column 'messages' holds no message"),
         (["hello"], "message 1 is str 'hello', not an object with role and content"),
         ([{"content": "hello"}], "message 1: role is null, not text; a message has role and content, this one 'co"),
-        ([{"from": "observation", "value": "4"}], "message 1: from is 'observation'; it may be 'human', 'user', 'gpt'"),
-        ([{"from": ["gpt"], "value": "4"}], "message 1: from is ['gpt']; it may be 'human'"),
+        ([{"from": "narrator", "value": "4"}], "message 1: from is 'narrator'; it may be 'system', 'user', 'human'"),
+        ([{"from": ["gpt"], "value": "4"}], "message 1: from is ['gpt']; it may be 'system'"),
+        ([{"from": "function_call", "value": "{"}], "message 1: the function call is not valid JSON"),
+        (
+            [{"from": "function_call", "value": "[4]"}],
+            "message 1: tool_calls has dict {'type': 'function', 'function': 4}",
+        ),
         ([{"from": "human", "value": 4}], "message 1: content is int 4, not text"),
         ([{"role": None, "content": "hello"}], "message 1: role is null, not text"),
         ([TALK[0], {"role": "user", "content": None}], "message 2: content is null, not text"),
@@ -261,7 +266,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
                     "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}],
                 }
             ],
-            "message 1: content is list",
+            "message 1: content is list, not text; only parts of type 'text' are read, this one has type 'image_url'",
         ),
         ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; set it to 1"),
         (
@@ -280,13 +285,14 @@ def test_messages_of_the_wrong_type(messages: Any, problem: str) -> None:
     "messages",
     [
         [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello, you", "weight": 0}],
+        [{"role": "human", "value": "hello"}, {"from": "chatgpt", "content": "hello, you", "weight": 0}],
         [
             # As a columnar file gives them.
             {"role": "user", "content": [{"type": "text", "text": "hello", "image_url": None}], "weight": None},
             {"role": "assistant", "content": [{"type": "text", "text": t} for t in ("hello", ", you")], "weight": 0},
         ],
     ],
-    ids=["from and value", "parts"],
+    ids=["from and value", "keys of both", "parts"],
 )
 def test_messages_of_other_makers(messages: Any) -> None:
     assert messages_of(Row("row 1", {"messages": messages}), "messages") == [
@@ -360,6 +366,17 @@ def test_a_message_that_the_template_omits_is_refused(
         _learned(tokenizer, template, ALL)
     others = [message for message in ALL if message["role"] != role]
     assert _learned(tokenizer, template, others) == _learned(tokenizer, None, others)
+
+
+def test_a_template_that_rejects_odd_contents_of_one_role_is_looked_at_for_the_others(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    picky = "{% if m.role == 'tool' and m.content != 'Hi' %}{{ raise_exception('unknown result') }}{% endif %}"
+    loop = "{% for m in messages %}" + picky
+    template = file(_without("m.role == 'system'").replace("{% for m in messages %}", loop))
+    with pytest.raises(RowError, match="row 1: the chat template omits message 1, of role 'system'"):
+        _learned(tokenizer, template, ALL)
+    assert _learned(tokenizer, template, ALL[1:]) == _learned(tokenizer, None, ALL[1:])
 
 
 def test_a_message_that_is_omitted_in_a_later_row_is_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:

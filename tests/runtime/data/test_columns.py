@@ -129,11 +129,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "input": ({**PAIR, "input": "2"}, "sft", r"column 'input' holds str '2'; it is a part of the prompt, .*'alpaca'"),
     "history": ({**PAIR, "history": [["a", "b"]]}, "sft", "column 'history' holds list .*earlier turns"),
     "system": ({**PAIR, "system": "Be brief."}, "sft", "column 'system' holds str .*a system message.*system_column"),
-    "system_prompt": (
-        {"messages": TALK, "system_prompt": "a"},
-        "sft",
-        "column 'system_prompt' .*set data.system_column",
-    ),
+    "system_prompt": ({**PAIR, "system_prompt": "a"}, "sft", "column 'system_prompt' .*set data.system_column"),
     "label": (
         {**PAIR, "label": False},
         "sft",
@@ -238,8 +234,12 @@ def test_a_user_is_not_learned(prepared: Prepare) -> None:
 
 def test_fields_that_name_a_column_in_vain_are_warned_of(prepared: Prepare) -> None:
     rows = [{"messages": [{**TALK[0], "id": 1}, TALK[1]], "extra": "x"}]
-    with pytest.warns(UserWarning, match=r"^data\.prompt_column 'question' has no effect: the data's format is chat$"):
-        prepared(rows, prompt_column="question")
+    with pytest.warns(UserWarning, match=r"^data\.prompt_column 'extra' has no effect: the data's format is chat$"):
+        prepared(rows, prompt_column="extra")
+    with pytest.raises(
+        ValueError, match=r"^data\.prompt_column 'extar': the data has 'messages', 'extra'; did you mean"
+    ):
+        prepared(rows, prompt_column="extar")
     with pytest.warns(UserWarning, match=r"^data\.ignore_columns: none of the first 1 rows has 'nowhere'$"):
         prepared(rows, ignore_columns=["extra", "nowhere", "id"])
 

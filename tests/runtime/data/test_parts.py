@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -55,10 +54,12 @@ def test_row_groups_of_a_parquet_file_have_its_rows(tmp_path: Path) -> None:
     assert rows(source, parts) == [(row.where, row.values) for row in source.rows()]
 
 
-def test_small_files_are_taken_together_and_compressed_ones_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "codec"), [("gz", "gzip"), ("zst", "zstd")])
+def test_small_files_are_taken_together_and_compressed_ones_whole(tmp_path: Path, name: str, codec: str) -> None:
     for number in range(12):
         (tmp_path / f"{number:02d}.jsonl").write_text(LINES[number] + "\n")
-    (tmp_path / "90.jsonl.gz").write_bytes(gzip.compress("\n".join(LINES).encode()))
+    with pa.CompressedOutputStream(str(tmp_path / f"90.jsonl.{name}"), codec) as file:
+        file.write("\n".join(LINES).encode())
     source = files(*sorted(tmp_path.iterdir()))
     parts = divide(source, max_samples=None, seed=0, part_bytes=300)
     assert [len(part.pieces) for part in sorted(parts)][-1] == 1 < len(sorted(parts)[0].pieces) < 12

@@ -369,7 +369,7 @@ def test_long_documents_are_split_in_pretraining(prepared: Prepare) -> None:
         (
             [{"question": "q"}],
             {},
-            "'auto' recognizes none of the columns 'question'; it looks for 'messages' or 'prompt' and",
+            "'auto' recognizes none of the columns 'question'; it looks for 'messages', 'conversations', ",
         ),
         ([{"text": "t"}], {}, "objective.type 'sft' needs prompts and completions, but the data has only texts"),
     ],

@@ -95,7 +95,12 @@ def test_answers_that_tell_nothing_are_passed_over(row):
         ({"chosen": "a", "reject": "b"}, ValueError, "no column 'rejected'.*did you mean 'reject'"),
         ({"chosen": "a", "rejected": "b"}, ValueError, "column 'chosen' are texts.*set data.prompt_column"),
         ({**TEXTS, "chosen": 4}, RowError, "row 1: column 'chosen' holds int 4, not text"),
-        ({"chosen": [USER, GOOD], "rejected": "5"}, RowError, "row 1: column 'rejected' holds str '5', not a list"),
+        (
+            {"chosen": [USER, GOOD], "rejected": "5"},
+            RowError,
+            "row 1: column 'rejected' has an answer without a prompt",
+        ),
+        ({"chosen": [USER, GOOD], "rejected": 5}, RowError, "row 1: column 'rejected' holds int 5, not a list"),
         (
             {"chosen": [USER, {**GOOD, "weight": 0}], "rejected": [USER, BAD]},
             RowError,
@@ -130,6 +135,7 @@ def test_answers_that_tell_nothing_are_passed_over(row):
         "no-prompt",
         "number",
         "mixed",
+        "neither",
         "weightless",
         "alone",
         "no-answer",
@@ -173,7 +179,7 @@ def test_without_packing_a_row_is_a_pair(tmp_path):
 
 
 def test_a_template_for_texts_is_told_to_have_no_effect(tmp_path):
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="no effect: the data's format is preference"):
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r"no effect on .*, whose format is preference"):
         warnings.simplefilter("error")
         prepared(tmp_path, chat_template="chatml")
 

@@ -47,9 +47,23 @@ def _jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def _csv(path: Path) -> None:
-    lines = "".join(f'{row["prompt"]},"{row["completion"]}"\r\n' for row in PAIRS)
-    path.write_bytes(("\ufeffprompt,completion\r\n" + lines).encode())
+def _csv(path: Path, delimiter: str = ",") -> None:
+    lines = "".join(f'{row["prompt"]}{delimiter}"{row["completion"]}"\r\n' for row in PAIRS)
+    path.write_bytes((f"\ufeffprompt{delimiter}completion\r\n" + lines).encode())
+
+
+def _zstandard(path: Path, content: bytes) -> None:
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(content)
+
+
+def _arrow(path: Path, new: Any) -> None:
+    table = pyarrow.Table.from_pylist(PAIRS)
+    with new(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
 
 
 WRITERS = {
@@ -58,7 +72,12 @@ WRITERS = {
     "lines.json": lambda path: _jsonl(path, PAIRS),
     "a.csv": _csv,
     "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), path),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in PAIRS).encode())),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "a.jsonl.zst": lambda path: _zstandard(path, LINES),
+    "a.json.zst": lambda path: _zstandard(path, json.dumps(PAIRS).encode()),
+    "a.tsv": lambda path: _csv(path, "\t"),
+    "stream.arrow": lambda path: _arrow(path, pyarrow.ipc.new_stream),
+    "file.arrow": lambda path: _arrow(path, pyarrow.ipc.new_file),
 }
 
 
@@ -104,6 +123,21 @@ SPLITS = {
 }
 
 
+def test_folders_that_datasets_saves(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    whole = Dataset.from_list(PAIRS)
+    whole.save_to_disk(tmp_path / "one", num_shards=2)
+    assert _values(_open(str(tmp_path / "one"))) == PAIRS
+    # A cache beside them, as `map` leaves it, is no data.
+    load_from_disk(tmp_path / "one").map(lambda row: {"prompt": "x" + row["prompt"]})
+    assert len(list((tmp_path / "one").glob("cache-*.arrow"))) > 0
+    assert _values(_open(str(tmp_path / "one"))) == PAIRS
+    DatasetDict(train=whole.select([0, 1]), test=whole.select([2])).save_to_disk(tmp_path / "splits")
+    assert _values(_open(str(tmp_path / "splits"))) == PAIRS[:2]
+    assert _values(_open(str(tmp_path / "splits"), split="test")) == PAIRS[2:]
+
+
 def _fill(folder: Path, files: tuple[str, ...]) -> str:
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +153,8 @@ def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp
 
 
 def test_files_of_a_folder_that_cannot_be_read_are_told(tmp_path: Path) -> None:
-    source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.zst", "c.tsv", ".d.tsv")))
-    assert source.notes == ("reads a.jsonl; not read, .tsv: c.tsv; not read, .zst: b.jsonl.zst",)
+    source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.lz4", "c.ods", ".d.ods")))
+    assert source.notes == ("reads a.jsonl; not read, .lz4: b.jsonl.lz4; not read, .ods: c.ods",)
 
 
 def test_a_folder_of_texts_is_read_whole_and_a_readme_beside_rows_is_not(tmp_path: Path) -> None:
@@ -245,6 +279,8 @@ BROKEN = {
     "twice.json": (b'[{"text": 1, "text": 2}]', "not valid JSON: an object has a key twice: text, text"),
     "deep.json": (b"[" * 100_000 + b"]" * 100_000, "its objects or lists are nested too deeply"),
     "a.jsonl.gz": (b"no gzip", "Not a gzipped file"),
+    "a.jsonl.zst": (b"no zstandard", "ZSTD decompress failed"),
+    "a.arrow": (b"no arrow", "neither a stream nor a file of Arrow"),
     "a.csv": (
         b'text\na\n"open\nb\n',
         "the row that begins in line 3: unexpected end of data; double quotes inside quotes",

@@ -185,7 +185,7 @@ def test_what_a_document_is_belongs_to_the_recipe(tmp_path: Path, byte_tokenizer
     (tmp_path / "poem.txt").rename(tmp_path / "poem.txt.gz")
     hashes = {
         _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt.gz", **how).manifest.recipe_hash
-        for how in ({}, {"documents": "line"}, {"documents": "paragraph"}, {"document_separator": "x"})
+        for how in ({}, {"documents": "line"}, {"documents": "paragraph"}, {"document_separator": "night"})
     }
     assert len(hashes) == 4
 
@@ -214,3 +214,10 @@ def test_texts_far_shorter_than_a_row_are_warned_of(tmp_path: Path, byte_tokeniz
     _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt", documents="line", sequence_length=240)
     with pytest.warns(UserWarning, match=r"at most 28 tokens, .*, leave out data\.document_separator\.$"):
         _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt", document_separator="night", sequence_length=512)
+
+
+def test_a_separator_that_divides_no_file_is_warned_of(tmp_path: Path, byte_tokenizer: str) -> None:
+    (tmp_path / "poem.txt").write_text(POEM)
+    with pytest.warns(UserWarning, match=r"data.document_separator '<\|end\|>' divides none of the text files: each of "
+                      "the 1 is one document; correct it"):  # fmt: skip
+        _prepare(tmp_path, byte_tokenizer, tmp_path / "poem.txt", document_separator="<|end|>")

@@ -1,0 +1,137 @@
+"""The forms of data that the page shows: each is read and learned as the page writes it, or refused as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import PreparedData, fingerprint, pipeline, prepare
+from tasks.runtime.data.template_renderer import stop_rendering
+from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+
+PAGE = Path(__file__).parents[3] / "docs" / "data-formats.md"
+# Calls and reasoning, too; the tokenizer's own template.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A text of a cell, learned if it is bold, and the role before it.
+TEXT = re.compile(r"(?:(system|user|assistant|tool) )?(\*\*)?`(.*?)`")
+
+Prepare = Callable[..., PreparedData]
+
+
+class Form(NamedTuple):
+    """A row of the page's tables."""
+
+    name: str
+    row: dict[str, Any]
+    shown: str
+
+    @property
+    def objective(self) -> str:
+        if "rejected" in self.row:
+            return "dpo"
+        return "pretrain" if "under `pretrain`" in self.name else "sft"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Fields of `data` that the form's name has."""
+        found = re.search(r"`(\{.*\})`", self.name)
+        return json.loads(found[1]) if found else {}
+
+
+def forms(heading: str) -> dict[str, Form]:
+    """Rows of the tables below the heading."""
+    text = PAGE.read_text(encoding="utf-8").split(f"{heading}\n")[1].split("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [Form(name, json.loads(row.strip("`")), shown) for name, row, shown in cells if row.startswith("`")]
+    return {f"{row.name}, {row.objective}": row for row in rows}
+
+
+READ = forms("# Data formats")
+REFUSED = forms("## Forms that are refused")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A token per byte of these texts and per special token."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_tokenizer([""])
+    tokenizer.chat_template = TEMPLATE
+    save_tokenizer(tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_renderer() -> Iterator[None]:
+    """The process that renders templates serves all tests, as it serves all rows; starting it takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "stop_rendering", lambda: None)
+        yield
+    stop_rendering()
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, tokenizer: str) -> Prepare:
+    def run(row: dict[str, Any], objective: str, **data: Any) -> PreparedData:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        values = {
+            "source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0.0,
+            # Documents far shorter than a row would be warned of.
+            "sequence_length": 64 if objective == "pretrain" else 512, **data,
+        }  # fmt: skip
+        spec = RunSpec.model_validate(
+            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": tokenizer}}
+        )
+        return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=print)
+
+    return run
+
+
+def _expected(shown: str) -> tuple[str, str, int]:
+    """The text of a cell, what of it is learned, and how many tokens that is."""
+    whole, learned, tokens = "", "", 0
+    for answer in shown.split(" and user" if shown.startswith("user") else " and "):
+        answer = f"user{answer}" if whole and shown.startswith("user") else answer
+        texts = [(role, bold, text.replace("\\n", "\n")) for role, bold, text in TEXT.findall(answer)]
+        assert texts, shown
+        end = "<|im_end|>" if texts[0][0] else "<|eos|>"
+        whole += "" if texts[0][0] else "<|bos|>"
+        for role, bold, text in texts:
+            whole += f"<|im_start|>{role}\n{text}{end}\n" if role else text
+            learned += f"{text}{end}" if bold else ""
+            tokens += len(text) + 1 if bold else 0
+        whole += "" if texts[0][0] else end
+    return whole, learned, tokens
+
+
+@pytest.mark.parametrize("form", READ.values(), ids=READ)
+def test_a_form_is_read_and_learned_as_the_page_shows(form: Form, prepared: Prepare) -> None:
+    data = prepared(form.row, form.objective, **form.data)
+    whole, learned, tokens = _expected(form.shown)
+    row = data.train[0]
+    decode = data.tokenizer().decode
+    assert decode(row["input_ids"]) == whole
+    assert decode(row["labels"][row["labels"] != -100]) == learned
+    # A token per character, and the one that ends the text.
+    assert data.manifest.train.target_tokens == tokens
+    assert len(data.train) == data.manifest.samples_used == 1
+
+
+@pytest.mark.parametrize("form", REFUSED.values(), ids=REFUSED)
+def test_a_form_that_is_refused_names_the_way_out(form: Form, prepared: Prepare) -> None:
+    with pytest.raises(ValueError, match=re.escape(form.shown)):
+        prepared(form.row, form.objective)
+
+
+def test_there_are_the_forms_that_people_have() -> None:
+    assert len(READ) + len(REFUSED) >= 40
