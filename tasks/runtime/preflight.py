@@ -103,6 +103,13 @@ CHECKS = (
         "Python can import objective.object, and it takes objective.arguments",
     ),
     Check(
+        "callbacks",
+        ("plan", "launch"),
+        "extensions.callback_runner:require_callbacks",
+        ("spec.runtime.callbacks",),
+        "Python can import the callbacks in runtime.callbacks, and they take their arguments",
+    ),
+    Check(
         "export targets",
         ("launch", "export"),
         "export.publish:require_export_targets",

@@ -10,6 +10,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,18 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from strata_kernels import patch_model
+from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
 from strata_platform.spec.data import Data
 from strata_platform.spec.objectives import Custom as CustomSettings
+from strata_platform.spec.run_spec import Callback as CallbackSettings
 from tasks.runtime.data import prepare, recipe_of
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.own_format import is_own_chat, own_columns, own_messages, own_segments
 from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.extensions import TokenObjective
+from tasks.runtime.extensions import Callback, RunInfo, TokenObjective
+from tasks.runtime.extensions.callback_runner import CallbackRunner
+from tasks.runtime.extensions.import_object import load_class
 from tasks.runtime.objectives import Custom, head_sums
 from tasks.runtime.objectives.custom import load_objective
 
@@ -208,3 +213,69 @@ def _learned(name: str, row: dict[str, Any], number: int, data: Data) -> tuple[s
             if message["role"] == "assistant" and message.get("weight", 1) and message.get("content", "").strip()
         )
     return tuple(segment.text for segment in found if segment.learned)
+
+
+def check_callback(name: str, arguments: Mapping[str, Any] | None = None) -> list[str]:
+    """Call the hooks of a callback as a run of four steps does. Returns those that it overrides, in the order of calls.
+
+    - No hook raises an exception, and no method is called like a hook without being one.
+    - Random generators are afterwards as they were before, as in a run.
+    """
+    runner = CallbackRunner([CallbackSettings(object=name, arguments=dict(arguments or {}))])
+    cls = load_class(name, (Callback,), field="runtime.callbacks", group="strata.callbacks")
+    hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
+    for method in dir(cls):
+        assert not method.startswith("on_") or method in hooks, (
+            f"{name}: {method} is no hook and is never called; hooks are {', '.join(hooks)}"
+        )
+    called: list[str] = []
+
+    def spied(hook: str) -> Callable[..., None]:
+        original = getattr(cls, hook)
+
+        def call(self: Callback, *values: Any) -> None:
+            called.append(hook)
+            original(self, *values)
+
+        return call
+
+    with tempfile.TemporaryDirectory(prefix="strata-check-") as folder, ExitStack() as patched:
+        for hook in hooks:
+            if getattr(cls, hook) is not getattr(Callback, hook):
+                patched.enter_context(mock.patch.object(cls, hook, spied(hook)))
+        _four_steps(runner, Path(folder))
+    return called
+
+
+def _four_steps(runner: CallbackRunner, folder: Path) -> None:
+    spec = RunSpec()
+    runner.train_start(lambda: RunInfo(spec.name, folder, spec.model_dump(mode="json"), 0, 4))
+    for step in range(1, 5):
+        of_all: dict[str, Any] = {
+            "attempt": 0,
+            "time": 0.0,
+            "tokens_per_second": 1000.0,
+            "step_seconds": 1.0,
+            "memory_bytes": 1 << 30,
+            "data_wait_seconds": 0.0,
+            "mfu": None,
+        }
+        point = MetricPoint(
+            step=step,
+            loss=5.0 - step,
+            learning_rate=1e-4,
+            grad_norm=1.0,
+            tokens=1000 * step,
+            target_tokens=900 * step,
+            metrics={},
+            skipped=0,
+            **of_all,
+        )
+        runner.metrics([point])
+        runner.step_end(step, [(2, folder / "checkpoints" / "checkpoint-2")] if step == 3 else [])
+        if step == 2:
+            runner.evaluation(step, 3.5, {})
+    runner.checkpoints_saved([(4, folder / "checkpoints" / "checkpoint-4")])
+    runner.train_end({"name": spec.name, "status": "complete", "steps": 4, "train_loss": 1.0})
+    runner.evaluation(0, 5.0, {})
+    runner.evaluation(4, 1.0, {})

@@ -18,6 +18,7 @@ from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.helpers.documented_plugin import write_plugin
+from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +70,10 @@ def curve(spec):
 
 def test_the_tests_on_the_page_pass(plugin):
     _, names = plugin
-    assert len(names) == 4
+    assert len(names) == 5
     tests = importlib.import_module("my_plugin.test_plugin")
     found = [test for name, test in vars(tests).items() if name.startswith("test_")]
-    assert len(found) == 4
+    assert len(found) == 5
     for test in found:
         test()
 
@@ -84,7 +85,10 @@ def trained(plugin, output, narrowed):
     specs = {}
     for framework, size in CELLS:
         training = {"steps": 2, "micro_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        spec = make_spec(output, framework, training=training, runtime={"framework": framework})
+        runtime = {"framework": framework, "callbacks": [{"object": "my_plugin.callbacks:Journal"}]}
+        checkpoint, evaluation = {"every": 1}, {"samples": 0, "max_batches": 1, "every": 2}
+        sections = {"training": training, "runtime": runtime, "checkpoint": checkpoint, "evaluation": evaluation}
+        spec = make_spec(output, framework, **sections)
         specs[framework] = (spec, train_spec(spec))
     return specs
 
@@ -98,6 +102,62 @@ def test_it_trains_alike_under_every_framework_and_micro_batch(trained, framewor
     ):
         assert (loss, norm) == (pytest.approx(other_loss, rel=1e-5), pytest.approx(other_norm, rel=1e-3))
         assert metrics == pytest.approx(other) and metrics.keys() == {"accuracy"}
+
+
+@pytest.mark.parametrize("framework", ["hf", "lightning", "torch"])
+def test_callbacks_are_called_in_order_under_every_framework(trained, framework):
+    spec, record = trained[framework]
+    journal = [json.loads(line) for line in (RunFolder.of(spec).root / "journal.jsonl").read_text().splitlines()]
+    losses = [point.loss for point in read_points(RunFolder.of(spec).metrics)]
+    # The first checkpoint is complete at the end of the second step or of training.
+    saved = [entry for entry in journal if "saved" in entry]
+    assert saved == [{"saved": step, "folder": f"checkpoint-{step}"} for step in (1, 2)]
+    assert [entry for entry in journal if "saved" not in entry] == [
+        {"begins": framework, "after": 0, "until": 2},
+        {"step": 1, "loss": losses[0]},
+        {"step": 2, "loss": losses[1]},
+        {"evaluated": 2, "loss": record.evaluations[0].loss},
+        {"ends": 2, "loss": losses[1]},
+    ]
+
+
+NOISY = """
+import random
+
+import numpy
+import torch
+
+from tasks.runtime.extensions import Callback
+
+
+class Noisy(Callback):
+    def on_step_end(self, step):
+        random.random(), numpy.random.rand(), torch.rand(3)
+        torch.manual_seed(step)
+
+
+class Failing(Callback):
+    def on_step_end(self, step):
+        if step == 2:
+            raise OSError("the disk is full")
+"""
+
+
+def test_a_callback_changes_no_loss_and_its_exception_ends_the_run_with_its_name(trained, plugin, output):
+    (plugin[0] / "my_plugin" / "noisy.py").write_text(NOISY)
+    # Its dropout draws from the generators.
+    model = {"adapter": {"type": "lora", "lora_dropout": 0.5}, "model": {"name": str(output / "pretrained")}}
+    save_pretrained(output / "pretrained")
+    quiet, noisy = (
+        make_spec(output, name, **model, runtime={"framework": "torch", "callbacks": callbacks})
+        for name, callbacks in (("quiet", []), ("noisy", [{"object": "my_plugin.noisy:Noisy"}]))
+    )
+    for spec in (quiet, noisy):
+        train_spec(spec)
+    assert curve(noisy) == curve(quiet)
+    failing = make_spec(output, "failing", runtime={"callbacks": [{"object": "my_plugin.noisy:Failing"}]})
+    with pytest.raises(ValueError, match=r"callbacks\[0\].*Failing': on_step_end raised OSError: the disk is full, in"):
+        train_spec(failing)
 
 
 def test_a_focal_loss_without_focus_is_cross_entropy(trained, output):
@@ -115,7 +175,8 @@ def test_a_focal_loss_without_focus_is_cross_entropy(trained, output):
 def test_evaluation_measures_by_it_and_the_record_has_its_code(trained):
     spec, record = trained["torch"]
     assert record.loss_unit == "focal loss per token"
-    assert record.code.keys() == {"my_plugin.losses:Focal", "my_plugin.formats:Tickets"}
+    names = {"my_plugin.losses:Focal", "my_plugin.formats:Tickets", "my_plugin.callbacks:Journal"}
+    assert record.code.keys() == names
     data = PreparedData.load(data_folder(spec.output, recipe_of(spec)))
     weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
     measured = evaluate(spec, record, data, weights)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tasks.runtime.test_kit import check_format, check_objective
+from tasks.runtime.test_kit import check_callback, check_format, check_objective
 
 MISTAKES = """
 import random
@@ -12,7 +12,8 @@ import random
 import torch
 from torch.nn.functional import cross_entropy
 
-from tasks.runtime.extensions import BatchObjective, ChatFormat, LossSums, TextFormat, TextSegment, TokenObjective
+from tasks.runtime.extensions import BatchObjective, Callback, ChatFormat, LossSums
+from tasks.runtime.extensions import TextFormat, TextSegment, TokenObjective
 
 
 def entropy(logits, labels):
@@ -100,6 +101,24 @@ class Raises(ChatFormat):
 class Half(TextFormat):
     def segments(self, row):
         return [TextSegment(row["text"], True)] if row["text"] != "b" else []
+
+
+class Misspelled(Callback):
+    def on_step_ended(self, step):
+        pass
+
+
+class Fails(Callback):
+    def on_checkpoint_saved(self, step, folder):
+        raise KeyError("nothing")
+
+
+class Counts(Callback):
+    def on_step_end(self, step):
+        pass
+
+    def on_train_end(self, record):
+        pass
 """
 
 
@@ -154,3 +173,11 @@ def test_mistakes_of_formats(name, message):
 
 def test_rows_that_are_skipped_are_no_mistake():
     assert check_format("plugin_mistakes:Half", [{"text": "a"}, {"text": "b"}]) == [("a", "a")]
+
+
+def test_mistakes_of_callbacks():
+    with pytest.raises(AssertionError, match="on_step_ended is no hook and is never called; hooks are on_train_start"):
+        check_callback("plugin_mistakes:Misspelled")
+    with pytest.raises(ValueError, match="'plugin_mistakes:Fails': on_checkpoint_saved raised KeyError: 'nothing', in"):
+        check_callback("plugin_mistakes:Fails")
+    assert check_callback("plugin_mistakes:Counts") == ["on_step_end"] * 4 + ["on_train_end"]

@@ -13,15 +13,18 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 
 from strata_platform.spec.contradictions import contradictions
 from strata_platform.spec.data import Data
+from strata_platform.spec.describe import Allowed
 from strata_platform.spec.export import Export
 from strata_platform.spec.faults import Faults
 from strata_platform.spec.fields import (
+    Arguments,
     Count,
     Flag,
     Folder,
     Integer,
     Name,
     Number,
+    ObjectName,
     ObjectStoreUrl,
     Quantity,
     Section,
@@ -36,13 +39,23 @@ from strata_platform.spec.problems import check
 from strata_platform.spec.training import Optimizer, Schedule, Training
 
 
+class Callback(Section):
+    """A callback of your own, a class based on `tasks.runtime.extensions.Callback`."""
+
+    object: ObjectName = Field(description="The class, such as `my_package.callbacks:Notify`.")
+    arguments: Arguments = Field({}, description="What the class is called with, by name.")
+
+
 class Runtime(Section):
-    """The training framework."""
+    """The training framework, and what is called while it trains."""
 
     framework: Literal["hf", "lightning", "torch"] = Field(
         "hf",
         description="`hf`: the Hugging Face Trainer; `lightning`: Lightning's Trainer; `torch`: a plain PyTorch loop. "
         "All train to the same losses.",
+    )
+    callbacks: Annotated[tuple[Callback, ...], Allowed("a list of sections, each with an object")] = Field(
+        (), description="Callbacks of your own, called on rank 0 in this order."
     )
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 import threading
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -58,6 +59,8 @@ class CheckpointWriter:
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
+        # Filled by the thread; see `take_saved`.
+        self._saved: deque[Path] = deque()
         self._error: BaseException | None = None
 
     def save(self, step: int, metadata: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -82,6 +85,11 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def take_saved(self) -> list[tuple[int, Path]]:
+        """Steps and folders of the checkpoints that have become complete since the last call; rank 0 alone has them."""
+        folders = [self._saved.popleft() for _ in range(len(self._saved))]
+        return [(manifest.step_of(folder), folder) for folder in folders]
 
     def update_metadata(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Set entries of a complete checkpoint's metadata, on disk and in the object store."""
@@ -186,6 +194,7 @@ class CheckpointWriter:
                 f"checkpoint {folder} could not be written: {'; '.join(failures)}. Fix that, or free disk space, and "
                 "start the run again: it continues from the previous checkpoint"
             )
+        self._saved.append(folder)
         if self._uploader is not None:
             self._uploader.enqueue(folder)
 

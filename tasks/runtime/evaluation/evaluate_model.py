@@ -15,6 +15,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
+from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
@@ -73,6 +74,9 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
         }
     )
     _log_results(record)
+    callbacks = CallbackRunner(spec.runtime.callbacks)
+    callbacks.evaluation(0, record.eval_loss_before, before.means)
+    callbacks.evaluation(record.steps, record.eval_loss_after, record.eval_metrics)
     return record
 
 

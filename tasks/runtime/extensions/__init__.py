@@ -10,14 +10,18 @@
 their meaning between minor versions.
 """
 
+from tasks.runtime.extensions.callback_base import Callback, EvaluationResult, RunInfo
 from tasks.runtime.extensions.format_base import ChatFormat, TextFormat, TextSegment
 from tasks.runtime.extensions.objective_base import BatchObjective, LossSums, ObjectiveBatch, TokenObjective
 
 __all__ = [
     "BatchObjective",
+    "Callback",
     "ChatFormat",
+    "EvaluationResult",
     "LossSums",
     "ObjectiveBatch",
+    "RunInfo",
     "TextFormat",
     "TextSegment",
     "TokenObjective",

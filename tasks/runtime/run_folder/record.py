@@ -156,7 +156,7 @@ class CompletionRecord(BaseModel):
     """Kernels compiled before training; see the kernel layer's WarmupReport."""
     versions: dict[str, str]
     code: dict[str, str] = {}
-    """The code that the spec names, objective and format, with the first digits of its SHA-256."""
+    """The code that the spec names, objective, format and callbacks, with the first digits of its SHA-256."""
     samples: tuple[Sample, ...] = ()
 
     def require_complete(self) -> CompletionRecord:

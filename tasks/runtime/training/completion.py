@@ -39,11 +39,12 @@ def write_record(
     steps: int,
     attempt: int,
     warmup: WarmupMetadata,
+    callbacks: dict[str, str],
 ) -> CompletionRecord:
     """Build the record from the run's metrics and its last checkpoint, and write it to the run's folder. Runs on rank
     0.
 
-    `parameters`: the number of all parameters, and of the trainable ones.
+    `parameters`: the number of all parameters, and of the trainable ones. `callbacks`: digests of their code.
     """
     latest = checkpoint.folders(run.folder.checkpoints)[-1]
     done, metadata = checkpoint.step_of(latest), checkpoint.metadata_of(latest)
@@ -87,7 +88,7 @@ def write_record(
         kernels=dict(step.patched.counts) if step.patched else {},
         warmup=warmup.to_dict(),
         versions=versions(),
-        code=_code(data, step.objective),
+        code=_code(data, step.objective) | callbacks,
     )
     record.save(run.folder.record)
     for share in record.sources:

@@ -25,6 +25,8 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
+from tasks.runtime.extensions import RunInfo
+from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
@@ -77,6 +79,8 @@ class Job:
     """None without `evaluation.every`."""
     step_ended: Callable[[], None]
     """Called after every step; returns immediately."""
+    callbacks: CallbackRunner
+    """Those of the user's; none on ranks other than 0."""
     stop_request: StopRequest = field(default_factory=StopRequest)
     """Set by SIGTERM: the job stops after the current step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
@@ -130,6 +134,7 @@ class Job:
         """
         self.recorder.begin(self.start, self.steps)
         self.watchdog.start()
+        self.callbacks.train_start(self._info)
         self._evaluate_at_start()
         self.watchdog.expect(f"step {self.start + 1}", SLOW_FACTOR)
         self.set_random_states()
@@ -187,6 +192,7 @@ class Job:
         self._apply_policy(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
         self.skipped = None
         self.step_ended()
+        self.callbacks.step_end(step, self.writer.take_saved())
         stop = self._stop_requested()
         best = False
         if not stop and self._is_evaluated(step):
@@ -228,6 +234,7 @@ class Job:
         measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
         best = self.early_stopping.add(step, measured.loss)
         self.recorder.evaluated(step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best)
+        self.callbacks.evaluation(step, measured.loss, measured.metrics)
         return best
 
     def _expect_evaluation(self, step: int) -> Callable[[str, float], None]:
@@ -277,7 +284,12 @@ class Job:
         best = {checkpoint.BEST_STEP: early.best_step} if self.spec.checkpoint.keep_best and early.best_step else {}
         return {**self.guard.metadata(), **early.metadata(), **best}
 
+    def _info(self) -> RunInfo:
+        folder, spec = self.writer.root.parent, self.spec.model_dump(mode="json")
+        return RunInfo(self.spec.name, folder, spec, self.start, self.steps)
+
     def _apply_policy(self, points: list[MetricPoint]) -> None:
+        self.callbacks.metrics(points)
         self.guard.apply_policy(points, newest=self.newest, steps=self.steps)
 
     def _roll_back(self, fault: RollBack) -> None:

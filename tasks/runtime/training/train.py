@@ -22,6 +22,7 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
+from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
@@ -104,11 +105,13 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         ),
         prometheus=serve_prometheus(run.spec, run.processes, run.training_warmup.to_dict),
     )
+    callbacks = CallbackRunner(run.spec.runtime.callbacks if run.processes.is_main else ())
+    trained = False
     with closing(recorder):
         # After a kill between the last checkpoint and the record, nothing is left to train.
         if not run.processes.on_main(lambda: _is_over(run, resume_from, steps)):
             run.training_warmup.wait_until_loaded()
-            job = build_job(run, data, step, base, recorder, steps=steps, resume_from=resume_from)
+            job = build_job(run, data, step, base, recorder, callbacks, steps=steps, resume_from=resume_from)
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
@@ -116,13 +119,20 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
                     job.watchdog.expect("the end", math.inf)
                 _stop_if_requested(run, job)
                 job.writer.finish()
+            callbacks.checkpoints_saved(job.writer.take_saved())
+            trained = True
             run.training_warmup.close()
             recorder.note("warmup", run.training_warmup.to_dict())
         else:
             # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
     warmup = run.training_warmup.metadata()
-    return run.processes.on_main(lambda: write_record(run, data, parameters, step, steps, attempt, warmup))
+    record = run.processes.on_main(
+        lambda: write_record(run, data, parameters, step, steps, attempt, warmup, callbacks.code)
+    )
+    if trained:
+        callbacks.train_end(record.model_dump(mode="json"))
+    return record
 
 
 def _begin_attempt(run: Session, data: PreparedData) -> int:
@@ -151,6 +161,7 @@ def build_job(
     step: TrainingStep,
     base: str,
     recorder: Recorder,
+    callbacks: CallbackRunner,
     *,
     steps: int,
     resume_from: Path | None,
@@ -226,6 +237,7 @@ def build_job(
         early_stopping=EarlyStopping(run.spec.evaluation, metadata),
         evaluator=evaluator,
         step_ended=run.training_warmup.step_ended,
+        callbacks=callbacks,
         set_random_states=load(resume_from),
     )
 

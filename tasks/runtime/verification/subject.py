@@ -42,6 +42,7 @@ _PLAIN: dict[str, Any] = {
     "topology": {},
     "resources": {},
     "tracking": {"report_to": [], "log_every": 1},
+    "runtime": {"callbacks": []},
     "evaluation": {"samples": 0},
     "export": {},
     "checkpoint": {},
