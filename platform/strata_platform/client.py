@@ -11,7 +11,9 @@ The verbs return the types of `strata_platform.runs` and raise the errors of `st
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 BackendName = Literal["local", "flyte"]
 
 _GIB = 2**30
+# Seconds between two looks at a run whose log is followed. On a cluster each look reads the log of a pod.
+_SHOW_SECONDS = 2.0
 _PROJECT_AND_DOMAIN = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "development"}
 
 
@@ -120,12 +124,16 @@ class Client:
                 raise WaitTimeout(f"{name} has not ended after {timeout:g} s and goes on")
             time.sleep(self._poll)
 
-    def logs(self, name: str, *, follow: bool = False) -> Iterator[LogLine]:
+    def logs(self, name: str, *, follow: bool = False, show: Callable[[Run], None] | None = None) -> Iterator[LogLine]:
         """The lines that the run's processes printed, all ranks in the order of time.
 
-        With `follow` also later lines, over restarts and preemptions, until the run ends.
+        With `follow` also later lines, over restarts and preemptions, until the run ends; `show` is called with the
+        run's state while there are none, every few seconds.
         """
-        return self.backend.logs(name, self._pause(follow))
+        pause = self._pause(follow)
+        if pause is not None and show is not None:
+            pause = self._pause_and_show(name, pause, show)
+        return self.backend.logs(name, pause)
 
     def metrics(self, name: str, *, follow: bool = False) -> Iterator[MetricPoint]:
         """The run's steps. A step that was repeated after a restart comes again, with a higher `attempt`.
@@ -180,6 +188,20 @@ class Client:
             f"the run needs {found.memory.peak / _GIB:.1f} GiB on each GPU, and a {found.gpu.name} has "
             f"{found.gpu.memory / _GIB:.1f}; {advice}. 'strata estimate' shows details, --force submits it anyway"
         )
+
+    def _pause_and_show(self, name: str, pause: Pause, show: Callable[[Run], None]) -> Pause:
+        shown = -math.inf
+
+        def pause_and_show() -> None:
+            nonlocal shown
+            if time.monotonic() - shown >= _SHOW_SECONDS:
+                # The log goes on, whether or not the state is known.
+                with contextlib.suppress(BackendError):
+                    show(self.get(name))
+                shown = time.monotonic()
+            pause()
+
+        return pause_and_show
 
     def _pause(self, follow: bool) -> Pause | None:
         return (lambda: time.sleep(self._poll)) if follow else None

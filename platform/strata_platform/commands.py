@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -248,9 +249,14 @@ def _follow(client: Client, name: str, *, times: bool, rank: int | None) -> None
 
 
 def _print_log(client: Client, name: str, *, follow: bool, times: bool, rank: int | None) -> None:
-    for line in client.logs(name, follow=follow):
-        if rank is None or line.rank == rank:
-            typer.echo(f"{_clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
+    status = _StatusLine()
+    try:
+        for line in client.logs(name, follow=follow, show=status.show if sys.stdout.isatty() else None):
+            if rank is None or line.rank == rank:
+                status.clear()
+                typer.echo(f"{_clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
+    finally:
+        status.clear()
 
 
 def _end(run: Run) -> None:
@@ -259,6 +265,27 @@ def _end(run: Run) -> None:
     message = f": {run.message}" if run.message else f", outputs: strata outputs {run.name}" * good
     typer.echo(f"{run.name} {run.phase}{message}", err=not good)
     raise typer.Exit(0 if good else 1)
+
+
+class _StatusLine:
+    """What a run is doing, in the last line of a terminal, below its log."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, run: Run) -> None:
+        """Write the line, cut at the edge of the terminal."""
+        if run.is_done:
+            return
+        text = "  ".join(filter(None, (f"{run.name} {run.stage or run.phase}", _progress(run))))
+        typer.echo(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", nl=False)
+        self._shown = True
+
+    def clear(self) -> None:
+        """Remove the line: what comes next takes its place."""
+        if self._shown:
+            typer.echo("\r\x1b[K", nl=False)
+        self._shown = False
 
 
 class _Line:
@@ -289,6 +316,10 @@ def _progress(run: Run) -> str:
     parts = [f"step {run.step}" + (f"/{run.steps}" if run.steps else "")]
     if run.loss is not None:
         parts.append(f"loss {run.loss:.4f}")
+    if run.eval_loss is not None:
+        parts.append(f"validation loss {run.eval_loss:.4f}")
+    if run.stopped_early is not None:
+        parts.append("stopped early")
     if not run.is_done and run.tokens_per_second is not None:
         parts.append(f"{run.tokens_per_second:,.0f} tok/s")
     if run.eta is not None:

@@ -38,6 +38,6 @@ def _is_valid(name: str, value: Any) -> bool:
     """Whether a run can have reported `value` as `name`. Names of later versions take any value."""
     if name == "stage":
         return value in list(Stage)
-    if name in ("steps", "attempt"):
+    if name in ("steps", "attempt", "stopped_early"):
         return type(value) is int and value >= 0
-    return name != "point" or isinstance(value, dict)
+    return name not in ("point", "evaluation") or isinstance(value, dict)

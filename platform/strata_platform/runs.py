@@ -65,7 +65,7 @@ class Run:
     """Optimizer steps of the whole run; None until training knows."""
     loss: float | None = None
     eval_loss: float | None = None
-    """Validation loss of the newest evaluation during training."""
+    """Validation loss of the newest evaluation during training; on a cluster, after the end, of the exported model."""
     stopped_early: int | None = None
     """The step at which early stopping ended training."""
     tokens_per_second: float | None = None

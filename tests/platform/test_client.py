@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from strata_platform import commands
 from strata_platform.backends.backend import find_gpu, parse_points
 from strata_platform.backends.local import LocalBackend
 from strata_platform.backends.run_state import RunFiles, tail
@@ -24,8 +25,9 @@ from strata_platform.commands import _echo_json
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_by_name
 from strata_platform.outcomes import UNHEALTHY, UNREACHABLE
-from strata_platform.runs import MetricPoint, Phase, Stage
+from strata_platform.runs import LogLine, MetricPoint, Phase, Stage
 from strata_platform.spec import RunSpec
+from strata_platform.testing import FakeBackend, metric_point
 
 STRATA = Path(sys.executable).with_name("strata")
 TWO = {"topology": {"nproc_per_node": 2}, "parallel": {"type": "ddp"}}
@@ -93,6 +95,39 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, workspace):
     (workspace / "my.yaml").touch()
     with pytest.raises(BackendError, match=r"the folder .*my\.yaml cannot be created: .*; give another"):
         client.outputs("run", to=workspace / "my.yaml")
+
+
+def test_a_run_that_stopped_early_says_so(client, behave, capsys, monkeypatch):
+    behave("stops early")
+    client.submit(spec())
+    ended = client.wait("run", timeout=60)
+    assert (ended.phase, ended.step, ended.steps, ended.stopped_early) == (Phase.SUCCEEDED, 3, 10, 3)
+    assert ended.eval_loss == 1.25
+    assert [point.step for point in client.metrics("run")] == [1, 2, 3]
+    told = [(event.reason, event.message) for event in client.events("run")][-2:]
+    assert told == [
+        ("StoppedEarly", "after step 3"),
+        ("Succeeded", "stopped early after step 3, measured and exported"),
+    ]
+    monkeypatch.setattr(commands, "_connect", lambda *arguments, **options: client)
+    commands.get("run")
+    assert "step 3/10  loss 3.3333  validation loss 1.2500  stopped early" in capsys.readouterr().out
+
+
+def test_below_the_log_a_terminal_shows_what_the_run_does(monkeypatch, capsys):
+    """Lines of the log stay whole: the status is removed before each of them, and at the end."""
+    lines = [LogLine(1.0, 0, "a line of the log"), LogLine(2.0, 0, "another")]
+    script = [Stage.TRAINING, metric_point(1, 2.0), lines[0], metric_point(2, 1.0), lines[1], Phase.SUCCEEDED]
+    monkeypatch.setattr("strata_platform.client._SHOW_SECONDS", 0.0)
+    following = Client(FakeBackend(script), poll=0.0)
+    following.submit(spec())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    commands._print_log(following, "run", follow=True, times=False, rank=None)
+    written = capsys.readouterr().out
+    assert "run training  step 1" in written
+    assert [line.rpartition("\r\x1b[K")[2] for line in written.split("\n")] == [
+        "[rank 0] a line of the log", "[rank 0] another", "",
+    ]  # fmt: skip
 
 
 def test_a_text_that_looks_like_a_stage_is_a_line(client, behave):

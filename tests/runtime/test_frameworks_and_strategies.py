@@ -1,4 +1,7 @@
-"""Every framework under every strategy trains the same, comes back exactly, and continues what another one began."""
+"""Every framework under every strategy trains the same, comes back exactly, and continues what another one began.
+
+Runs are evaluated after every step, which no reference is, and no run that comes back.
+"""
 
 import json
 from itertools import product
@@ -12,7 +15,17 @@ from strata_platform.spec.run_spec import Adapter, Parallel, Runtime
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.run_folder.folder import RunFolder
-from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec, rounded
+from tests.runtime.helpers.comparable_runs import (
+    SAVED,
+    STEPS,
+    approx,
+    curve,
+    evaluations,
+    file_of,
+    make_spec,
+    rounded,
+    unevaluated,
+)
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
@@ -84,32 +97,46 @@ def reference(references):
 
 
 @pytest.fixture(scope="module")
+def expected_evaluations(output):
+    """Validation losses after each step of the plain loop in one process, by adapter."""
+    specs = {
+        adapter: make_spec(output, f"evaluated-{adapter}", "torch", "single", 1, adapter, evaluated=True)
+        for adapter in ADAPTERS
+    }
+    assert all(train_spec(spec).status == "complete" for spec in specs.values())
+    return {adapter: evaluations(spec) for adapter, spec in specs.items()}
+
+
+@pytest.fixture(scope="module")
 def trained(output, reference):
     """Specs of runs by two processes. Each cell is trained from the start, and again from its first checkpoint."""
-    specs = {cell: make_spec(output, name_of(cell), *cell) for cell in CELLS}
+    specs = {cell: make_spec(output, name_of(cell), *cell, evaluated=True) for cell in CELLS}
     specs |= {
-        option: make_spec(output, option.replace("_", "-"), "torch", "fsdp", 2, **{option: value})
+        option: make_spec(output, option.replace("_", "-"), "torch", "fsdp", 2, evaluated=True, **{option: value})
         for option, value in OPTIONS.items()
     }
     specs |= {
-        key: make_spec(output, key, framework, strategy, 2, adapter, training)
+        key: make_spec(output, key, framework, strategy, 2, adapter, training, evaluated=True)
         for key, (framework, strategy, adapter, training) in LAYERS.items()
     }
     specs |= {
-        key: make_spec(output, key, framework, "deepspeed", 2, adapter, **settings)
+        key: make_spec(output, key, framework, "deepspeed", 2, adapter, evaluated=True, **settings)
         for key, (framework, adapter, settings) in ZERO.items()
     }
     rows = {"gradient_accumulation_steps": 4}
     specs |= {
-        key: make_spec(output, key, framework, "fsdp", 2, training=rows, **settings)
+        key: make_spec(output, key, framework, "fsdp", 2, training=rows, evaluated=True, **settings)
         for key, (framework, settings) in SHARED.items()
     }
-    specs["rounded"] = rounded(make_spec(output, "rounded", "torch", "deepspeed", 2, stage=3))
-    specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True)
+    specs["rounded"] = rounded(make_spec(output, "rounded", "torch", "deepspeed", 2, stage=3, evaluated=True))
+    specs["dora"] = make_spec(output, "dora", "hf", "fsdp", 2, "lora", dora=True, evaluated=True)
     # The run that one process began, and two go on with.
     specs["widened"] = make_spec(output, "reference-none", "hf", "fsdp", 2)
     files = {key: file_of(output, spec) for key, spec in specs.items()}
-    again = [f"{files[key]}@{SAVED}" for key in (*CELLS, *ZERO, *SHARED, "rounded", "widened")]
+    again = [
+        f"{file_of(output, unevaluated(specs[key]), f'{specs[key].name}-again')}@{SAVED}"
+        for key in (*CELLS, *ZERO, *SHARED, "rounded", "widened")
+    ]
     launch(2, "--narrow", *(file for key, file in files.items() if key != "widened"), *again)
     return specs
 
@@ -120,10 +147,11 @@ def test_the_matrix_has_every_choice_of_the_spec():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_alone_every_framework_computes_the_same_bits(output, references, framework, adapter):
-    spec = make_spec(output, f"alone-{framework}-{adapter}", framework, "single", 1, adapter)
+def test_alone_every_framework_computes_the_same_bits(output, references, expected_evaluations, framework, adapter):
+    spec = make_spec(output, f"alone-{framework}-{adapter}", framework, "single", 1, adapter, evaluated=True)
     assert train_spec(spec).status == "complete"
     assert curve(spec) == references[adapter]
+    assert evaluations(spec) == expected_evaluations[adapter]
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -135,6 +163,21 @@ def test_every_run_learns(references, adapter):
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_losses_are_those_of_one_process(trained, references, cell):
     assert curve(trained[cell], attempt=0) == approx(references[cell[-1]])
+
+
+EVALUATED = {
+    **{name_of(cell): (cell, cell[-1]) for cell in CELLS},
+    **{key: (key, adapter) for key, (_, adapter, _) in ZERO.items()},
+    **{key: (key, "none") for key in (*SHARED, "cpu_offload", "reshard_after_forward")},
+    **{key: (key, adapter) for key, (_, _, adapter, _) in LAYERS.items()},
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_measures_the_same_as_one_process(trained, expected_evaluations, name):
+    key, adapter = EVALUATED[name]
+    expected = [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected_evaluations[adapter]]
+    assert len(expected) == STEPS and evaluations(trained[key]) == expected
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)

@@ -17,6 +17,7 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_evaluations
 from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
@@ -45,7 +46,7 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
-            "evaluation": {"samples": 1, "max_new_tokens": 4},
+            "evaluation": {"samples": 1, "max_new_tokens": 4, "every": SAVED},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": {"type": strategy},
@@ -63,7 +64,16 @@ def curve(spec, attempt=0):
     """What is told of each step of an attempt."""
     points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
     names = ("loss", "grad_norm", "target_tokens", "metrics")
-    return [tuple(point[name] for name in names) for point in points if point["attempt"] == attempt]
+    return [tuple(point[name] for name in names) for point in points if point["attempt"] == attempt and "loss" in point]
+
+
+def evaluations(spec):
+    """Step, loss and metrics of each evaluation during training."""
+    points = read_evaluations(RunFolder.of(spec).metrics)
+    return [
+        (point.step, pytest.approx(point.loss, rel=1e-5), pytest.approx(dict(point.metrics), rel=1e-3, abs=1e-5))
+        for point in points
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +113,9 @@ def test_losses_and_metrics_are_those_of_one_process(trained, alone, name):
     for (loss, norm, targets, metrics), one in zip(curve(trained[name]), expected, strict=True):
         assert (loss, norm, targets) == (pytest.approx(one[0], rel=1e-5), pytest.approx(one[1], rel=1e-3), one[2])
         assert metrics == pytest.approx(one[3], rel=1e-3, abs=1e-5)
+    found = read_evaluations(RunFolder.of(trained[name]).metrics)
+    assert len(found) == STEPS // SAVED
+    assert [(e.step, e.loss, e.metrics) for e in found] == evaluations(alone[name[0], name[-1]][0])
 
 
 @pytest.mark.parametrize("name", NAMES, ids="-".join)
@@ -125,22 +138,27 @@ def test_distillation_comes_closer_to_the_teacher(alone, output, adapter):
     assert told[-1]["forward_kl"] < told[0]["forward_kl"]
     weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
     record = evaluate(spec, record, data_of(spec), weights)
+    assert record.evaluations[-1].loss == pytest.approx(record.eval_loss_after, rel=1e-5)
     assert record.loss_unit == "nats per token" and record.eval_loss_after < record.eval_loss_before
     assert "Perplexity" in export(spec, record, data_of(spec), weights).report.read_text()
 
 
 def test_the_reference_is_computed_once_for_all_runs_of_the_same_rows(trained, alone, output):
-    [file] = (output / "reference").iterdir()
+    train, validation = sorted((output / "reference").iterdir(), key=lambda file: len(file.name))
     rows = data_of(alone["dpo", "none"][0]).manifest.content_hash
-    assert file.name.startswith(f"{rows}-")
+    assert train.name.startswith(f"{rows}-") and validation.name == f"{train.stem}-validation.safetensors"
 
 
-def test_a_run_does_not_go_on_without_its_reference(alone, output):
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [("train", r"objective\.reference 'precomputed'.*restore it"), ("validation", r"evaluation\.every")],
+)
+def test_a_run_does_not_go_on_without_its_reference(alone, output, split, told):
     spec, _ = alone["dpo", "none"]
-    [file] = (output / "reference").iterdir()
+    file = sorted((output / "reference").iterdir(), key=lambda file: len(file.name))[split == "validation"]
     file.rename(output / "moved")
     try:
-        with pytest.raises(ValueError, match=r"objective\.reference 'precomputed'.*restore it"):
+        with pytest.raises(ValueError, match=told):
             train_spec(spec, SAVED)
     finally:
         (output / "moved").rename(file)
@@ -154,6 +172,8 @@ def test_what_comes_out_is_measured_against_the_first_model(alone, adapter):
     record = evaluate(spec, record, data, weights)
     assert record.eval_loss_before == pytest.approx(math.log(2))
     assert record.eval_loss_after < record.eval_loss_before - 0.01
+    assert record.evaluations[-1].loss == pytest.approx(record.eval_loss_after, rel=1e-4)
+    assert record.evaluations[-1].metrics == pytest.approx(record.eval_metrics, rel=1e-3, abs=1e-5)
     assert record.eval_metrics["reward_accuracy"] > 0.8
     page = export(spec, record, data, weights).report.read_text()
     assert "Reward accuracy" in page and "Reward margin" in page

@@ -119,6 +119,15 @@ def parse_points(values: Iterable[Mapping[str, Any]]) -> Iterator[MetricPoint]:
             yield point
 
 
+def eval_loss(values: Mapping[str, Any]) -> float | None:
+    """The validation loss in the values of an evaluation; None if another version wrote them."""
+    try:
+        point = EvaluationPoint.of(values)
+    except TypeError:
+        return None
+    return point and point.loss
+
+
 def with_progress(run: Run, last: Sequence[MetricPoint]) -> Run:
     """`run` with the step, loss and rate of its newest point, and the time that its remaining steps will take."""
     if not last:

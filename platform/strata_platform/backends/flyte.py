@@ -30,7 +30,7 @@ from kubernetes import client
 
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
-from strata_platform.backends.backend import Pause, destinations, find_gpu, parse_points, with_progress
+from strata_platform.backends.backend import Pause, destinations, eval_loss, find_gpu, parse_points, with_progress
 from strata_platform.backends.kubernetes_objects import Namespace, shape_of
 from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read_log
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
@@ -312,11 +312,18 @@ class FlyteBackend:
                 lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
             values = [value for value in map(progress_line.decode, lines) if value is not None]
             for value in values:
-                known |= {key: value[key] for key in ("stage", "steps", "attempt") if key in value}
+                known |= {key: value[key] for key in ("stage", "steps", "attempt", "stopped_early") if key in value}
+                known |= {"eval_loss": eval_loss(value["evaluation"])} if "evaluation" in value else {}
             last = list(parse_points(value["point"] for value in values if "point" in value))
             if run.stage is Stage.STARTING:
                 run = replace(run, stage=Stage(known["stage"]))
-        run = replace(run, steps=known.get("steps"), restarts=known.get("attempt", 0))
+        run = replace(
+            run,
+            steps=known.get("steps"),
+            restarts=known.get("attempt", 0),
+            eval_loss=known.get("eval_loss"),
+            stopped_early=known.get("stopped_early"),
+        )
         return with_progress(run, last)
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
@@ -333,6 +340,9 @@ class FlyteBackend:
             step=record["steps"],
             steps=record["steps_asked"],
             loss=record["train_loss"],
+            eval_loss=record["eval_loss_after"],
+            # Records of earlier versions do not have it.
+            stopped_early=record["steps"] if record.get("stopped_early") else None,
             tokens_per_second=record["tokens_per_second"],
             restarts=record["restarts"],
         )

@@ -202,6 +202,8 @@ class LocalBackend:
             ended=state.ended,
             restarts=state.restarts,
             steps=state.steps,
+            eval_loss=state.eval_loss,
+            stopped_early=state.stopped_early,
             where=str(files.run),
         )
         return with_progress(run, list(parse_points(read_last(files.metrics))))

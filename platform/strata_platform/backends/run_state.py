@@ -34,6 +34,10 @@ class State:
     ended: float | None = None
     restarts: int = 0
     steps: int | None = None
+    eval_loss: float | None = None
+    """Validation loss of the newest evaluation during training."""
+    stopped_early: int | None = None
+    """The step at which early stopping ended training."""
     pid: int | None = None
     """Of the supervisor."""
 

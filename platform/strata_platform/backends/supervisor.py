@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from strata_platform import progress_line
+from strata_platform.backends.backend import eval_loss
 from strata_platform.backends.run_state import RunFiles, State
 from strata_platform.outcomes import Outcome, outcome_of_job
 from strata_platform.runs import Event, LogLine, Phase, Stage
@@ -121,7 +122,9 @@ class Supervisor:
 
     def _end(self, outcome: Outcome, reason: str) -> None:
         if outcome.kind == "complete":
-            self._finish(Phase.SUCCEEDED, "Succeeded", outcome.message)
+            early = self._state.stopped_early
+            message = outcome.message if early is None else f"stopped early after step {early}, measured and exported"
+            self._finish(Phase.SUCCEEDED, "Succeeded", message)
         elif self._stopped_by == CANCEL:
             self._finish(Phase.ABORTED, "Canceled", f"canceled; {RESUBMIT}")
         elif self._stopped_by:
@@ -199,6 +202,11 @@ class Supervisor:
             stage = Stage(values["stage"])
             self._event("Stage", stage.value)
             self._set(stage=stage, steps=values.get("steps", self._state.steps))
+        if "evaluation" in values and (loss := eval_loss(values["evaluation"])) is not None:
+            self._set(eval_loss=loss)
+        if "stopped_early" in values:
+            self._event("StoppedEarly", f"after step {values['stopped_early']}")
+            self._set(stopped_early=values["stopped_early"])
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopped_by = number

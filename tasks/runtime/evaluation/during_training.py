@@ -70,7 +70,7 @@ class TrainingEvaluator:
 
         def before_batch(number: int, count: int) -> None:
             raise_if_stopping()
-            expect(f"pass {number + 1} of {count} over the validation data", SLOW_FACTOR)
+            expect(f"evaluation {number + 1}/{count}", SLOW_FACTOR)
 
         with undisturbed(self.unwrapped, self.wrapped), self.strategy.evaluation(self.wrapped) as model:
             means = validation_means(
@@ -94,17 +94,17 @@ class TrainingEvaluator:
             return (), {}
         # How long tasks take is known to nobody, and the other ranks wait for rank 0, whose own watchdog is on guard
         # during samples.
-        expect("the tasks and samples of the evaluation", math.inf)
+        expect("evaluation, samples and tasks", math.inf)
 
         def measure() -> tuple[tuple[str, ...], dict[str, float]]:
             model, tokenizer = self.unwrapped, self.data.tokenizer()
             samples, scores = [], {}
             with plain_attention(model, varlen=self.varlen):
                 for prompt in self.data.samples(evaluation.samples if "samples" in evaluation.during else 0):
-                    expect("a sample of the evaluation", SLOW_FACTOR)
+                    expect("evaluation, samples", SLOW_FACTOR)
                     samples.append(generate(model, tokenizer, prompt, self.data, evaluation.max_new_tokens))
                 if "tasks" in evaluation.during:
-                    expect("the tasks of the evaluation", math.inf)
+                    expect("evaluation, tasks", math.inf)
                     size = self.spec.training.micro_batch_size
                     found = task_scores(model, tokenizer, evaluation, batch_size=size)
                     scores = {f"{task}/{metric}": score.value for (task, metric), score in found.items()}

@@ -59,7 +59,8 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     folder.report.write_text(html, encoding="utf-8")
     log.info("model:  %s", folder.model)
     log.info("report: %s", folder.report)
-    log.info("record: %s (%s, %d of %d steps)", folder.record, record.status, record.steps, record.steps_asked)
+    how = f"{record.status}, stopped early" if record.stopped_early else record.status
+    log.info("record: %s (%s, %d of %d steps)", folder.record, how, record.steps, record.steps_asked)
     publish(spec.export, spec.name, folder.model)
     return folder
 

@@ -1,7 +1,8 @@
 """Record metrics of every step without synchronizing with the device at every step.
 
-Losses stay on the device until `tracking.log_every` steps are pending. One reduction over the ranks and one copy bring
-them to the host. Rank 0 then writes them to the metrics file, passes them to the trackers and prints a line.
+Losses stay on the device until `tracking.log_every` steps are pending; the first step of an attempt does not wait. One
+reduction over the ranks and one copy bring them to the host. Rank 0 then writes them to the metrics file, passes them
+to the trackers and prints a line.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from strata_platform.runs import EvaluationPoint, MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.mfu import Mfu
 from tasks.runtime.metrics.progress import report_progress
+from tasks.runtime.metrics.progress_bar import ProgressBar, has_terminal
 from tasks.runtime.metrics.trackers import Trackers
 from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.process.log import indented
@@ -72,16 +74,20 @@ class Recorder:
         self._totals = (0, 0)
         self._data_wait = 0.0
         self._flushed_at, self._flushed_step = 0.0, 0
+        self._first = 0
         self._file: MetricsFile | None = None
+        self._bar: ProgressBar | None = None
         self._trackers: Trackers | None = None
 
     def begin(self, step: int, steps: int) -> None:
         """Training continues after `step`, up to `steps`. Called again after a rollback."""
-        self._steps = steps
+        self._steps, self._first = steps, step + 1
         self._totals = self._processes.on_main(lambda: self._totals_after(step))
         if self._processes.is_main and self._file is None:
             self._file = MetricsFile(self._folder.metrics)
             self._trackers = Trackers(self._spec, self._folder, done=step)
+            if has_terminal():
+                self._bar = ProgressBar(step, steps)
         if self._prometheus is not None:
             self._prometheus.begin(steps)
         self._flushed_at, self._flushed_step = time.monotonic(), step
@@ -124,7 +130,10 @@ class Recorder:
         norm = None if grad_norm is None else torch.as_tensor(grad_norm).detach()
         self._pending.append(_Step(step, self._values, norm, learning_rate, self._targets, self._tokens, skipped))
         self._targets = None
-        return self.flush() if step % self._spec.tracking.log_every == 0 or step == self._steps else []
+        if self._bar is not None:
+            self._bar.step(step)
+        # The first step shows that the run works, long before `tracking.log_every` steps are done.
+        return self.flush() if step % self._spec.tracking.log_every == 0 or step in (self._first, self._steps) else []
 
     def flush(self) -> list[MetricPoint]:
         """Write the pending points and return them. A collective: every rank calls it at the same step."""
@@ -188,6 +197,16 @@ class Recorder:
         self._flushed_at, self._flushed_step = now, steps[-1].step
         return points
 
+    def evaluating(self) -> None:
+        """An evaluation begins; `evaluated` follows, unless SIGTERM ends it."""
+        if self._prometheus is not None:
+            self._prometheus.evaluating()
+
+    def show_activity(self, name: str) -> None:
+        """Show what the run does between two steps, if there is a progress bar."""
+        if self._bar is not None:
+            self._bar.activity(name)
+
     def evaluated(
         self,
         step: int,
@@ -226,8 +245,6 @@ class Recorder:
         self._steps = step
         if self._prometheus is not None:
             self._prometheus.begin(step)
-        if self._processes.is_main:
-            report_progress(stopped_early=step)
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
         """Pass numbers that belong to the run, not to a step, to the trackers; ignores other values."""
@@ -254,6 +271,8 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files. Drops pending steps of a failed attempt: they come after its last checkpoint."""
+        if self._bar is not None:
+            self._bar.close()
         if self._file is not None:
             self._file.close()
         if self._trackers is not None:
@@ -262,10 +281,11 @@ class Recorder:
             self._prometheus.close()
 
     def _show(self, point: MetricPoint) -> None:
-        left = (self._steps - point.step) * point.step_seconds
+        if self._bar is not None:
+            self._bar.rate(point.tokens_per_second)
         width = len(str(self._steps))
         log.info(
-            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s%s  memory %.2f GiB  %s left",
+            "step %*d/%d  loss %.4f%s  lr %.2e  %s tok/s%s  memory %.2f GiB  %s",
             width,
             point.step,
             self._steps,
@@ -275,8 +295,17 @@ class Recorder:
             f"{point.tokens_per_second:,.0f}",
             "" if point.mfu is None else f"  mfu {100 * point.mfu:.1f} %",
             point.memory_bytes / 2**30,
-            f"{int(left) // 60}:{int(left) % 60:02d}",
+            # Much of the first step is compiling and loading: no other step takes as long.
+            f"in {point.step_seconds:.1f} s"
+            if point.step == self._first
+            else f"{_clock((self._steps - point.step) * point.step_seconds)} left",
         )
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds, or hours with both."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def _peak_memory(processes: Processes) -> int:

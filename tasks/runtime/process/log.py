@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import TextIO
 
 from strata_platform.redact import redacted
 
@@ -16,10 +17,23 @@ class _Redacted(logging.Formatter):
         return redacted(super().format(record))
 
 
+class _ToStdout(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stdout` is at that moment: a progress bar replaces it, to write lines above itself."""
+
+    def __init__(self) -> None:
+        # Without the constructor of StreamHandler, which would set `stream`.
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The current standard output."""
+        return sys.stdout
+
+
 def configure_logging() -> None:
     """Log to standard output: rank 0 from INFO on, the other ranks from WARNING on with their rank in front."""
     rank = int(os.environ.get("RANK", "0"))
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _ToStdout()
     handler.setFormatter(_Redacted("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     for name in ("tasks", "strata_kernels"):
         logger = logging.getLogger(name)
@@ -27,8 +41,9 @@ def configure_logging() -> None:
         logger.handlers = [handler]
         logger.propagate = False
     if not sys.stderr.isatty():
-        # In a file, every update of a progress bar is a line. transformers reads the variable when it is imported.
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        # In a file, every update of a progress bar is a line. Libraries read these when they are imported.
+        for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+            os.environ.setdefault(variable, "1")
     # Libraries import bitsandbytes where it is installed, and it looks for a package that the folder kernels/ hides.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

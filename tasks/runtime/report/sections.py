@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -78,7 +78,7 @@ def loss_change(record: CompletionRecord) -> Change | None:
 
 
 def charts(record: CompletionRecord, points: Sequence[MetricPoint]) -> list[Chart]:
-    """Loss, throughput, learning rate, memory, gradient norm and the objective's own metrics by step."""
+    """Training and validation loss, throughput, learning rate, memory, gradient norm and further metrics by step."""
     if not points:
         return []
     steps = [point.step for point in points]
@@ -101,6 +101,7 @@ def charts(record: CompletionRecord, points: Sequence[MetricPoint]) -> list[Char
             smoothed=True,
             digits=4,
         ),
+        *_validation(record, restarts),
         Chart("Throughput", "tokens/s", steps, [point.tokens_per_second for point in points], restarts),
         Chart("Learning rate", "", steps, [point.learning_rate for point in points], restarts),
         Chart("Peak memory", "GiB", steps, [point.memory_bytes / GIB for point in points], restarts),
@@ -111,6 +112,24 @@ def charts(record: CompletionRecord, points: Sequence[MetricPoint]) -> list[Char
         values = [point.metrics.get(name, float("nan")) for point in points]
         drawn.append(Chart(words(name), "", steps, values, restarts, from_zero=False, digits=4))
     return drawn
+
+
+def _validation(record: CompletionRecord, restarts: Sequence[int]) -> Iterator[Chart]:
+    """Validation loss and metrics by step, with evaluation during training."""
+    if not record.evaluations:
+        return
+    steps = [evaluation.step for evaluation in record.evaluations]
+    # Later attempts may have been without evaluation.
+    restarts = [step for step in restarts if step <= steps[-1]]
+    losses = [evaluation.loss for evaluation in record.evaluations]
+    if record.eval_loss_before is not None:
+        steps, losses = [0, *steps], [record.eval_loss_before, *losses]
+    lowest = [Mark(step, loss, "lowest") for step, loss in zip(steps, losses, strict=True) if step == record.best_step]
+    yield Chart("Validation loss", record.loss_unit, steps, losses, restarts, lowest, from_zero=False, digits=4)
+    for name in record.evaluations[-1].metrics:
+        values = [evaluation.metrics.get(name, float("nan")) for evaluation in record.evaluations]
+        during = [evaluation.step for evaluation in record.evaluations]
+        yield Chart(f"Validation: {words(name)}", "", during, values, restarts, from_zero=False, digits=4)
 
 
 def skipped_steps(points: Sequence[MetricPoint]) -> str | None:

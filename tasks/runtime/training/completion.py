@@ -16,6 +16,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.loader import spans_read
 from tasks.runtime.data.mixture import source_shares
+from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.objectives import Custom, Objective
 from tasks.runtime.objectives.training_step import TrainingStep
@@ -93,6 +94,8 @@ def write_record(
     record.save(run.folder.record)
     for share in record.sources:
         log.info("read of %s", share)
+    if stopped:
+        report_progress(stopped_early=done)
     return record
 
 

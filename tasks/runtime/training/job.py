@@ -231,6 +231,7 @@ class Job:
         # Weights of a step that has to be taken back are not worth an evaluation. It also excludes the time of the
         # steps that are not flushed yet from that of the evaluation.
         self._apply_policy(self.recorder.flush())
+        self.recorder.evaluating()
         measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
         best = self.early_stopping.add(step, measured.loss)
         self.recorder.evaluated(step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best)
@@ -238,7 +239,11 @@ class Job:
         return best
 
     def _expect_evaluation(self, step: int) -> Callable[[str, float], None]:
-        return lambda activity, factor: self.watchdog.expect(f"{activity} after step {step}", factor)
+        def expect(activity: str, factor: float) -> None:
+            self.watchdog.expect(f"{activity} after step {step}", factor)
+            self.recorder.show_activity(activity)
+
+        return expect
 
     def _evaluate_at_start(self) -> None:
         """Evaluate the checkpoint that the run continues from if that was due and SIGTERM came first."""

@@ -78,6 +78,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
     if finished:
         if finished.stopped_early:
+            report_progress(stopped_early=finished.steps)
             log.info("the run has stopped early already, at step %d of %d (%s)", finished.steps, steps, resume_from)
         else:
             log.info("all %d steps are done already (%s)", steps, resume_from)

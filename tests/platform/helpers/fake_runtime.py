@@ -12,6 +12,7 @@ from pathlib import Path
 
 from strata_platform import progress_line
 from strata_platform.run_layout import RunLayout
+from strata_platform.runs import EvaluationPoint
 from strata_platform.spec import load_spec
 from strata_platform.testing import metric_point
 
@@ -53,6 +54,15 @@ match os.environ["STAND_IN"]:
             finish()
         print("0 %\r50 %\r100 %", file=sys.stderr)
         print("no end of line", end="")
+    case "stops early":
+        report_progress(stage="training", steps=10, attempt=attempt)
+        train(1, 3, attempt)
+        point = EvaluationPoint(3, attempt, time.time(), 1.25, {"reward_accuracy": 0.5})
+        with layout.metrics.open("a") as file:
+            file.write(json.dumps(point.to_dict()) + "\n")
+        report_progress(evaluation=point.to_dict())
+        report_progress(stopped_early=3)
+        finish()
     case "is killed once":
         if RANK == 0:
             train(2 * attempt + 1, 2 * attempt + 2, attempt)

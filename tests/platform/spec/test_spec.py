@@ -363,6 +363,36 @@ def test_a_long_value_is_shortened():
         ),
         ({"export": {"formats": ["safetensors", "adapter"]}}, "export.formats", "adapter.type"),
         ({"optimizer": {"groups": [{"match": "mlp"}]}}, "optimizer.groups[0]", "neither lr nor weight_decay"),
+        ({"evaluation": {"early_stopping_patience": 2}}, "evaluation.early_stopping_patience", "evaluation.every"),
+        (
+            {"evaluation": {"every": 5, "early_stopping_threshold": 0.1}},
+            "evaluation.early_stopping_threshold",
+            "evaluation.early_stopping_patience",
+        ),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "evaluation.every"),
+        (
+            {"evaluation": {"every": 5}, "checkpoint": {"load_best_model_at_end": True}},
+            "checkpoint.load_best_model_at_end",
+            "checkpoint.keep_best",
+        ),
+        ({"evaluation": {"during": ["samples"]}}, "evaluation.during", "evaluation.every"),
+        ({"evaluation": {"every": 5, "during": ["tasks"]}}, "evaluation.during", "evaluation.tasks asks for none"),
+        ({"evaluation": {"every": 5, "during": ["samples"], "samples": 0}}, "evaluation.during", "evaluation.samples"),
+        ({"evaluation": {"every": 5}, "data": {"validation_fraction": 0}}, "evaluation.every", "validation_fraction"),
+        (
+            {
+                "evaluation": {"every": 5, "during": ["samples"]},
+                "parallel": {"type": "fsdp"},
+                "topology": {"nproc_per_node": 2},
+            },
+            "evaluation.during",
+            "parallel.type",
+        ),
+        (
+            {"evaluation": {"every": 5, "during": ["samples"]}, "training": {"compile": True}},
+            "evaluation.during",
+            "training.compile",
+        ),
     ],
 )
 def test_a_contradiction_names_both_fields(fields, path, other):

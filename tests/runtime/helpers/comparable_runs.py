@@ -8,7 +8,7 @@ import pytest
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.run_folder.metrics_file import read_points
+from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
 
 # As many as a change has to pass; 20 of them, by STRATA_MATRIX_STEPS, take two cores eight minutes.
 STEPS = int(os.environ.get("STRATA_MATRIX_STEPS", 4))
@@ -16,9 +16,19 @@ SAVED = STEPS // 2
 
 
 def make_spec(
-    output, name, framework, strategy, processes, adapter="none", training=None, dora=False, steps=STEPS, **options
+    output,
+    name,
+    framework,
+    strategy,
+    processes,
+    adapter="none",
+    training=None,
+    dora=False,
+    steps=STEPS,
+    evaluated=False,
+    **options,
 ):
-    """Four rows a step, however they are spread; `options` are those of the strategy."""
+    """Four rows a step, however they are spread; `options` are those of the strategy. evaluated: after every step."""
     return RunSpec.model_validate(
         {
             "name": name,
@@ -34,6 +44,7 @@ def make_spec(
                 **(training or {}),
             },
             "checkpoint": {"every": SAVED, "keep_last": steps},
+            "evaluation": {"every": 1} if evaluated else {},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": {"type": strategy, **options},
@@ -47,10 +58,20 @@ def rounded(spec):
     return RunSpec.model_validate({**spec.model_dump(), "model": {**spec.model.model_dump(), "dtype": "bfloat16"}})
 
 
-def file_of(output, spec):
-    file = output / f"{spec.name}.json"
+def unevaluated(spec):
+    """The same run without evaluation."""
+    return RunSpec.model_validate({**spec.model_dump(), "evaluation": {}})
+
+
+def file_of(output, spec, name=None):
+    file = output / f"{name or spec.name}.json"
     file.write_text(spec.model_dump_json())
     return str(file)
+
+
+def evaluations(spec):
+    """Step and validation loss of each evaluation during training."""
+    return [(point.step, point.loss) for point in read_evaluations(RunFolder.of(spec).metrics)]
 
 
 def curve(spec, attempt=None):
@@ -58,7 +79,8 @@ def curve(spec, attempt=None):
     if attempt is None:
         points = map(asdict, read_points(RunFolder.of(spec).metrics))
     else:
-        points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
+        lines = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
+        points = [line for line in lines if "loss" in line]
     names = ("step", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
     return [tuple(point[name] for name in names) for point in points if attempt in (None, point["attempt"])]
 

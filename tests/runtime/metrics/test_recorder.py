@@ -1,6 +1,8 @@
 """What is measured of a step is on record, once it is flushed."""
 
+import logging
 import math
+import re
 from contextlib import closing
 
 import pytest
@@ -34,15 +36,19 @@ def share(loss, **metrics):
     return MicroBatchLoss(torch.tensor(loss), {name: torch.tensor(value) for name, value in metrics.items()})
 
 
-def test_steps_are_written_when_they_are_gathered(recorder, tmp_path):
-    for number in (1, 2):
-        step(recorder, number, 2.0 + number)
-    assert read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics) == []
+def test_the_first_step_is_written_at_once_and_others_when_they_are_gathered(recorder, tmp_path, caplog):
+    file = RunFolder.of(RunSpec(output=str(tmp_path))).metrics
+    with caplog.at_level(logging.INFO, "tasks"):
+        for number in (1, 2, 3):
+            step(recorder, number, 2.0 + number)
+            assert [point.step for point in read_points(file)] == [1]
+    [line] = caplog.messages
+    assert re.match(r"step  1/10  loss 3\.0000 .*  in \d+\.\d s$", line)
     recorder.flush()
-    points = read_points(RunFolder.of(RunSpec(output=str(tmp_path))).metrics)
-    assert [(point.step, point.loss, point.tokens, point.target_tokens) for point in points] == [
+    assert [(point.step, point.loss, point.tokens, point.target_tokens) for point in read_points(file)] == [
         (1, 3.0, 8, 4),
         (2, 4.0, 16, 8),
+        (3, 5.0, 24, 12),
     ]
 
 
@@ -64,8 +70,7 @@ def test_micro_batches_of_a_step_are_one_loss(recorder, tmp_path):
 def test_steps_that_were_not_taken_are_marked(recorder, norm, skip, expected):
     recorder.begin_step(torch.tensor(4))
     recorder.add_micro_batch(share(2.0), tokens=8)
-    assert recorder.end_step(1, norm, 0.1, None if skip is None else torch.tensor(skip)) == []
-    [point] = recorder.flush()
+    [point] = recorder.end_step(1, norm, 0.1, None if skip is None else torch.tensor(skip))
     assert (point.skipped, point.grad_norm) == (expected, norm)
 
 

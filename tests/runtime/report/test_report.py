@@ -26,7 +26,7 @@ from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.report.rendering import render
 from tasks.runtime.report.svg.chart import Chart
 from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
-from tasks.runtime.run_folder.record import CompletionRecord, Sample, SourceShare, TaskScore
+from tasks.runtime.run_folder.record import CompletionRecord, Evaluated, Sample, SourceShare, TaskScore
 
 TEMPLATES = Path(report.__file__).parent / "templates"
 ROOT = TEMPLATES.parents[3]
@@ -231,6 +231,16 @@ def test_tables_hold_the_record():
     assert fields["checkpoint"] == RECORD.checkpoint
     assert fields["tokens"] == "614,400"
     assert fields["train_loss"] == "2.641"
+
+
+def test_a_run_that_was_evaluated_and_stopped_early():
+    evaluations = tuple(Evaluated(step=step, loss=loss) for step, loss in ((20, 4.0), (40, 2.5), (60, 3.5)))
+    early = {"evaluations": evaluations, "best_step": 40, "stopped_early": True, "steps_asked": 100}
+    # The last attempt went on without evaluation.
+    html = render_report(RECORD.model_copy(update=early), make_points(80, restart=70), SPEC)
+    assert "Stopped early after step 60 of 100: the validation loss was lowest after step 40." in html
+    assert "Validation loss over 4" in html and "lowest 2.500" in html
+    assert "Validation loss" not in render_report(RECORD, make_points(80), SPEC)
 
 
 def test_warmup_in_total_and_by_kernel():

@@ -90,6 +90,13 @@ def test_the_plan_has_steps_of_columns_under_tensor_parallelism():
     assert {o["CUT"] for o in cut if "CUT" in o} == {False, True}
 
 
+def test_the_plan_has_what_an_evaluation_launches(folder):
+    """The loss without its gradient is another variant of a kernel, which would compile in the middle of training."""
+    training, both = (kernels(plan_kernels(spec(folder, **more))) for more in ({}, {"evaluation": {"every": 5}}))
+    assert training < both
+    assert {dict(kernel.arguments)["GRADIENT"] for kernel in both - training} == {False}
+
+
 def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
     plan = kernels(plan_kernels(spec(folder, adapter={"type": "lora"})))
     assert plan == from_config(folder, adapter=True) != from_config(folder)

@@ -76,6 +76,7 @@ class Prometheus:
         )
         self._data_wait = self._counter("strata_data_wait_seconds", "Seconds that this process waited for its data.")
         self._saving = self._counter("strata_checkpoint_seconds", "Seconds that training stood still for checkpoints.")
+        self._evaluating_now = self._gauge("strata_evaluating", "1 during an evaluation, when no step is made.")
         self._eval_loss = self._gauge("strata_eval_loss", "Validation loss of the last evaluation during training.")
         self._evaluating = self._counter("strata_eval_seconds", "Seconds that training stood still for evaluations.")
         self._skipped = self._counter("strata_skipped_steps", "Steps not taken, for their loss or gradients.")
@@ -104,8 +105,13 @@ class Prometheus:
         """Count a rollback."""
         self._rollbacks.labels(**self._labels).inc()
 
+    def evaluating(self) -> None:
+        """An evaluation begins."""
+        self._evaluating_now.labels(**self._labels).set(1)
+
     def evaluated(self, loss: float, seconds: float) -> None:
         """Set the validation loss, and add seconds in which training stood still for it."""
+        self._evaluating_now.labels(**self._labels).set(0)
         self._eval_loss.labels(**self._labels).set(loss)
         self._evaluating.labels(**self._labels).inc(seconds)
 
