@@ -125,7 +125,7 @@ def eval_loss(values: Mapping[str, Any]) -> float | None:
         point = EvaluationPoint.of(values)
     except TypeError:
         return None
-    return point and point.loss
+    return None if point is None else point.loss
 
 
 def with_progress(run: Run, last: Sequence[MetricPoint]) -> Run:

@@ -68,11 +68,13 @@ def _evaluation(evaluation: Evaluation, checkpoint: Checkpoint) -> Iterator[Cont
 
 def _during(spec: RunSpec) -> Iterator[Contradiction]:
     evaluation, parallel = spec.evaluation, spec.parallel
+    sources = spec.data.single_sources()
     yield Contradiction(
-        evaluation.every is not None and spec.data.validation_fraction == 0,
+        evaluation.every is not None
+        and not any(source.validation_only or source.data.validation_fraction for source in sources),
         ("evaluation.every", "data.validation_fraction"),
-        "set, but data.validation_fraction 0 holds no rows out to evaluate on; set data.validation_fraction, or leave "
-        "evaluation.every out",
+        "set, but data.validation_fraction 0 holds no rows out to evaluate on; set data.validation_fraction or "
+        "data.validation_source, or leave evaluation.every out",
     )
     sharded = parallel.type == "fsdp" or (parallel.type == "deepspeed" and parallel.stage == 3)
     yield Contradiction(

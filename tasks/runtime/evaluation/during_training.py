@@ -118,7 +118,7 @@ def require_validation_rows(evaluation: Evaluation, data: PreparedData) -> None:
     if evaluation.every is not None and not data.manifest.validation.target_tokens:
         raise ValueError(
             "evaluation.every needs validation rows, and data.validation_fraction leaves none with a token to learn; "
-            "raise data.validation_fraction, give more data, or leave evaluation.every out"
+            "raise data.validation_fraction, set data.validation_source, or leave evaluation.every out"
         )
 
 

@@ -425,6 +425,18 @@ def test_problems_of_sections_in_a_list_are_those_of_their_fields():
     )
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": "a.jsonl", "validation_source": "b.jsonl"},
+        {"sources": [{"source": "a.jsonl", "validation_fraction": 0.1}], "validation_fraction": 0},
+        {"sources": [{"source": "a.jsonl"}], "validation_source": "b.jsonl"},
+    ],
+)
+def test_rows_to_evaluate_on_may_come_from_anywhere(data):
+    assert RunSpec.model_validate({"data": data, "evaluation": {"every": 5}}).evaluation.every == 5
+
+
 def test_contradictions_are_found_beside_wrong_fields():
     problems = problems_of(seed=-1, training={"steps": 20, "epochs": 1}, resources={"gpu_type": "x"})
     assert set(problems) == {"seed", "training.steps", "resources.gpu_type"}
