@@ -20,10 +20,10 @@ def evaluate(
 ) -> CompletionRecord:
     """Add losses and samples to the record of a complete run; an incomplete one is rejected."""
     configure_logging()
-    from tasks.runtime.data import PreparedData
+    from tasks.runtime.data import open_prepared
     from tasks.runtime.evaluation.evaluate_model import evaluate
 
     record.require_complete()
-    prepared = PreparedData.load(Path(data.download()))
+    prepared = open_prepared(Path(data.download()), spec.data).completed()
     with retried_by_flyte():
         return evaluate(spec, record, prepared, Path(weights.download()))

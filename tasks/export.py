@@ -32,10 +32,10 @@ class Exported(NamedTuple):
 def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    from tasks.runtime.data import PreparedData
+    from tasks.runtime.data import open_prepared
     from tasks.runtime.export.export_model import export
 
-    prepared = PreparedData.load(Path(data.download()))
+    prepared = open_prepared(Path(data.download()), spec.data).completed()
     trained = Path(weights.download())
     with retried_by_flyte():
         folder = export(spec, record, prepared, trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Cache, task
@@ -27,10 +28,24 @@ os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 
 class Planned(NamedTuple):
-    """The recipe of the data, and the output folder of the run."""
+    """The recipe of the data, the output folder of the run, and the object store for prepared rows or an empty text."""
 
     recipe: DataRecipe
     output: str
+    url: str
+
+
+class Prepared(NamedTuple):
+    """The folder of prepared data, and shares of its parts that are still to be prepared: `prepare_share` takes one."""
+
+    data: FlyteDirectory
+    shares: list[str]
+
+
+# Parts that a pod of the map task prepares, about 2 GiB of text: fewer would cost more in starts of pods. Flyte maps
+# over at most 5,000 inputs.
+_SHARE = 32
+_MAX_SHARES = 5000
 
 
 @task(**CONTROL_TASK)
@@ -43,7 +58,8 @@ def plan(spec: RunSpec) -> Planned:
     run_checks("plan", "spec", spec=spec)
     if not is_local():
         _check_pods(spec)
-    return Planned(recipe_of(spec, RunFolder.of(spec).data_commits_for(spec)), spec.output)
+    recipe = recipe_of(spec, RunFolder.of(spec).data_commits_for(spec))
+    return Planned(recipe, spec.output, spec.data.prepared_url or "")
 
 
 def _check_pods(spec: RunSpec) -> None:
@@ -69,12 +85,50 @@ def _check_pods(spec: RunSpec) -> None:
 
 
 @task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
-def prepare(recipe: DataRecipe, output: str) -> FlyteDirectory:
-    """Tokenize and pack. Flyte caches the result by the recipe, so runs with the same data share it."""
+def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
+    """Tokenize and pack; with a URL only plan it. Flyte caches the result by the recipe, so runs with it share it."""
     configure_logging()
     from tasks.runtime.data import prepare
+    from tasks.runtime.data.pipeline import begin
 
     folder = data_folder(output, recipe)
     with retried_by_flyte():
-        prepare(recipe, folder, report=log.info)
+        if not url:
+            prepare(recipe, folder, report=log.info)
+            return Prepared(directory(folder), [])
+        plan = begin(recipe, folder, report=log.info, url=url)
+    return Prepared(directory(folder), [] if plan is None else shares(len(plan.parts)))
+
+
+def shares(parts: int) -> list[str]:
+    """Ranges of parts for pods, as texts.
+
+    >>> shares(70)
+    ['0-31', '32-63', '64-69']
+    """
+    size = max(_SHARE, -(-parts // _MAX_SHARES))
+    return [f"{first}-{min(first + size, parts) - 1}" for first in range(0, parts, size)]
+
+
+@task(**PREPARE_TASK)
+def prepare_share(data: FlyteDirectory, share: str) -> int:
+    """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
+    configure_logging()
+    from tasks.runtime.data.pipeline import prepare_range
+
+    first, last = map(int, share.split("-"))
+    with retried_by_flyte():
+        prepare_range(Path(data.download()), range(first, last + 1), log.info)
+    return last + 1 - first
+
+
+@task(**CONTROL_TASK)
+def complete(data: FlyteDirectory, prepared: list[int]) -> FlyteDirectory:
+    """Write the manifest after all parts. `prepared` only makes Flyte wait for them."""
+    configure_logging()
+    from tasks.runtime.data.pipeline import finish
+
+    folder = Path(data.download())
+    with retried_by_flyte():
+        finish(folder, log.info)
     return directory(folder)

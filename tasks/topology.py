@@ -58,14 +58,14 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     die_with_agent()
     from torch import OutOfMemoryError
 
-    from tasks.runtime.data import PreparedData
+    from tasks.runtime.data import open_prepared
     from tasks.runtime.models.trained_weights import collect_weights
     from tasks.runtime.training.session import session
     from tasks.runtime.training.train import train
 
     try:
         with session(spec) as run:
-            record = train(run, PreparedData.load(Path(data.path)))
+            record = train(run, open_prepared(Path(data.path), spec.data))
             weights = collect_weights(run.folder, spec.adapter, record) if run.processes.is_main else run.folder.root
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, RunError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
-from strata_platform.spec import DataRecipe, load_spec
+from strata_platform.spec import load_spec
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
 
 if TYPE_CHECKING:
+    from tasks.runtime.data.background_preparation import BackgroundPreparation
     from tasks.runtime.training.session import Session
 
 log = logging.getLogger("tasks.runtime")
@@ -44,7 +46,8 @@ def main() -> int:
     # Torch takes seconds to import: refuse a wrong spec first.
     from torch import OutOfMemoryError
 
-    from tasks.runtime.data import prepare
+    from tasks.runtime.data import open_prepared
+    from tasks.runtime.data.background_preparation import BackgroundPreparation
     from tasks.runtime.evaluation.evaluate_model import evaluate
     from tasks.runtime.export.export_model import export
     from tasks.runtime.metrics.progress import report_progress
@@ -54,11 +57,12 @@ def main() -> int:
     from tasks.runtime.training.train import train
 
     try:
-        with session(spec) as run:
-            recipe, folder = run.processes.on_main(lambda: _prepare(run))
+        with session(spec) as run, closing(BackgroundPreparation()) as preparation:
+            folder = run.processes.on_main(lambda: _prepare(run, preparation))
             # Every process reads the folder that rank 0 wrote; sending the data would copy it.
-            data = prepare(recipe, folder, report=log.debug)
+            data = open_prepared(folder, spec.data, preparation.require_alive)
             record = train(run, data)
+            data = data.completed()
         if run.processes.is_main:
             # The lock keeps a second start from replacing the model while it is verified.
             with raise_on_sigterm(), run.folder.lock():
@@ -77,9 +81,10 @@ def main() -> int:
     return COMPLETE.exit_code
 
 
-def _prepare(run: Session) -> tuple[DataRecipe, Path]:
-    """Check the run and prepare its data. Returns the recipe of the data and its folder. Runs on rank 0."""
+def _prepare(run: Session, preparation: BackgroundPreparation) -> Path:
+    """Check the run and prepare its data, or begin to. Returns the folder of the data. Runs on rank 0."""
     from tasks.runtime.data import prepare, recipe_of
+    from tasks.runtime.data.pipeline import begin
     from tasks.runtime.metrics.progress import report_progress
     from tasks.runtime.preflight import run_checks
     from tasks.runtime.run_folder.folder import data_folder
@@ -88,8 +93,12 @@ def _prepare(run: Session) -> tuple[DataRecipe, Path]:
     recipe = recipe_of(run.spec, run.folder.data_commits_for(run.spec))
     folder = data_folder(run.spec.output, recipe)
     report_progress(stage=Stage.PREPARING)
-    prepare(recipe, folder, report=log.info)
-    return recipe, folder
+    url = run.spec.data.prepared_url
+    if not run.spec.data.streaming:
+        prepare(recipe, folder, report=log.info, url=url)
+    elif begin(recipe, folder, report=log.info, url=url) is not None:
+        preparation.start(recipe, folder, url)
+    return folder
 
 
 def _failed(error: Exception, outcome: Outcome) -> int:

@@ -76,7 +76,7 @@ def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeyp
     monkeypatch.setattr("tasks.runtime.evaluation.evaluate_model.evaluate", lambda spec, record, data, weights: record)
     seen = []
     monkeypatch.setattr(
-        "tasks.runtime.export.export_model.export", lambda *arguments: seen.append(arguments[2].manifest.commit)
+        "tasks.runtime.export.export_model.export", lambda *arguments: seen.extend(arguments[2].manifest.commits)
     )
     monkeypatch.setattr("tasks.runtime.__main__.configure_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["runtime", str(tmp_path / "spec.yaml")])

@@ -181,8 +181,8 @@ def test_rendezvous_waits_for_slow_pods():
 def test_prepared_data_is_cached_by_the_recipe_alone(registered):
     prepare = registered["tasks.prepare.prepare"]
     assert prepare.metadata.discoverable
-    assert set(prepare.interface.inputs) == {"recipe", "output"}
-    assert prepare.interface.outputs["o0"].type.blob.dimensionality == BlobType.BlobDimensionality.MULTIPART
+    assert set(prepare.interface.inputs) == {"recipe", "output", "url"}
+    assert prepare.interface.outputs["data"].type.blob.dimensionality == BlobType.BlobDimensionality.MULTIPART
     assert not any(
         registered[name].metadata.discoverable
         for name in registered
@@ -199,9 +199,9 @@ SPEC = RunSpec.model_validate(
 )
 
 
-def compiled(spec):
+def compiled(spec, shares=()):
     """What the dynamic task makes for `spec` when it runs in a cluster."""
-    return compiled_by(train_evaluate_export, spec=spec, data="s3://bucket/data")
+    return compiled_by(train_evaluate_export, spec=spec, data="s3://bucket/data", shares=list(shares))
 
 
 def compiled_by(dynamic_task, **inputs):
@@ -331,6 +331,25 @@ def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(s
         }
     # The next run in this process asks for what it asks for.
     assert all(template(task).metadata.k8s_object_metadata.labels is None for task in TASKS.values())
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["waiting", "streaming"])
+def test_pods_prepare_shares_of_a_large_source_and_training_waits_unless_it_streams(streaming):
+    how = {"prepared_url": "s3://bucket/rows", "shuffle": "window", "streaming": streaming}
+    spec = RunSpec.model_validate({"data": {"source": "a.jsonl", **how}, "training": {"steps": 3}})
+    nodes = {node.id: node for node in compiled(spec, ["0-31", "32-40"]).nodes}
+
+    def comes_after(node):
+        return set().union(*({name, *comes_after(nodes[name])} for name in node.upstream_node_ids if name in nodes))
+
+    mapped, complete = (
+        next(id_ for id_, node in nodes.items() if word in node.metadata.name) for word in ("share", "complete")
+    )
+    trained = next(node for node in nodes.values() if "train_1x1" in node.metadata.name)
+    evaluated = next(node for node in nodes.values() if "evaluate" in node.metadata.name)
+    assert mapped in comes_after(nodes[complete]) and complete in comes_after(evaluated)
+    assert (complete in comes_after(trained)) == (not streaming)
+    assert not any("share" in node.metadata.name for node in compiled(spec).nodes)
 
 
 def test_a_pod_of_any_task_may_be_lost(registered):

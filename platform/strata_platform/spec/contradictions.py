@@ -15,6 +15,7 @@ from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.problems import Contradiction
 from strata_platform.spec.source_rules import source_rules
+from strata_platform.spec.streaming_rules import streaming_rules
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
@@ -46,6 +47,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
     yield from source_rules(spec.data)
+    yield from streaming_rules(spec.data, spec.training, spec.objective, spec.evaluation)
     yield from evaluation_rules(spec)
 
 

@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import Arguments, Flag, Integer, Number, ObjectName, Section, Sources, Text, number
+from strata_platform.spec.fields import (
+    Arguments,
+    Count,
+    Flag,
+    Integer,
+    Number,
+    ObjectName,
+    ObjectStoreUrl,
+    Section,
+    Sources,
+    Text,
+    number,
+)
 
 BUILTIN_SOURCES = ("python-docs",)
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -178,6 +190,23 @@ class Data(Reading):
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
     validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
     validation_source: _Validation = Field(None, description=_VALIDATION)
+    shuffle: Literal["global", "window"] = Field(
+        "global",
+        description="Order of the rows in an epoch: a permutation of all, or shards in random order, the rows of "
+        "`shuffle_window` of them permuted together, so that only these are read at a time.",
+    )
+    shuffle_window: Count | None = Field(
+        None, description="Shards of a window, each of up to 16 million tokens; 8 by default."
+    )
+    prepared_url: ObjectStoreUrl | None = Field(
+        None, description="Object store for prepared rows (`s3://...`), read through a cache on each machine's disk."
+    )
+    cache_gib: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
+        None, description="Disk that the cache of `prepared_url` takes at most, in GiB; 32 by default."
+    )
+    streaming: Flag = Field(
+        False, description="Begin to train while later parts are still being prepared; needs `shuffle: window`."
+    )
 
     @model_validator(mode="after")
     def _inherit(self) -> Self:
@@ -235,6 +264,24 @@ class Data(Reading):
         """The section without the weights of its sources, which do not change how these are prepared."""
         sources = tuple(source.model_copy(update={"weight": None}) for source in self.sources)
         return self.model_copy(update={"sources": sources})
+
+    @property
+    def window(self) -> int:
+        """`shuffle_window`, or its default."""
+        return self.shuffle_window or 8
+
+    @property
+    def cache_bytes(self) -> int:
+        """`cache_gib`, or its default, in bytes."""
+        return int((self.cache_gib or 32) * 2**30)
+
+    def for_preparation(self) -> Data:
+        """The section with the defaults of fields that only training reads: the prepared rows do not depend on them."""
+        defaults = {name: type(self).model_fields[name].default for name in _READ_IN_TRAINING}
+        return self.model_copy(update=defaults)
+
+
+_READ_IN_TRAINING = ("shuffle", "shuffle_window", "prepared_url", "cache_gib", "streaming")
 
 
 _Inheriting = TypeVar("_Inheriting", bound=Reading)

@@ -18,7 +18,7 @@ class DataRecipe(Section):
     input is therefore cached across such runs.
     """
 
-    data: Data = Field(description="The spec's data section, without the weights of its sources.")
+    data: Data = Field(description="The spec's data section, without weights and what else only training reads.")
     objective: str = Field(description="`objective.type`, or that with the same targets: which tokens carry loss.")
     model: str = Field(description="`model.name`: its tokenizer and chat template are the data's.")
     revision: str | None = Field(description="`model.revision`.")
@@ -44,7 +44,7 @@ class DataRecipe(Section):
         True
         """
         return cls(
-            data=spec.data.without_weights(),
+            data=spec.data.without_weights().for_preparation(),
             objective=_same_targets(spec.objective),
             model=spec.model.name,
             revision=spec.model.revision,

@@ -10,14 +10,14 @@ from tasks.runtime.data.dataset import (
     PreparedData,
     ReferenceLogProbs,
     RowDataset,
-    Sample,
     collate,
     collate_flat,
     collator,
 )
 from tasks.runtime.data.fingerprint import fingerprint, recipe_of
+from tasks.runtime.data.growing_data import open_prepared
 from tasks.runtime.data.pipeline import prepare
-from tasks.runtime.data.prepared_manifest import Manifest
+from tasks.runtime.data.prepared_manifest import Manifest, Sample
 
 __all__ = [
     "Manifest",
@@ -29,6 +29,7 @@ __all__ = [
     "collate_flat",
     "collator",
     "fingerprint",
+    "open_prepared",
     "prepare",
     "recipe_of",
     "require_local_files",

@@ -26,8 +26,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 def folder_lock(target: Path) -> Iterator[None]:
     """Hold the lock of the folder `target`; the kernel releases it when the process ends.
 
-    Deletes temporary folders that killed preparations on this machine left.
+    Creates the folder that `target` is in. Deletes temporary folders that killed preparations on this machine left.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".{target.name}.lock", "a", encoding="utf-8") as file:
         try:
             acquire_lock(file)

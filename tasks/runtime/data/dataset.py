@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.runtime.data.columns import PREFERENCES
-from tasks.runtime.data.prepared_manifest import Manifest, Split
+from tasks.runtime.data.prepared_manifest import Manifest, Sample, Split
+from tasks.runtime.data.shard_cache import ShardCache, cache_folder
+from tasks.runtime.data.shard_store import ShardStore
+from tasks.runtime.data.shards import Shards
 
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"
@@ -25,14 +26,6 @@ IGNORE_INDEX = -100
 
 Row = dict[str, Tensor]
 Batch = dict[str, Tensor]
-
-
-class Sample(NamedTuple):
-    """A prompt, its completion in the data, and the prompt's token ids as in training, for generation."""
-
-    prompt: str
-    completion: str
-    prompt_ids: list[int]
 
 
 class ReferenceLogProbs(NamedTuple):
@@ -63,31 +56,28 @@ class RowDataset(Dataset[Row]):
 
     def __init__(
         self,
-        folder: Path,
-        split: Split,
+        shards: Shards,
         *,
         length: int | None,
         pad_token_id: int,
         paired: bool = False,
         reference: ReferenceLogProbs | None = None,
     ) -> None:
-        self._files = [folder / shard.file for shard in split.shards]
-        self._row_offsets = list(accumulate(shard.rows for shard in split.shards))
+        self.shards = shards
+        # Where the known shards end; more may follow while data is prepared.
+        self._row_ends: list[int] = []
         self._length = length
         self._pad_token_id = pad_token_id
         self._paired = paired
         self._reference = reference
-        self._open: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
-        return self._row_offsets[-1] if self._row_offsets else 0
+        """Rows of the shards that are known: all, unless the data is still being prepared."""
+        return self.shards.known_rows
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = bisect_right(self._row_offsets, index)
-        shard = self._shard(number)
-        row = index - (self._row_offsets[number - 1] if number else 0)
+        number, row = self._find(index)
+        shard = self.shards.tensors(number)
         bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         tensors = self._tensors(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
@@ -96,9 +86,17 @@ class RowDataset(Dataset[Row]):
             tensors["reference"][bounds[:-1] - begin] = self._reference.for_row(index)
         return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
 
-    def __getstate__(self) -> dict[str, object]:
-        # Each worker process of a DataLoader maps the files itself.
-        return {**self.__dict__, "_open": {}}
+    def _find(self, index: int) -> tuple[int, int]:
+        """The shard with a row, and the row's place in it."""
+        while not self._row_ends or index >= self._row_ends[-1]:
+            rows = self.shards.rows_of(len(self._row_ends))
+            if rows is None:
+                raise IndexError(f"row {index} of {len(self)}")
+            self._row_ends.append(rows + (self._row_ends[-1] if self._row_ends else 0))
+        if index < 0:
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._row_ends, index)
+        return number, index - (self._row_ends[number - 1] if number else 0)
 
     def _tensors(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Row:
         row = {
@@ -110,12 +108,6 @@ class RowDataset(Dataset[Row]):
             sides = torch.tensor([1, -1]).repeat(lengths.numel() // 2)
             row["sides"] = sides.repeat_interleave(lengths)
         return row
-
-    def _shard(self, number: int) -> dict[str, Tensor]:
-        if number not in self._open:
-            with safe_open(str(self._files[number]), framework="pt") as file:
-                self._open[number] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return self._open[number]
 
 
 def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
@@ -154,13 +146,14 @@ def collator(attention: str) -> Callable[[list[Row]], Batch]:
 
 
 class PreparedData:
-    """A folder of prepared data, read lazily.
+    """A folder of prepared data, read lazily. Its shards may be in an object store; see `shard_cache`.
 
     reference_log_probs: the reference model's log-probabilities, by split; the split's rows contain them.
     """
 
-    rows_type: type[RowDataset] = RowDataset
-    """Reads the rows of a split."""
+    rows_type = RowDataset
+    cache_bytes = 32 << 30
+    """Bytes that shards of an object store may take on this machine's disk."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, reference_log_probs: dict[str, ReferenceLogProbs] | None = None
@@ -176,6 +169,11 @@ class PreparedData:
         return cls(folder, Manifest.read(folder))
 
     @property
+    def rows(self) -> int | None:
+        """Number of training rows; None while they are being prepared."""
+        return self.manifest.train.rows
+
+    @property
     def train(self) -> RowDataset:
         """Rows of the training split."""
         return self._rows("train", self.manifest.train)
@@ -185,9 +183,15 @@ class PreparedData:
         """Rows of the validation split; empty when `data.validation_fraction` is 0 or there is only one sample."""
         return self._rows("validation", self.manifest.validation)
 
+    def completed(self) -> PreparedData:
+        """This data once all of it is prepared, after waiting for that."""
+        return self
+
     def with_reference_log_probs(self, **reference_log_probs: ReferenceLogProbs) -> PreparedData:
         """The same data, with a tensor `reference` in the rows of the given splits."""
-        return type(self)(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
+        found = type(self)(self.folder, self.manifest, self.reference_log_probs | reference_log_probs)
+        found.cache_bytes = self.cache_bytes
+        return found
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the data, including its chat template."""
@@ -199,12 +203,20 @@ class PreparedData:
         return [Sample(**sample) for sample in stored[:n]]
 
     def _rows(self, name: str, split: Split) -> RowDataset:
+        return self._dataset(Shards(self.folder, split, self.cache()), self.reference_log_probs.get(name))
+
+    def _dataset(self, shards: Shards, reference: ReferenceLogProbs | None) -> RowDataset:
         manifest = self.manifest
         return self.rows_type(
-            self.folder,
-            split,
+            shards,
             length=manifest.sequence_length if manifest.packing else None,
             pad_token_id=manifest.pad_token_id,
             paired=manifest.format in PREFERENCES,
-            reference=self.reference_log_probs.get(name),
+            reference=reference,
         )
+
+    def cache(self) -> ShardCache | None:
+        """The cache of the shards, if they are in an object store."""
+        if self.manifest.url is None:
+            return None
+        return ShardCache(ShardStore(self.manifest.url), cache_folder(self.manifest.recipe_hash), self.cache_bytes)

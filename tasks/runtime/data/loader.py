@@ -1,6 +1,6 @@
 """Data loader of the training split: the rows of a step are a pure function of the seed and the step.
 
-Each epoch is a new permutation of the rows, and epochs follow each other without a gap: no row is dropped, and every
+Each epoch has all rows in a new order, and epochs follow each other without a gap: no row is dropped, and every
 step has the same number of rows. The rows of a step are a contiguous range of that stream. It is divided into
 micro-batches and these into data-parallel shards, so that a step has the same rows for any number of either.
 """
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Sampler
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
-from tasks.runtime.data.mixture import MixedRows, RowOrder, draw_of
-from tasks.runtime.data.prepared_manifest import Manifest
+from tasks.runtime.data.mixture import RowOrder
+from tasks.runtime.data.row_order import row_order
 from tasks.runtime.process.ranks import Processes
 
 DataSkip = tuple[int, int]
@@ -45,29 +45,6 @@ def spans_read(done: int, rows: int, data_skips: Sequence[DataSkip] = ()) -> lis
         (data_step(first, data_skips) * rows, (data_step(first, data_skips) + last - first) * rows)
         for first, last in pairwise(cuts)
     ]
-
-
-class ShuffledRows:
-    """Endless stream of row indices: epoch after epoch, each a new permutation of `rows` rows."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self._rows, self._seed = rows, seed
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
-
-    def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self._rows)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed << 24) + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(self._rows, generator=generator)
-        return int(self._permutation[index])
-
-
-def row_order(manifest: Manifest, weights: Sequence[float | None], seed: int) -> RowOrder:
-    """The stream of row indices of the training split. weights: those of `data.sources`."""
-    # Each source has a seed of its own, beyond those that a spec can have.
-    rows = [source.train.rows for source in manifest.trained]
-    orders = [ShuffledRows(count, seed + (number << 32)) for number, count in enumerate(rows)]
-    return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, weights), orders, rows)
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -126,9 +103,10 @@ def training_loader(
     data_skips: Sequence[DataSkip] = (),
 ) -> TimedDataLoader:
     """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step."""
-    order = row_order(data.manifest, spec.data.weights, spec.seed)
+    rows = data.train
+    order = row_order(data.manifest, rows, spec.data, spec.seed)
     return TimedDataLoader(
-        data.train,
+        rows,
         batch_sampler=MicroBatchSampler(spec, processes, order, start=start, stop=stop, data_skips=data_skips),
         collate_fn=shard_collate(collate, processes),
         pin_memory=torch.cuda.is_available(),

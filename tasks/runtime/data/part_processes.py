@@ -5,12 +5,10 @@ The processes are started afresh rather than forked: tokenizers and torch run th
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,29 +22,18 @@ from transformers import AutoTokenizer
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.encode_rows import Report
+from tasks.runtime.data.part_records import prepared_parts, record_name
 from tasks.runtime.data.preparation_plan import Plan, parse_plan
-from tasks.runtime.data.prepare_part import PartPreparer, PartRecord
+from tasks.runtime.data.prepare_part import PartPreparer
 from tasks.runtime.data.prepared_manifest import PLAN
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.sources import open_source
 from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.process.cpus import available_cpus
+from tasks.runtime.process.signals import die_with_parent
 
-PARTS = "parts"
 _SCRATCH = ".part-"
 _SECONDS_BETWEEN_REPORTS = 10.0
-
-
-def record_name(number: int) -> str:
-    """The name of the record of a part."""
-    return f"{PARTS}/{number:05d}.json"
-
-
-def read_record(store: ShardStore, number: int) -> PartRecord:
-    """The record of a prepared part."""
-    content = store.read(record_name(number))
-    assert content is not None, f"part {number} is not prepared"
-    return PartRecord.from_json(content)
 
 
 def prepare_parts(
@@ -67,8 +54,8 @@ def prepare_parts(
         RuntimeError: a process was killed.
     """
     numbers = list(numbers)
-    done = store.names(PARTS)
-    left = [number for number in numbers if Path(record_name(number)).name not in done]
+    done = prepared_parts(store)
+    left = [number for number in numbers if number not in done]
     if store.folder is not None:
         for path in store.folder.glob(f"{_SCRATCH}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -136,11 +123,9 @@ def _initialize(threads: int, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     # An interrupt on the terminal reaches all processes; the first one ends these.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
+    # The kernel sends no signal for a parent that had ended before the call.
+    if die_with_parent() and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prepare_one(place: Path | str, tokenizer: Path, recipe_hash: str, number: int) -> tuple[int, int]:

@@ -14,12 +14,14 @@ from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock, require
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
+from tasks.runtime.data.growing_data import fetch_manifest, store_of
 from tasks.runtime.data.mixture import compose
-from tasks.runtime.data.part_processes import prepare_parts, read_record
+from tasks.runtime.data.part_processes import prepare_parts
+from tasks.runtime.data.part_records import PartRecord, in_all, read_record
 from tasks.runtime.data.parts import PART_BYTES, Part, divide
 from tasks.runtime.data.preparation_plan import Plan, make_plan, package_versions, parse_plan
-from tasks.runtime.data.prepare_part import PartPreparer, PartRecord, in_all
-from tasks.runtime.data.prepared_manifest import PLAN, Manifest, Split
+from tasks.runtime.data.prepare_part import PartPreparer
+from tasks.runtime.data.prepared_manifest import MANIFEST, PLAN, Manifest, Split
 from tasks.runtime.data.readers import is_text
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.sources import Files, Source, open_source
@@ -30,7 +32,9 @@ from tasks.runtime.data.tokenizer import save_tokenizer
 _SHORT = 16
 
 
-def prepare(recipe: DataRecipe, out: Path, *, report: Report, processes: int | None = None) -> PreparedData:
+def prepare(
+    recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None, processes: int | None = None
+) -> PreparedData:
     """Prepare the recipe's data in the folder `out`, or reuse the data if `out` has the same recipe's already.
 
     A small source is prepared in this process, and its folder is written atomically. A large one is prepared part by
@@ -40,49 +44,44 @@ def prepare(recipe: DataRecipe, out: Path, *, report: Report, processes: int | N
     `out`, or reused there.
 
     report: called with lines for the log: the format, progress every few seconds, the final counts.
+    url: an object store for the shards; `out` then has all the rest, and where they are.
     processes: for a large source; by default the processors that this process may use.
 
     Raises:
         ValueError: the source is not found, unreadable or empty; a column is missing; a row is invalid and
             `data.invalid` is `error`; no sample is usable; or `out` has other files.
     """
-    if not recipe.fingerprint:
-        recipe = recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})
-    out = Path(out).absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    recipe, out = _identified(recipe), Path(out).absolute()
     with folder_lock(out):
         if found := _reusable(out, recipe):
             report(f"the data of recipe {recipe.hash()} is already prepared in {out}")
             return found
-        # Refused before any work is done.
-        require_replaceable(out)
         if len(recipe.single_sources()) > 1:
+            # Refused before any work is done.
+            require_replaceable(out)
             return _prepare_mixture(recipe, out, report, processes)
         started = time.monotonic()
-        source = open_source(recipe)
-        for note in source.notes:
-            report(f"{source.name}: {note}")
-        parts = divide(source, max_samples=recipe.data.max_samples, seed=recipe.seed, part_bytes=PART_BYTES)
-        if len(parts) > 1:
-            _prepare_parts(recipe, source, parts, out, report, processes)
-        else:
-            with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
-                _prepare_whole(recipe, source, parts, folder, report)
+        plan = _begin(recipe, out, url, report)
+        if plan is not None and not fetch_manifest(out):
+            store = store_of(plan, out)
+            prepare_parts(plan, out / TOKENIZER, store, range(len(plan.parts)), report=report, processes=processes)
+            finish(out, report)
         report(f"prepared in {time.monotonic() - started:.1f} s")
-    prepared = PreparedData.load(out)
-    if isinstance(source, Files):
-        _warn_of_separator(source, prepared.manifest.samples_read)
-    return prepared
+    return PreparedData.load(out)
 
 
-def _warn_of_separator(source: Files, documents: int) -> None:
-    separator = source.texts.separator
-    if separator is not None and documents <= len(source.found) and is_text(source.found[0][1]):
-        warnings.warn(
-            f"data.document_separator {separator!r} divides none of the text files: each of the "
-            f"{len(source.found):,} is one document; correct it, or leave it out",
-            stacklevel=3,
-        )
+def begin(recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None) -> Plan | None:
+    """Do what comes before the parts of a large source. Returns their plan, or None if all data is prepared now."""
+    recipe, out = _identified(recipe), Path(out).absolute()
+    with folder_lock(out):
+        if _reusable(out, recipe):
+            return None
+        plan = _begin(recipe, out, url, report)
+        return None if plan is None or fetch_manifest(out) else plan
+
+
+def _identified(recipe: DataRecipe) -> DataRecipe:
+    return recipe if recipe.fingerprint else recipe.model_copy(update={"fingerprint": recipe_digest(recipe)})
 
 
 def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:
@@ -104,38 +103,115 @@ def _prepare_mixture(recipe: DataRecipe, out: Path, report: Report, processes: i
     return PreparedData.load(out)
 
 
+def _begin(recipe: DataRecipe, out: Path, url: str | None, report: Report) -> Plan | None:
+    """Prepare a small source whole, or find or make the plan of a large one. The caller holds the folder's lock."""
+    # Refused before any work is done.
+    require_replaceable(out)
+    place = None if url is None else f"{url.rstrip('/')}/{recipe.hash()}"
+    if plan := _known_plan(recipe, out, place):
+        return plan
+    source = open_source(recipe)
+    for note in source.notes:
+        report(f"{source.name}: {note}")
+    parts = divide(source, max_samples=recipe.data.max_samples, seed=recipe.seed, part_bytes=PART_BYTES)
+    if len(parts) > 1 or place is not None:
+        return _make_plan(recipe, source, parts, out, place, report)
+    with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
+        _prepare_whole(recipe, source, parts, folder, report)
+    return None
+
+
 def _prepare_whole(recipe: DataRecipe, source: Source, parts: list[Part], folder: Path, report: Report) -> None:
     """Prepare a small source in this process."""
     try:
-        plan, tokenizer, row_format = make_plan(recipe, source, parts, report)
+        plan, tokenizer, row_format = make_plan(recipe, source, parts, None, report)
         save_tokenizer(tokenizer, folder / TOKENIZER)
         record = PartPreparer(recipe, source, tokenizer, row_format).prepare(parts[0], folder, "", report)
     finally:
         stop_rendering()
-    finish(plan, recipe, tokenizer, [record], folder, report)
+    _write_manifest(plan, recipe, tokenizer, [record], folder, report)
+    if isinstance(source, Files) and is_text(source.found[0][1]):
+        _warn_of_separator(recipe, len(source.found), record.counts.read)
 
 
-def _prepare_parts(
-    recipe: DataRecipe, source: Source, parts: list[Part], out: Path, report: Report, processes: int | None
-) -> None:
-    """Prepare a large source part by part, in several processes, without the parts that are done."""
-    store = ShardStore(out)
-    plan = parse_plan(store.read(PLAN))
+def _known_plan(recipe: DataRecipe, out: Path, place: str | None) -> Plan | None:
+    """The plan of an earlier preparation, in `out` or its place in an object store, if it still holds."""
+    local = ShardStore(out)
+    store = local if place is None else ShardStore(place)
+    content = store.read(PLAN)
+    plan = parse_plan(content)
     if plan is None or plan.recipe_hash != recipe.hash() or plan.versions != package_versions(recipe.data):
-        try:
-            plan, tokenizer, _ = make_plan(recipe, source, parts, report)
-        finally:
-            stop_rendering()
+        return None
+    if content != local.read(PLAN):
         with atomic_folder(out, is_usable=lambda: False) as folder:
-            save_tokenizer(tokenizer, folder / TOKENIZER)
+            store.get_folder(TOKENIZER, folder / TOKENIZER)
             ShardStore(folder).write(PLAN, plan.to_json())
-    prepare_parts(plan, out / TOKENIZER, store, range(len(plan.parts)), report=report, processes=processes)
-    records = [read_record(store, number) for number in range(len(plan.parts))]
+    return plan
+
+
+def _make_plan(
+    recipe: DataRecipe, source: Source, parts: list[Part], out: Path, place: str | None, report: Report
+) -> Plan:
+    """Write the plan of a source and its tokenizer to `out`, and to its place in an object store."""
+    try:
+        plan, tokenizer, _ = make_plan(recipe, source, parts, place, report)
+    finally:
+        stop_rendering()
+    with atomic_folder(out, is_usable=lambda: False) as folder:
+        save_tokenizer(tokenizer, folder / TOKENIZER)
+        if place is not None:
+            store = ShardStore(place)
+            store.clear()
+            store.put_folder(folder / TOKENIZER, TOKENIZER)
+            # Last: without it, what is in the store is no beginning of anything.
+            store.write(PLAN, plan.to_json())
+        ShardStore(folder).write(PLAN, plan.to_json())
+    return plan
+
+
+def prepare_range(out: Path, numbers: range, report: Report) -> None:
+    """Prepare some parts of the plan in the folder `out`, without those that are done.
+
+    Raises ValueError and RuntimeError as `prepare_parts`.
+    """
+    plan = parse_plan(ShardStore(out).read(PLAN))
+    assert plan is not None
+    prepare_parts(plan, out / TOKENIZER, store_of(plan, out), numbers, report=report)
+
+
+def finish(out: Path, report: Report) -> None:
+    """Write the manifest of a source whose parts are all prepared.
+
+    Raises ValueError when no sample is usable.
+    """
+    plan = parse_plan(ShardStore(out).read(PLAN))
+    assert plan is not None
+    recipe, store = DataRecipe.model_validate(plan.recipe), store_of(plan, out)
+    records = []
+    for number in range(len(plan.parts)):
+        record = read_record(store, number)
+        assert record is not None, f"part {number} is not prepared"
+        records.append(record)
     tokenizer = AutoTokenizer.from_pretrained(str(out / TOKENIZER), trust_remote_code=False)
-    finish(plan, recipe, tokenizer, records, out, report)
+    _write_manifest(plan, recipe, tokenizer, records, out, report)
+    files = {piece.file for part in plan.parts for piece in part.pieces or ()}
+    _warn_of_separator(recipe, len(files), sum(record.counts.read for record in records))
+    if plan.url is not None:
+        for name in (SAMPLES, MANIFEST):
+            store.write(name, (out / name).read_bytes())
 
 
-def finish(
+def _warn_of_separator(recipe: DataRecipe, files: int, documents: int) -> None:
+    separator = recipe.data.document_separator
+    if separator is not None and documents <= files:
+        warnings.warn(
+            f"data.document_separator {separator!r} divides none of the text files: each of the {files:,} is one "
+            "document; correct it, or leave it out",
+            stacklevel=5,
+        )
+
+
+def _write_manifest(
     plan: Plan,
     recipe: DataRecipe,
     tokenizer: PreTrainedTokenizerBase,
@@ -181,6 +257,8 @@ def finish(
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=stop_tokens,
         versions=plan.versions,
+        url=plan.url,
+        plan_hash=plan.hash if plan.divided else None,
     )
     assert manifest.samples_read == manifest.samples_used + sum(manifest.skipped.values())
     manifest.write(folder)

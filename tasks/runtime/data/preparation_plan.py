@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import warnings
@@ -48,6 +49,7 @@ class Plan:
     """What the parts of a preparation have in common, in the order in which they are prepared.
 
     control: whether special tokens in the data are control tokens; see `data.special_tokens`.
+    url: the place of the shards in an object store, if they are not in the folder.
     """
 
     recipe: dict[str, Any]
@@ -58,6 +60,7 @@ class Plan:
     control: bool
     parts: tuple[Part, ...]
     versions: dict[str, str]
+    url: str | None = None
     version: int = format_versions.DATA
     kind: str = PLAN_KIND
 
@@ -65,6 +68,16 @@ class Plan:
         """The format of the rows, as it was chosen by the first ones."""
         data = recipe.data.model_copy(update={"special_tokens": "control" if self.control else "text"})
         return make_format(self.format, self.columns, tokenizer, data)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the parts are prepared one by one."""
+        return self.url is not None or self.parts[0].pieces is not None
+
+    @property
+    def hash(self) -> str:
+        """Digest of all that decides the rows."""
+        return hashlib.sha256(self.to_json()).hexdigest()[:16]
 
     def to_json(self) -> bytes:
         """The contents of `plan.json`."""
@@ -91,7 +104,7 @@ def _part(place: int, pieces: list[Any] | None) -> Part:
 
 
 def make_plan(
-    recipe: DataRecipe, source: Source, parts: list[Part], report: Report
+    recipe: DataRecipe, source: Source, parts: list[Part], url: str | None, report: Report
 ) -> tuple[Plan, PreTrainedTokenizerBase, Format]:
     """Choose the format by the first rows, and load or train the tokenizer; its chat template is that of the data.
 
@@ -119,6 +132,7 @@ def make_plan(
         control=row_format.special_tokens.control,
         parts=tuple(parts),
         versions=package_versions(recipe.data),
+        url=url,
     )
     return plan, tokenizer, row_format
 

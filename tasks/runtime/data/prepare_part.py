@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.dataset import Sample
 from tasks.runtime.data.document_buffer import SHARD_TOKENS, DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
-from tasks.runtime.data.encode_rows import Counts, Report, encode_rows, numbered
+from tasks.runtime.data.encode_rows import Report, encode_rows, numbered
 from tasks.runtime.data.formats import Format
 from tasks.runtime.data.packing import Ints
+from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, weighted_median
 from tasks.runtime.data.parts import Part
-from tasks.runtime.data.prepared_manifest import EMPTY, Split, split_of
+from tasks.runtime.data.prepared_manifest import Sample, Split
 from tasks.runtime.data.rows import Row
 from tasks.runtime.data.sources import Source
 from tasks.runtime.data.validation import hold_out
 
-MAX_GENERATION_SAMPLES = 64
 # Samples of a part have numbers of their own, by which some are held out.
 _NUMBERS = 1 << 40
-
-
-@dataclass
-class PartRecord:
-    """What became of a part: counts, shards, and what the manifest takes from all parts.
-
-    documents, median: texts, and the middle one's tokens; of other formats 0. ends: the ends of long texts are held
-    out rather than whole ones.
-    """
-
-    counts: Counts = field(default_factory=Counts)
-    train: Split = EMPTY
-    validation: Split = EMPTY
-    documents: int = 0
-    median: int = 0
-    ends: bool = False
-    largest_token_id: int = 0
-    turn_end_ids: list[int] = field(default_factory=list)
-    special_found: int = 0
-    special_example: tuple[str, str] | None = None
-    samples: list[Sample] = field(default_factory=list)
-
-    def to_json(self) -> bytes:
-        """The record as a file."""
-        values = {**asdict(self), "samples": [sample._asdict() for sample in self.samples]}
-        return json.dumps(values, ensure_ascii=False).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> PartRecord:
-        """The record in a file."""
-        values: dict[str, Any] = json.loads(content)
-        values["counts"] = Counts(**values["counts"])
-        values["samples"] = [Sample(**sample) for sample in values["samples"]]
-        for name in ("train", "validation"):
-            values[name] = split_of(values[name])
-        return cls(**values)
 
 
 def numbered_rows(part: Part, source: Source, recipe: DataRecipe) -> Iterator[tuple[int, Row]]:
@@ -170,16 +131,6 @@ def _count_texts(record: PartRecord, samples: Ints, lengths: Ints, *, continued:
     record.documents += texts.size - continued
 
 
-def weighted_median(medians: list[tuple[int, int]]) -> int:
-    """About the median of several groups, of medians and sizes."""
-    half, seen = sum(size for _, size in medians) / 2, 0
-    for median, size in sorted(medians):
-        seen += size
-        if seen >= half:
-            return median
-    return 0
-
-
 def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
     """A document as prompt and completion; a document without a prompt is split in the middle."""
     begin, end = document.completion_span
@@ -194,20 +145,3 @@ def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, pr
         completion=tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False),
         prompt_ids=ids[:begin],
     )
-
-
-def in_all(records: list[PartRecord]) -> PartRecord:
-    """The record of several parts together."""
-    whole = replace(records[0])
-    for record in records[1:]:
-        whole.counts = whole.counts + record.counts
-        whole.train, whole.validation = whole.train + record.train, whole.validation + record.validation
-        whole.largest_token_id = max(whole.largest_token_id, record.largest_token_id)
-        whole.special_found += record.special_found
-        whole.special_example = whole.special_example or record.special_example
-        whole.ends = whole.ends or record.ends
-    whole.median = weighted_median([(record.median, record.documents) for record in records])
-    whole.documents = sum(record.documents for record in records)
-    whole.turn_end_ids = sorted({id_ for record in records for id_ in record.turn_end_ids})
-    whole.samples = [sample for record in records for sample in record.samples][:MAX_GENERATION_SAMPLES]
-    return whole

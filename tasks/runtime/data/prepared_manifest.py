@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.runtime.data.sources import is_commit
 from tasks.runtime.run_folder import format_versions
@@ -22,6 +22,14 @@ SKIP_REASONS = {
     "no_target": "without a token that carries loss",
     "overlong": "longer than a row",
 }
+
+
+class Sample(NamedTuple):
+    """A prompt, its completion in the data, and the prompt's token ids as in training, for generation."""
+
+    prompt: str
+    completion: str
+    prompt_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Manifest:
 
     `skipped` counts by the reasons of `SKIP_REASONS`. Used samples include those that were `truncated`, split into
     pieces of a row (`split_long`) or into one document per turn (`split_turns`). `stop_token_ids` end a generation.
-    `largest_token_id` covers all rows, padding and stop tokens.
+    `largest_token_id` covers all rows, padding and stop tokens. `url`: where the shards are, if not in the folder.
+    `plan_hash`: of data that was prepared in parts, the digest of their plan.
     """
 
     recipe: dict[str, Any]
@@ -86,6 +95,8 @@ class Manifest:
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     versions: dict[str, str]
+    url: str | None = None
+    plan_hash: str | None = None
     sources: tuple[Manifest, ...] = ()
     """Of a mixture: the manifests of its sources, in order, as of this folder. Their rows follow each other."""
     version: int = VERSION
@@ -118,6 +129,15 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     @property
+    def identities(self) -> tuple[str, ...]:
+        """Digests that a checkpoint may have of the rows that it was trained on, first the one that is stored now.
+
+        A run that began before all rows were prepared knows the plan alone, which decides them.
+        """
+        complete = (self.content_hash,) if self.train.shards else ()
+        return (*complete, f"plan-{self.plan_hash}") if self.plan_hash else complete
+
+    @property
     def commits(self) -> tuple[str | None, ...]:
         """For each single source the commit of the Hub dataset that it is, if it is one and the commit is known."""
         revisions = [source.recipe["data"]["revision"] for source in self.single_sources]
@@ -139,7 +159,7 @@ class Manifest:
                 f"{VERSION}; prepare the data again"
             )
         manifest = _manifest(values)
-        for shard in (*manifest.train.shards, *manifest.validation.shards):
+        for shard in (*manifest.train.shards, *manifest.validation.shards) if manifest.url is None else ():
             file = folder / shard.file
             if not file.is_file() or file.stat().st_size != shard.bytes:
                 raise ValueError(f"{file} is missing or truncated; delete {folder} and prepare the data again")

@@ -58,6 +58,26 @@ class ShardStore:
         """Copy a file to `path` on this machine. Raises FileNotFoundError when it is missing."""
         self._filesystem.get_file(f"{self._root}/{name}", str(path))
 
+    def put_folder(self, folder: Path, name: str) -> None:
+        """Copy a folder of this machine here."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.write(f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+    def get_folder(self, name: str, folder: Path) -> None:
+        """Copy a folder to this machine."""
+        root = f"{self._root}/{name}/"
+        for path in self._filesystem.find(root):
+            target = folder / path.partition(root)[2]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._filesystem.get_file(path, str(target))
+
+    def clear(self) -> None:
+        """Delete all that is here."""
+        self._filesystem.invalidate_cache()
+        if self._filesystem.exists(self._root):
+            self._filesystem.rm(self._root, recursive=True)
+
     def names(self, folder: str) -> set[str]:
         """Names of the files in a folder; empty when there is none."""
         if self.folder is not None:

@@ -79,9 +79,16 @@ def die_with_agent() -> None:
     Without it, workers of a killed agent would train on and write to the folder that the next start writes to. On
     systems other than Linux, which lack PR_SET_PDEATHSIG, `RunFolder.lock` alone prevents that.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if "TORCHELASTIC_RUN_ID" in os.environ and die_with_parent():
         # The kernel sends no signal for an agent that had ended before the call.
         agent = multiprocessing.parent_process()
         if agent is not None and not agent.is_alive():
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent() -> bool:
+    """Have the kernel kill this process when the thread that started it ends. False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return True

@@ -72,7 +72,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         ValueError: the data has fewer rows than one batch, the folder holds a run that must not continue, a check of
             `tasks.runtime.preflight` fails, or the loss is not finite.
     """
-    steps = total_steps(run.spec, len(data.train))
+    steps = total_steps(run.spec, data.rows)
     # Raises before anything is loaded.
     learning_rate_factor(run.spec.schedule, steps)
     resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
@@ -127,6 +127,8 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
+    # Each rank by itself: the others would wait for the first one in a collective, which has a time limit.
+    data = data.completed()
     warmup = run.training_warmup.metadata()
     record = run.processes.on_main(
         lambda: write_record(run, data, parameters, step, steps, attempt, warmup, callbacks.code)
@@ -193,7 +195,7 @@ def build_job(
         uploader=run.uploader if run.processes.is_main else None,
         metadata={
             "spec_hash": run.spec.hash(),
-            "data_hash": data.manifest.content_hash,
+            "data_hash": data.manifest.identities[0],
             "base": base,
             **objective.metadata(),
         },
@@ -299,9 +301,9 @@ def same_rank_layout(metadata: Mapping[str, Any], processes: Processes) -> bool:
     return there == (processes.world_size, processes.tp_size)
 
 
-def total_steps(spec: RunSpec, rows: int) -> int:
-    """Optimizer steps of the run; `training.epochs` is converted by the number of rows."""
-    if rows < spec.training.micro_batch_size * spec.dp_size:
+def total_steps(spec: RunSpec, rows: int | None) -> int:
+    """Optimizer steps of the run; `training.epochs` is converted by the number of rows, if that is known."""
+    if rows is not None and rows < spec.training.micro_batch_size * spec.dp_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
             f"{spec.training.micro_batch_size} x {spec.dp_size} processes that read rows; "
@@ -310,6 +312,7 @@ def total_steps(spec: RunSpec, rows: int) -> int:
     if spec.epochs is None:
         assert spec.training.steps is not None
         return spec.training.steps
+    assert rows is not None
     return math.ceil(spec.epochs * rows / spec.rows_per_step)
 
 
@@ -326,7 +329,7 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
             f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
             "set it to 'auto' to continue, choose another name, or remove the folder"
         )
-    if latest and checkpoint.metadata_of(latest)["data_hash"] != data.manifest.content_hash:
+    if latest and checkpoint.metadata_of(latest)["data_hash"] not in data.manifest.identities:
         raise ValueError(
             f"{latest} was trained on other rows than data.source{'s' if run.spec.data.sources else ''} "
             f"{data.manifest.source!r} gives now: its files, the tokenizer, the output of the chat template, Python or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.loader import ShuffledRows
+from tasks.runtime.data.row_order import ShuffledRows
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import Step, first_step

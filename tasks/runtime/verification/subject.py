@@ -146,7 +146,8 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     if spec.adapter.type == "lora":
         spec = changed(spec, {"adapter": {"init_from": None}})
     kernels = {"warmup": False, "store": {}}
-    spec = changed(spec, {"training": training, "kernels": kernels, "optimizer": {"lr": asked.peak_lr}})
+    local = {"shuffle": "global", "streaming": False, "prepared_url": None}
+    spec = changed(spec, {"training": training, "kernels": kernels, "optimizer": {"lr": asked.peak_lr}, "data": local})
     spec, kept = _cut_model(spec, folder / "model", layers)
     if isinstance(spec.objective, Distill):
         name, revision = spec.objective.teacher, spec.objective.teacher_revision

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tasks.runtime.data import PreparedData, RowDataset
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
-from tasks.runtime.data.loader import ShuffledRows
 from tasks.runtime.data.prepared_manifest import Split
+from tasks.runtime.data.row_order import ShuffledRows
 
 
 class UnevenRows(RowDataset):

@@ -51,6 +51,13 @@ def test_a_spec_is_frozen_and_hashable_by_content():
     assert len(spec.hash()) == 16
 
 
+def test_the_prepared_rows_do_not_depend_on_how_they_are_read():
+    read = {**STREAMED, "shuffle_window": 2, "prepared_url": "s3://bucket/rows", "cache_gib": 1}
+    spec = RunSpec(data=read, training={"steps": 3})
+    assert DataRecipe.from_spec(spec) == DataRecipe.from_spec(RunSpec())
+    assert (spec.data.window, spec.data.cache_bytes, RunSpec().data.window) == (2, 2**30, 8)
+
+
 def test_spec_and_error_survive_pickling():
     spec = RunSpec(parallel=Ddp(), topology={"nproc_per_node": 2})
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -62,6 +69,7 @@ def test_spec_and_error_survive_pickling():
 
 IN_BACKWARD = {"in_backward": True, "max_grad_norm": 0}
 TWO = {"topology": {"nproc_per_node": 2}}
+STREAMED = {"streaming": True, "shuffle": "window"}
 STORE = {"url": "s3://bucket/kernels", "allow_unsigned": True}
 
 
@@ -253,6 +261,25 @@ def test_a_long_value_is_shortened():
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
         ({"data": {"documents": "line", "document_separator": "x"}}, "data.document_separator", "data.documents"),
         ({"data": {"revision": "main"}}, "data.revision", "data.source"),
+        (
+            {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}], "prepared_url": "s3://b/rows"}},
+            "data.prepared_url",
+            "data.sources",
+        ),
+        ({"data": {"shuffle_window": 4}}, "data.shuffle_window", "data.shuffle"),
+        ({"data": {"cache_gib": 4}}, "data.cache_gib", "data.prepared_url"),
+        ({"data": {"streaming": True}, "training": {"steps": 3}}, "data.streaming", "data.shuffle"),
+        ({"data": STREAMED}, "data.streaming", "training.steps"),
+        (
+            {"data": {**STREAMED, "source": "a.jsonl"}, "training": {"steps": 3}, "objective": {"type": "dpo"}},
+            "data.streaming",
+            "objective.type",
+        ),
+        (
+            {"data": STREAMED, "training": {"steps": 3}, "evaluation": {"every": 2}},
+            "data.streaming",
+            "evaluation.every",
+        ),
         ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
         (
             {"training": {"gradient_checkpointing_every": 4}},

@@ -7,7 +7,8 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.dataset import collate
-from tasks.runtime.data.loader import MicroBatchSampler, ShuffledRows, training_loader
+from tasks.runtime.data.loader import MicroBatchSampler, training_loader
+from tasks.runtime.data.row_order import ShuffledRows
 from tasks.runtime.process.ranks import Processes
 
 ROWS = 10

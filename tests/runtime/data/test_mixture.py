@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.data import Data
 from tasks.runtime.data import PreparedData, prepare, recipe_of
-from tasks.runtime.data.loader import MicroBatchSampler, row_order
+from tasks.runtime.data.loader import MicroBatchSampler
 from tasks.runtime.data.mixture import Draw, source_shares
+from tasks.runtime.data.row_order import row_order
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import data_folder
@@ -161,7 +163,7 @@ def source_counts(data: PreparedData, indices: list[int]) -> list[int]:
 
 
 def read(spec: RunSpec, data: PreparedData, rank: int, start: int, stop: int) -> list[list[int]]:
-    order = row_order(data.manifest, spec.data.weights, spec.seed)
+    order = row_order(data.manifest, data.train, spec.data, spec.seed)
     return list(MicroBatchSampler(spec, Processes(rank, rank, spec.dp_size), order, start=start, stop=stop))
 
 
@@ -194,7 +196,7 @@ def test_a_run_reads_the_shares_of_its_weights_however_its_rows_are_spread(prepa
 def test_without_weights_an_epoch_has_each_row_once(prepared: Prepare, files: list[str]) -> None:
     spec, data, _ = prepared(mixed(files))
     rows = len(data.train)
-    order = row_order(data.manifest, spec.data.weights, spec.seed)
+    order = row_order(data.manifest, data.train, spec.data, spec.seed)
     epochs = [[order[epoch * rows + index] for index in range(rows)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -220,7 +222,7 @@ def test_rows_for_evaluation_come_from_where_they_are_named(prepared: Prepare, f
     assert WORDS[3] in text_of(single, "validation")
     # A single source that is trained on is read like one without.
     plain = prepared({"source": files[0], "validation_fraction": 0})[1]
-    orders = [row_order(data.manifest, (), 0) for data in (single, plain)]
+    orders = [row_order(data.manifest, data.train, Data(), 0) for data in (single, plain)]
     assert rows_of(single) == rows_of(plain)
     assert [orders[0][index] for index in range(200)] == [orders[1][index] for index in range(200)]
 

@@ -24,12 +24,13 @@ import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import Manifest, PreparedData, collate, fingerprint, preparation_plan, prepare
+from tasks.runtime.data import Manifest, PreparedData, RowDataset, collate, fingerprint, preparation_plan, prepare
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.formats import Document
 from tasks.runtime.data.prepared_manifest import Split
 from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.shards import Shards
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.data.validation import sample_mask
 
@@ -557,9 +558,7 @@ def test_rows_are_spread_over_shards(tmp_path: Path) -> None:
     assert len(split.shards) > 3 and len(whole.shards) == 1
     assert sum(shard.rows for shard in split.shards) == split.rows == whole.rows
     assert empty == Split(samples=0, documents=0, tokens=0, target_tokens=0, rows=0, shards=())
-    from tasks.runtime.data.dataset import RowDataset
-
-    sharded, single, none = (RowDataset(tmp_path, s, length=8, pad_token_id=99) for s in (split, whole, empty))
+    sharded, single, none = (RowDataset(Shards(tmp_path, s), length=8, pad_token_id=99) for s in (split, whole, empty))
     assert len(none) == 0
     for index in range(split.rows):
         assert torch.equal(sharded[index]["input_ids"], single[index]["input_ids"])

@@ -1,0 +1,228 @@
+"""Preparation of data: tokens per second of a core beside `datasets`, and memory by the size of the corpus.
+
+    PYTHONPATH=kernels:platform:. python -m benchmarks.preparation speed [--megabytes 64] [--processes 1 2] [--rounds 3]
+    PYTHONPATH=kernels:platform:. python -m benchmarks.preparation memory [--megabytes 100 1000 10000]
+
+`speed` prepares one corpus by `prepare`, and by `datasets.map` with the same tokenizer followed by TRL's packing by
+best-fit decreasing, which is the packing of `prepare`, with the same number of processes, in turns. Each runs in a
+fresh process after its imports. Processor seconds are those of all its processes, also of their starts: on a machine
+with other work they say more than the time on the clock. Both must give the same number of tokens.
+
+`memory` prepares corpora of several sizes with a tokenizer of one token a word, which is faster than others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LENGTH = 2048
+DOCUMENT = 4000
+WORK = Path("out/preparation")
+
+
+def texts() -> Iterator[str]:
+    """Pieces of the standard library's sources, of about `DOCUMENT` characters, without an end."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    found = [file.read_text(encoding="utf-8", errors="ignore") for file in files]
+    number = 0
+    while True:
+        for text in found:
+            for begin in range(0, len(text), DOCUMENT):
+                number += 1
+                yield f"# {number}\n{text[begin : begin + DOCUMENT]}"
+
+
+def words() -> Iterator[str]:
+    """Texts of 120 words of 32 characters, of 10,000 that there are."""
+    number = 0
+    while True:
+        number += 1
+        yield " ".join(f"{(number * 7919 + place) * 104729 % 10_000:032d}" for place in range(120))
+
+
+def corpus(source: Iterator[str], path: Path, megabytes: int) -> Path:
+    """A file of JSON Lines of a size."""
+    if not path.exists():
+        size = 0
+        with open(path, "w", encoding="utf-8") as file:
+            while size < megabytes * 1_000_000:
+                size += file.write(json.dumps({"text": next(source)}) + "\n")
+    return path
+
+
+def recipe_for(source: Path, tokenizer: Path) -> Any:
+    from strata_platform.spec import DataRecipe, RunSpec
+    from tasks.runtime.data import fingerprint
+
+    data = {"source": str(source), "sequence_length": LENGTH, "validation_fraction": 0}
+    spec = RunSpec.model_validate(
+        {"data": data, "objective": {"type": "pretrain"}, "model": {"tokenizer": str(tokenizer)}}
+    )
+    return DataRecipe.from_spec(spec, fingerprint(spec))
+
+
+def by_prepare(source: Path, tokenizer: Path, processes: int, out: Path) -> dict[str, float]:
+    import warnings
+
+    from tasks.runtime.data import prepare
+
+    warnings.simplefilter("ignore")
+    recipe = recipe_for(source, tokenizer)
+    measured = Measured()
+    data = prepare(recipe, out, report=lambda line: None, processes=processes)
+    train = data.manifest.train
+    return {"tokens": train.tokens, "rows": train.rows, "fill": train.fill(LENGTH), **measured.end()}
+
+
+def by_datasets(source: Path, tokenizer_folder: Path, processes: int, out: Path) -> dict[str, float]:
+    import datasets
+    from transformers import AutoTokenizer
+    from trl.data_utils import pack_dataset
+
+    datasets.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    end = [tokenizer.eos_token_id]
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        found = tokenizer(batch["text"], return_attention_mask=False, verbose=False)["input_ids"]
+        pieces = ((ids + end)[at : at + LENGTH] for ids in found for at in range(0, len(ids) + 1, LENGTH - 1))
+        return {"input_ids": [piece for piece in pieces if len(piece) > 1]}
+
+    measured = Measured()
+    rows = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(out), num_proc=processes)
+    options = {"batched": True, "num_proc": processes, "load_from_cache_file": False}
+    rows = rows.map(encode, remove_columns=rows.column_names, **options)
+    packed = pack_dataset(rows, LENGTH, strategy="bfd", map_kwargs={k: v for k, v in options.items() if k != "batched"})
+    tokens = sum(map(sum, packed.with_format("arrow")["seq_lengths"].to_pylist()))
+    return {"tokens": tokens, "rows": len(packed), "fill": tokens / len(packed) / LENGTH, **measured.end()}
+
+
+class Measured:
+    """Seconds on the clock, processor seconds and peak memory of this process and those that it starts."""
+
+    def __init__(self) -> None:
+        self._started, self._used = time.monotonic(), self._seconds()
+
+    def end(self) -> dict[str, float]:
+        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return {
+            "wall": time.monotonic() - self._started,
+            "cpu": self._seconds() - self._used,
+            "peak_mib": peak / 1024,
+            "load": os.getloadavg()[0],
+        }
+
+    def _seconds(self) -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+WAYS = {"prepare": by_prepare, "datasets": by_datasets}
+
+
+def measure(way: str, source: Path, tokenizer: Path, processes: int) -> dict[str, float]:
+    """Run one way in a process of its own."""
+    out = WORK / "result"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "benchmarks.preparation", "one", way, source, tokenizer, str(processes), out]
+    done = subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(out, ignore_errors=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def speed(megabytes: int, processes: list[int], rounds: int, tokenizer: Path | None) -> None:
+    from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+
+    source = corpus(texts(), WORK / f"texts-{megabytes}.jsonl", megabytes)
+    if tokenizer is None:
+        tokenizer, found = WORK / "tokenizer", texts()
+        save_tokenizer(train_tokenizer(next(found) for _ in range(2000)), tokenizer)
+    print("| processes | way | tokens | rows full, % | tokens per processor second | tokens/s | load | peak, MiB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for count in processes:
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for _ in range(rounds):
+            for way in WAYS:
+                results[way].append(measure(way, source, tokenizer, count))
+                print(f"{way} {count} {results[way][-1]}", file=sys.stderr, flush=True)
+        rates = {way: statistics.median(one["tokens"] / one["cpu"] for one in found) for way, found in results.items()}
+        for way, runs in results.items():
+            last, wall = runs[-1], statistics.median(one["tokens"] / one["wall"] for one in runs)
+            load, peak = (statistics.median(one[name] for one in runs) for name in ("load", "peak_mib"))
+            print(
+                f"| {count} | {way} | {last['tokens']:,.0f} | {100 * last['fill']:.1f} | {rates[way]:,.0f} "
+                f"| {wall:,.0f} | {load:.1f} | {peak:,.0f} |"
+            )
+        print(f"{count} processes: {rates['prepare'] / rates['datasets']:.2f} times datasets, by processor seconds")
+
+
+def memory(sizes: list[int], processes: int) -> None:
+    tokenizer = word_tokenizer(WORK / "word-tokenizer")
+    print("| corpus, MB | tokens | peak of the largest process, MiB | processor seconds | seconds | load |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for size in sizes:
+        source = corpus(words(), WORK / f"words-{size}.jsonl", size)
+        found = measure("prepare", source, tokenizer, processes)
+        source.unlink()
+        print(
+            f"| {size:,} | {found['tokens']:,.0f} | {found['peak_mib']:,.0f} | {found['cpu']:,.0f} "
+            f"| {found['wall']:,.0f} | {found['load']:.1f} |",
+            flush=True,
+        )
+
+
+def word_tokenizer(folder: Path) -> Path:
+    """A tokenizer of one token for each word of `words`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    unknown, end = "<unk>", "<eos>"
+    names = [unknown, end, "a", "x", "0", "\n", "¬", *(f"{number:032d}" for number in range(10_000))]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, unk_token=unknown)
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    fast = kinds.add_parser("speed")
+    fast.add_argument("--megabytes", type=int, default=64)
+    fast.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    fast.add_argument("--rounds", type=int, default=3)
+    fast.add_argument("--tokenizer", type=Path, help="a folder; by default one is trained on the texts")
+    flat = kinds.add_parser("memory")
+    flat.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 10_000])
+    flat.add_argument("--processes", type=int, default=2)
+    one = kinds.add_parser("one")
+    one.add_argument("way", choices=WAYS)
+    for name in ("source", "tokenizer"):
+        one.add_argument(name, type=Path)
+    one.add_argument("processes", type=int)
+    one.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    if asked.kind == "speed":
+        speed(asked.megabytes, asked.processes, asked.rounds, asked.tokenizer)
+    elif asked.kind == "memory":
+        memory(asked.megabytes, asked.processes)
+    else:
+        print(json.dumps(WAYS[asked.way](asked.source, asked.tokenizer, asked.processes, asked.out)))
+
+
+if __name__ == "__main__":
+    main()

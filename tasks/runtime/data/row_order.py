@@ -1,0 +1,113 @@
+"""The order in which rows are read: a pure function of the seed and the position, epoch after epoch without a gap.
+
+`data.shuffle: global` is a permutation of all rows in each epoch. `window` takes the shards in the order in which they
+were prepared, which is random already, in later epochs in another random order, and permutes the rows of a few shards
+at a time. So a run reads only these at a time, and can begin before the others are prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from strata_platform.spec.data import Data
+from tasks.runtime.data.dataset import RowDataset
+from tasks.runtime.data.mixture import MixedRows, RowOrder, draw_of
+from tasks.runtime.data.prepared_manifest import Manifest
+from tasks.runtime.data.shards import Shards
+
+
+class ShuffledRows:
+    """Endless stream of row indices: epoch after epoch, each a new permutation of `rows` rows."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = divmod(position, self._rows)
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, _permutation(self._rows, self._seed, epoch)
+        return int(self._permutation[index])
+
+
+class WindowShuffledRows:
+    """Endless stream of row indices: in each epoch all shards in a random order, `window` of them shuffled together."""
+
+    def __init__(self, shards: Shards, window: int, seed: int) -> None:
+        self._shards, self._window, self._seed = shards, window, seed
+        self._begin, self._rows = 0, torch.empty(0, dtype=torch.int64)
+        # Rows of the known shards, and the index of the first row of each.
+        self._sizes: list[int] = []
+        self._offsets = [0]
+
+    def __getitem__(self, position: int) -> int:
+        if not 0 <= position - self._begin < self._rows.numel():
+            self._begin, self._rows = self._find(position)
+        return int(self._rows[position - self._begin])
+
+    def _find(self, position: int) -> tuple[int, torch.Tensor]:
+        """The position at which the window with `position` begins, and its row indices in order."""
+        # The first epoch has the shards in the order of their preparation, as far as they are needed.
+        begin = 0
+        for number, shards in enumerate(self._first_epoch()):
+            size = sum(self._sizes[shard] for shard in shards)
+            if position < begin + size:
+                self._shards.prefetch(range(shards[0], shards[-1] + 1 + self._window))
+                return begin, self._shuffled(shards, epoch=0, number=number)
+            begin += size
+        rows = self._offsets[-1]
+        epoch = position // rows
+        begin = epoch * rows
+        order = _permutation(len(self._sizes), self._seed, epoch).tolist()
+        for number in range(-(-len(order) // self._window)):
+            shards = order[number * self._window : (number + 1) * self._window]
+            size = sum(self._sizes[shard] for shard in shards)
+            if position < begin + size:
+                self._shards.prefetch(order[number * self._window : (number + 2) * self._window])
+                return begin, self._shuffled(shards, epoch=epoch, number=number)
+            begin += size
+        raise AssertionError("every position is in a window")
+
+    def _first_epoch(self) -> Iterator[list[int]]:
+        first = 0
+        while shards := [shard for shard in range(first, first + self._window) if self._is_there(shard)]:
+            yield shards
+            first += self._window
+
+    def _is_there(self, shard: int) -> bool:
+        """Whether there is such a shard; its rows are known then."""
+        if shard < len(self._sizes):
+            return True
+        rows = self._shards.rows_of(shard)
+        if rows is None:
+            return False
+        self._sizes.append(rows)
+        self._offsets.append(self._offsets[-1] + rows)
+        return True
+
+    def _shuffled(self, shards: list[int], *, epoch: int, number: int) -> torch.Tensor:
+        found = torch.cat([torch.arange(self._offsets[shard], self._offsets[shard + 1]) for shard in shards])
+        # Epochs and windows have seeds of their own, apart from those of whole epochs.
+        return found[_permutation(found.numel(), self._seed, (epoch << 20) + number + (1 << 44))]
+
+
+def row_order(manifest: Manifest, rows: RowDataset, data: Data, seed: int) -> RowOrder:
+    """The order in which training reads the rows of the training split."""
+    if len(manifest.trained) == 1 and data.shuffle == "window":
+        return WindowShuffledRows(rows.shards, data.window, seed)
+    # Each source has a seed of its own, beyond those that a spec can have.
+    counts = [source.train.rows for source in manifest.trained]
+    seeds = [seed + (number << 32) for number in range(len(counts))]
+    if data.shuffle == "window":
+        shards = [Shards(Path(), source.train) for source in manifest.trained]
+        orders: list[RowOrder] = [WindowShuffledRows(one, data.window, s) for one, s in zip(shards, seeds, strict=True)]
+    else:
+        orders = [ShuffledRows(count, s) for count, s in zip(counts, seeds, strict=True)]
+    return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, data.weights), orders, counts)
+
+
+def _permutation(count: int, seed: int, number: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 24) + number))

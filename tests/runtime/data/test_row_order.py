@@ -1,0 +1,70 @@
+"""The order of rows: each row once in an epoch, and with windows those of a few shards at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.runtime.data.prepared_manifest import EMPTY, Shard, Split
+from tasks.runtime.data.row_order import WindowShuffledRows
+from tasks.runtime.data.shards import Shards
+
+SIZES = (5, 3, 8, 1, 6, 4, 7)
+ROWS = sum(SIZES)
+
+
+class Looked(Shards):
+    """Shards without files, which note how far they were looked at."""
+
+    def __init__(self) -> None:
+        found = tuple(Shard(f"{number}", rows, 1, "") for number, rows in enumerate(SIZES))
+        super().__init__(
+            Path(), Split(*(getattr(EMPTY, name) for name in list(Split.__dataclass_fields__)[:-1]), found)
+        )
+        self.last = -1
+
+    def rows_of(self, number: int) -> int | None:
+        self.last = max(self.last, number)
+        return super().rows_of(number)
+
+
+def shard_of(row: int) -> int:
+    return next(number for number in range(len(SIZES)) if row < sum(SIZES[: number + 1]))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 100])
+def test_every_epoch_has_every_row_once_in_another_order(window: int) -> None:
+    order = WindowShuffledRows(Looked(), window, seed=3)
+    epochs = [[order[epoch * ROWS + index] for index in range(ROWS)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [WindowShuffledRows(Looked(), window, seed=4)[index] for index in range(ROWS)] not in epochs
+
+
+def test_a_window_has_the_rows_of_its_shards_alone() -> None:
+    order = WindowShuffledRows(Looked(), 3, seed=0)
+    first = [order[position] for position in range(16)]
+    assert sorted(first) == list(range(16)) != first
+    assert {shard_of(order[position]) for position in range(16, 27)} == {3, 4, 5}
+    later = [shard_of(order[ROWS + position]) for position in range(ROWS)]
+    changes = [len(set(later[: end + 1])) for end in range(ROWS)]
+    # Three shards, then three others: never a fourth before all rows of the first three.
+    assert len(set(later[: changes.index(4)])) == 3
+    assert changes.index(4) == sum(SIZES[shard] for shard in set(later[: changes.index(4)]))
+
+
+def test_an_order_may_be_read_from_anywhere() -> None:
+    whole = [WindowShuffledRows(Looked(), 2, seed=1)[position] for position in range(3 * ROWS)]
+    for start in (0, 1, ROWS - 1, ROWS, 2 * ROWS + 7):
+        order = WindowShuffledRows(Looked(), 2, seed=1)
+        assert [order[position] for position in range(start, 3 * ROWS)] == whole[start:]
+    order = WindowShuffledRows(Looked(), 2, seed=1)
+    assert [order[position] for position in reversed(range(3 * ROWS))] == whole[::-1]
+
+
+def test_no_more_shards_are_needed_than_a_window_has() -> None:
+    shards = Looked()
+    order = WindowShuffledRows(shards, 2, seed=1)
+    assert order[7] < 8 and shards.last == 1
+    assert 8 <= order[8] < 17 and shards.last == 3
