@@ -233,6 +233,18 @@ def _quantization(adapter: Adapter) -> Iterator[Contradiction]:
 
 
 def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
+    whole = objective.type == "pretrain" or (objective.type == "custom" and objective.targets == "all")
+    yield Contradiction(
+        whole and data.train_on not in (None, "all"),
+        ("data.train_on", "objective.targets" if objective.type == "custom" else "objective.type"),
+        "excludes tokens, but the objective trains on all of them; leave data.train_on out"
+        + ("" if objective.type == "custom" else ", or set objective.type to 'sft'"),
+    )
+    yield Contradiction(
+        objective.type == "dpo" and data.train_on is not None,
+        ("data.train_on", "objective.type"),
+        "set, but objective.type 'dpo' compares both answers and nothing else; leave data.train_on out",
+    )
     for index, source in enumerate(data.sources):
         yield from _rows(objective, source, f"data.sources[{index}]")
     if not data.sources:

@@ -32,6 +32,8 @@ EXTENSIONS = (*ROW_SUFFIXES, *TEXT_SUFFIXES)
 DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in EXTENSIONS for packed in ("", *COMPRESSIONS))
 """Ends of the names of data files."""
 
+Role = Literal["system", "user", "assistant", "tool"]
+TrainOn = Literal["completions", "last_turn", "all"] | Annotated[tuple[Role, ...], Field(min_length=1)]
 FormatName = Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference", "preference_chat"]
 
 MAX_SOURCES = 100
@@ -185,6 +187,13 @@ class Data(Reading):
     )
     chat_template: Text | None = Field(
         None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
+    )
+    train_on: Annotated[TrainOn | None, Allowed("'completions', 'last_turn', 'all', a list of roles, or null")] = Field(
+        None,
+        description="Which tokens carry loss: `completions` (all turns of the assistant), `last_turn` (its last one), "
+        "`all` tokens, or the messages of a list of roles, such as `[assistant, tool]`. By default `all` under "
+        "`pretrain`, `completions` under `sft` and `distill`, both answers under `dpo`. The assistant's messages with "
+        "`weight: 0` carry none.",
     )
     sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.data import Data, TrainOn
 from strata_platform.spec.fields import Flag, Section
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.objectives import Custom
@@ -43,8 +43,9 @@ class DataRecipe(Section):
         >>> DataRecipe.from_spec(RunSpec()) == DataRecipe.from_spec(RunSpec(optimizer=Optimizer(lr=1e-4)))
         True
         """
+        data = spec.data.without_weights().for_preparation()
         return cls(
-            data=spec.data.without_weights().for_preparation(),
+            data=data.model_copy(update={"train_on": _train_on(data, spec.objective)}),
             objective=_same_targets(spec.objective),
             model=spec.model.name,
             revision=spec.model.revision,
@@ -84,3 +85,9 @@ def _same_targets(objective: Objective) -> str:
     if isinstance(objective, Custom):
         return "pretrain" if objective.targets == "all" else "sft"
     return objective.type
+
+
+def _train_on(data: Data, objective: Objective) -> TrainOn:
+    if data.train_on is not None:
+        return data.train_on
+    return "all" if _same_targets(objective) == "pretrain" else "completions"

@@ -14,12 +14,15 @@ part of the context and carries no loss.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.file_io import require_regular_file
-from tasks.runtime.data.messages import Messages
+from strata_platform.spec.data import TrainOn
+from tasks.runtime.data.messages import Messages, learned_messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.special_tokens import special_tokens_of
 from tasks.runtime.data.template_renderer import Span, TemplateLimit, TemplateRejection, render_templates
@@ -106,6 +109,14 @@ def _choices() -> str:
     return " or ".join(map(repr, NAMED_TEMPLATES))
 
 
+class Rendered(NamedTuple):
+    """A rendered chat, and spans of it in characters: of the turns that are learned, and of those that never are."""
+
+    text: str
+    learned: Sequence[Span]
+    context: Sequence[Span] = ()
+
+
 class ChatTemplate:
     """A chat template with a tokenizer's special tokens, applied to checked messages."""
 
@@ -121,53 +132,117 @@ class ChatTemplate:
         # Kinds of messages whose content the template renders.
         self._rendered: set[tuple[str, bool, bool]] = set()
 
-    def render(self, messages: Messages, where: str, tools: Tools | None = None) -> list[tuple[str, list[Span]]]:
-        """Render to texts with the assistant's spans, in characters: one text for the chat, or one per turn.
+    def render(
+        self, messages: Messages, where: str, tools: Tools | None = None, train_on: TrainOn = "completions"
+    ) -> list[Rendered]:
+        """Render to texts with the learned spans, in characters: one text for the chat, or one per turn.
 
         Raises:
             RowError: the template rejects these messages, or omits a message, a tool, a tool call or reasoning.
             ValueError: the assistant's spans cannot be located in the template's output.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        learned = [index for index in turns if messages[index].get("weight", 1)]
+        chosen = learned_messages(messages, train_on)
+        learned = [index for index in turns if index in chosen]
+        others = [] if train_on == "all" else [index for index in chosen if index not in turns]
+        context = [index for index in turns if train_on == "all" and index not in chosen]
         messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         if self._marked:
-            text, spans = self._render_marked(messages, where, tools)
-            self._require_tools(tools, text, where)
-            if turns and not spans:
-                raise ValueError(
-                    f"{where}: the chat template's {{% generation %}} marks cover none of the assistant's turns"
-                )
-            written = "\n".join(text[begin:end] for begin, end in spans)
-            for index in turns:
-                _require_calls(messages, index, written, where)
-            # Only in the last turn: a template may drop the reasoning of earlier turns on purpose.
-            for index in learned[-1:]:
-                _require_reasoning(messages, index, written, where)
-            self._require_messages(messages, text, where, tools)
-            if learned != turns:
-                if len(spans) != len(turns):
-                    raise RowError(
-                        f"{where}: a message has weight 0, and the {{% generation %}} marks of the chat template, "
-                        f"{len(spans)} for {len(turns)} of the assistant's turns, do not show which turn it is; leave "
-                        "weight out, or set data.chat_template to a template that marks each turn once"
-                    )
-                spans = [span for index, span in zip(turns, spans, strict=True) if index in learned]
-            return [(text, spans)]
+            whole, spans = self._marked_turns(messages, turns, learned, where, tools)
+            documents = [Rendered(whole, *self._of_turns(spans, turns, (learned, context), where))]
+        else:
+            whole, documents = self._located_turns(messages, learned, context, where, tools, one=train_on == "all")
+        self._require_messages(messages, whole, where, tools)
+        if others:
+            extra = self._content_spans(messages, others, whole, where, tools)
+            if documents[0].text != whole:
+                # The template rewrites turns, so that each has a document of its own.
+                return [*documents, Rendered(whole, extra)]
+            documents = [Rendered(whole, sorted([*documents[0].learned, *extra]))]
+        return documents
+
+    def _marked_turns(
+        self, messages: Messages, turns: list[int], learned: list[int], where: str, tools: Tools | None
+    ) -> tuple[str, list[Span]]:
+        """The chat, and the spans that the template marks."""
+        text, spans = self._render_marked(messages, where, tools)
+        self._require_tools(tools, text, where)
+        if turns and not spans:
+            raise ValueError(
+                f"{where}: the chat template's {{% generation %}} marks cover none of the assistant's turns"
+            )
+        written = "\n".join(text[begin:end] for begin, end in spans)
+        for index in turns:
+            _require_calls(messages, index, written, where)
+        # Only in the last turn: a template may drop the reasoning of earlier turns on purpose.
+        for index in learned[-1:]:
+            _require_reasoning(messages, index, written, where)
+        return text, spans
+
+    def _of_turns(
+        self, spans: list[Span], turns: list[int], chosen: tuple[list[int], list[int]], where: str
+    ) -> list[list[Span]]:
+        """The spans of the learned turns, and of those of context, given those of all."""
+        learned, context = chosen
+        if len(spans) == len(turns):
+            return [[span for index, span in zip(turns, spans, strict=True) if index in some] for some in chosen]
+        if context or learned not in ([], turns):
+            raise RowError(
+                f"{where}: a message has weight 0 or is left out by data.train_on, and the {{% generation %}} marks of "
+                f"the chat template, {len(spans)} for {len(turns)} of the assistant's turns, do not show which turn it "
+                "is; train on all turns, or set data.chat_template to a template that marks each turn once"
+            )
+        return [spans if learned else [], []]
+
+    def _located_turns(
+        self, messages: Messages, learned: list[int], context: list[int], where: str, tools: Tools | None, *, one: bool
+    ) -> tuple[str, list[Rendered]]:
+        """The chat, and its documents: with all turns, or one per turn if the template rewrites earlier ones.
+
+        one: all tokens are learned, so that one document has them.
+        """
+        turns = sorted([*learned, *context])
         # All at once: each request to the process that renders takes longer than the template.
-        ends = [index + 1 for index in learned]
-        chats = [(messages, False), *((messages[:index], True) for index in learned)]
-        texts = self._apply([*chats, *((messages[:end], False) for end in ends)], where, tools)
+        chats = [(messages, False), *((messages[:index], True) for index in turns)]
+        texts = self._apply([*chats, *((messages[: index + 1], False) for index in turns)], where, tools)
         whole, *others = (text for text, _ in texts)
         self._require_tools(tools, whole, where)
-        rendered = [
-            self._turn(messages, index, where, prompt, text)
-            for index, prompt, text in zip(learned, others[: len(learned)], others[len(learned) :], strict=True)
+        rendered = {
+            index: self._turn(messages, index, where, prompt, text)
+            for index, prompt, text in zip(turns, others[: len(turns)], others[len(turns) :], strict=True)
+        }
+        kept = [index for index in turns if whole.startswith(rendered[index][0])]
+        if one and not set(context) <= set(kept):
+            raise RowError(
+                f"{where}: a message has weight 0, but the chat template rewrites it in the chat, so that it cannot be "
+                "left out of all tokens; leave weight out, or set data.train_on to 'completions'"
+            )
+        if one or kept == turns:
+            spans = [[rendered[index][1] for index in kept if index in some] for some in (learned, context)]
+            return whole, [Rendered(whole, *spans)]
+        return whole, [Rendered(text, [span]) for text, span in rendered.values()]
+
+    def _content_spans(
+        self, messages: Messages, indices: list[int], whole: str, where: str, tools: Tools | None
+    ) -> list[Span]:
+        """The spans of the contents of messages in the chat `whole`, with the tokens that end their turns."""
+        mark = chr(_PRIVATE)
+        marked = [
+            [{**message, "content": mark} if at == index else message for at, message in enumerate(messages)]
+            for index in indices
         ]
-        self._require_messages(messages, whole, where, tools)
-        if all(whole.startswith(text) for text, _ in rendered):
-            return [(whole, [span for _, span in rendered])]
-        return [(text, [span]) for text, span in rendered]
+        spans = []
+        for index, (text, _) in zip(indices, self._apply([(one, False) for one in marked], where, tools), strict=True):
+            before, found, after = text.partition(mark)
+            end = len(whole) - len(after)
+            if not found or mark in after or not whole.startswith(before) or not whole.endswith(after):
+                raise RowError(
+                    f"{where}: message {index + 1}, of role {messages[index]['role']!r} in data.train_on, cannot be "
+                    "located in the chat template's output; leave its role out of data.train_on"
+                )
+            token = next((token for token in self._special if whole.startswith(token, end)), "")
+            spans.append((len(before), end + len(token)))
+        return spans
 
     def _require_tools(self, tools: Tools | None, text: str, where: str) -> None:
         """Raise RowError when the rendered `text` lacks a tool that the row offers."""

@@ -58,7 +58,7 @@ class Encoded:
 class Encoder:
     """Tokenizes documents.
 
-    learn_all: every token carries loss, not only those that the model generates.
+    learn_all: every token but those of context carries loss, not only those that the model generates.
     longest: tokens that a row takes, if longer documents are not split.
     """
 
@@ -133,7 +133,7 @@ class Encoder:
         # A text that was rendered beforehand may contain the leading special tokens; they must not be added twice.
         if adds_special_tokens and document.begins and segments[0][: self._prefix.size].tolist() != self.prefix_ids:
             parts.append(self._prefix)
-            targets.append(np.zeros(self._prefix.size, dtype=np.bool_))
+            targets.append(np.full(self._prefix.size, self._learn_all))
         length = sum(part.size for part in parts)
         completion_span = (0, 0)
         for segment, ids in zip(document.segments, segments, strict=True):
@@ -144,13 +144,13 @@ class Encoder:
                 if document.has_special_tokens and ids.size:
                     self.turn_end_ids.add(int(ids[-1]))
             parts.append(ids)
-            targets.append(np.full(ids.size, segment.generated))
+            targets.append(np.full(ids.size, (segment.generated or self._learn_all) and not segment.context))
             length += ids.size
         if adds_special_tokens and document.ends and segments[-1][-1:].tolist() != self._end.tolist():
             parts.append(self._end)
             targets.append(np.ones(1, dtype=np.bool_))
         ids = np.concatenate(parts)
-        learned = np.ones(ids.size, dtype=np.bool_) if self._learn_all else np.concatenate(targets)
+        learned = np.concatenate(targets)
         if document.begins:
             learned[:1] = False
         return Encoded(ids, learned, completion_span)

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import ChatTemplate, resolve_template, templates_to_save
+from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, templates_to_save
 from tasks.runtime.data.columns import CHATS, PREFERENCES, Shape, Unread, columns_of, find_shape, known_shapes
 from tasks.runtime.data.messages import (
     Messages,
@@ -52,11 +52,13 @@ class Segment(NamedTuple):
 
     generated: the model has to generate it, so it carries loss.
     control: special tokens that it contains are control tokens; otherwise they are text like any other.
+    context: it carries no loss, even if all tokens do.
     """
 
     text: str
     generated: bool
     control: bool = True
+    context: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,14 @@ def make_format(
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
     """
+    chats = name in CHATS or is_own_chat(data)
+    if isinstance(data.train_on, tuple) and not chats:
+        raise ValueError(
+            f"data.train_on {list(data.train_on)} names roles, but the data's format is {name}, which has none; set it "
+            "to 'completions', or data.format to one of chats"
+        )
     unread = Unread(name, columns, data)
     special = SpecialTokens(tokenizer, control=data.special_tokens == "control")
-    chats = name in CHATS or is_own_chat(data)
     if data.special_tokens == "auto" and not chats:
         special.control = _are_rendered(columns, first, special)
     build = _builder(name, columns, tokenizer, data, special)
@@ -231,8 +238,9 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTo
     def render(messages: Messages, row: Row) -> list[list[Segment]]:
         tools = None if COLUMN in data.ignore_columns else tools_of(row)
         (messages, tools), hidden = special.hide([messages, tools], row.where)
-        rendered = (with_tools if tools else plain).render(messages, row.where, tools)
-        return [_segments(text, spans, hidden, special) for text, spans in rendered]
+        template = with_tools if tools else plain
+        rendered = template.render(messages, row.where, tools, data.train_on or "completions")
+        return [_segments(document, hidden, special) for document in rendered]
 
     return render
 
@@ -344,15 +352,21 @@ def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
     return [Document(tuple(segments), has_special_tokens=True) for segments in rendered if segments]
 
 
-def _segments(text: str, spans: list[Span], hidden: list[str], special: SpecialTokens) -> list[Segment]:
-    """A rendered text, cut at the assistant's turns, and at the control tokens around others that are hidden in it."""
+def _segments(rendered: Rendered, hidden: list[str], special: SpecialTokens) -> list[Segment]:
+    """A rendered text, cut at the learned turns, and at the control tokens around others that are hidden in it."""
+    text, learned, context = rendered
     plain = special.plain_spans(text) if hidden else []
-    bounds = sorted({0, len(text), *(bound for span in (*spans, *plain) for bound in span)})
+    bounds = sorted({0, len(text), *(bound for span in (*learned, *context, *plain) for bound in span)})
     return [
-        Segment(restore(text[begin:end], hidden), _within(begin, spans), not _within(begin, plain))
+        Segment(
+            restore(text[begin:end], hidden),
+            _within(begin, learned),
+            not _within(begin, plain),
+            _within(begin, context),
+        )
         for begin, end in pairwise(bounds)
     ]
 
 
-def _within(at: int, spans: list[Span]) -> bool:
+def _within(at: int, spans: Sequence[Span]) -> bool:
     return any(begin <= at < end for begin, end in spans)

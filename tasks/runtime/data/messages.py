@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.data import Data, TrainOn
 from tasks.runtime.data.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
 from tasks.runtime.data.tools import called_functions, drop_nulls
@@ -194,6 +194,15 @@ def _require_weight(message: dict[str, Any], where: str) -> None:
         raise RowError(
             f"{where}: weight is 1 and role is {role!r}, but only the assistant's messages carry loss; leave weight out"
         )
+
+
+def learned_messages(messages: Messages, train_on: TrainOn) -> list[int]:
+    """Numbers of the messages that carry loss by `data.train_on`, without those of weight 0."""
+    roles = train_on if isinstance(train_on, tuple) else ("assistant",)
+    found = [index for index, message in enumerate(messages) if train_on == "all" or message["role"] in roles]
+    return [
+        index for index in (found[-1:] if train_on == "last_turn" else found) if messages[index].get("weight", 1) != 0
+    ]
 
 
 def question_messages(row: Row, column: str, data: Data) -> Messages:

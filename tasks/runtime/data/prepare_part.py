@@ -53,7 +53,7 @@ class PartPreparer:
         self._last: dict[str, int] = {}
         splits = recipe.objective == "pretrain" or row_format.name == "text"
         self.encoder = Encoder(
-            tokenizer, learn_all=recipe.objective == "pretrain", longest=None if splits else recipe.data.sequence_length
+            tokenizer, learn_all=recipe.data.train_on == "all", longest=None if splits else recipe.data.sequence_length
         )
 
     def prepare(self, part: Part, folder: Path, suffix: str, report: Report) -> PartRecord:

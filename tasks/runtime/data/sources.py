@@ -80,7 +80,7 @@ def open_source(recipe: DataRecipe) -> Source:
         return files
     _warn_of_text_fields(data)
     if len(names) == 1 and _HUB_ID.match(names[0]):
-        return HubDataset(names[0], data.subset, data.split, data.revision, streaming=data.max_samples is not None)
+        return HubDataset(names[0], data.subset, data.split, data.revision)
     raise _not_found(next(name for name in names if not _names_files(name)), len(names))
 
 
@@ -159,13 +159,12 @@ class Files:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hub, downloaded to the cache, or streamed with `data.max_samples`. Runs none of its code."""
+    """A dataset of the Hub, streamed: its files are read as their rows are, and not stored. Runs none of its code."""
 
     name: str
     subset: str | None
     split: str
     revision: str | None
-    streaming: bool
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[Row]:
@@ -188,7 +187,7 @@ class HubDataset:
             ) from error
         try:
             found = datasets.load_dataset(
-                self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
+                self.name, self.subset, split=self.split, revision=self.revision, streaming=True
             )
         # HfHubHTTPError: an invalid token, for example.
         except (FileNotFoundError, ConnectionError, HfHubHTTPError) as error:

@@ -17,6 +17,7 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.formats import chats_of
+from tasks.runtime.data.messages import learned_messages
 from tasks.runtime.data.rows import Row as SourceRow
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.sources import open_source
@@ -47,14 +48,15 @@ def mask(subject: Subject) -> Measured:
     assert documents, "the sample has no document"
     wrong = [problem for document in documents if (problem := _begins_twice(document, tokenizer))]
     form = data.manifest.format
-    if DataRecipe.from_spec(subject.spec).objective == "pretrain":
-        wrong += [problem for document in documents if (problem := _not_all(document, tokenizer))]
-        claim = "all tokens except the first of a document are targets"
+    if DataRecipe.from_spec(subject.spec).data.train_on == "all":
+        context = _context(data) if form in ("chat", "alpaca") else set[str]()
+        wrong += [problem for document in documents if (problem := _not_all(document, tokenizer, context))]
+        claim = "all tokens except the first of a document, and turns of weight 0, are targets"
     elif form in _FORMATS:
         said = _said(data)
         wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
         wrong += _missing(documents, data, said)
-        texts = "completions" if form == "prompt_completion" else "turns of the assistant"
+        texts = "completions" if form == "prompt_completion" else "turns that data.train_on names"
         claim = f"targets are the {texts} with their end tokens"
     else:
         claim = "documents begin once; 'reference' checks the targets of pairs"
@@ -87,11 +89,31 @@ def _begins_twice(document: Document, tokenizer: PreTrainedTokenizerBase) -> str
     return None
 
 
-def _not_all(document: Document, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    if all(document.learned[1:]):
-        return None
-    place = document.learned.index(False, 1)
-    return f"a token is not a target: the last of {_text(document.ids[max(0, place - 8) : place + 1], tokenizer)!r}"
+def _not_all(document: Document, tokenizer: PreTrainedTokenizerBase, context: set[str]) -> str | None:
+    # The first token has none before it.
+    left = Document(document.ids[1:], document.learned[1:])
+    for learned, ids in left.runs():
+        if not learned and not any(_text(run, tokenizer).strip() in context for run in (ids, ids[:-1])):
+            return f"tokens are no targets: {_text(ids[:16], tokenizer)!r}"
+    return None
+
+
+def _context(data: PreparedData) -> set[str]:
+    """The assistant's turns of weight 0 in the source."""
+    recipe = DataRecipe.model_validate(data.manifest.recipe)
+    found: set[str] = set()
+    for row in islice(open_source(recipe).rows(), recipe.data.max_samples):
+        try:
+            chats = chats_of(data.manifest.format, data.manifest.columns, row, recipe.data)
+        except RowError:
+            continue
+        found |= {
+            str(message.get("content", "")).strip()
+            for chat in chats
+            for message in chat
+            if not message.get("weight", 1)
+        }
+    return found
 
 
 class Said(NamedTuple):
@@ -126,9 +148,8 @@ def _turns(row: SourceRow, data: PreparedData, section: Data) -> Iterator[tuple[
             yield text, True
         return
     for messages in chats_of(data.manifest.format, data.manifest.columns, row, section):
-        for message in messages:
-            if message["role"] == "assistant" and message.get("weight", 1):
-                yield str(message.get("content", "")), not _has_more(message)
+        for index in learned_messages(messages, section.train_on or "completions"):
+            yield str(messages[index].get("content", "")), not _has_more(messages[index])
 
 
 def _has_more(message: dict[str, Any]) -> bool:

@@ -221,6 +221,16 @@ def test_a_long_value_is_shortened():
         ),
         ({"resources": {"gpu_type": "NVIDIA-H200"}}, "resources.gpu_type", "resources.gpu"),
         ({"data": {"format": "text"}}, "data.format", "objective.type"),
+        (
+            {"data": {"train_on": "last_turn"}, "objective": {"type": "pretrain"}},
+            "data.train_on",
+            "objective.type to 'sft'",
+        ),
+        (
+            {"data": {"train_on": ["tool"], "source": "a.jsonl"}, "objective": {"type": "dpo"}},
+            "data.train_on",
+            "objective.type 'dpo' compares both answers",
+        ),
         ({"data": {"format": "preference", "source": "a.jsonl"}}, "data.format", "objective.type 'sft'"),
         ({"objective": {"type": "dpo"}}, "data.source", "objective.type 'dpo' needs"),
         (

@@ -54,13 +54,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _learned(
-    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: list[dict[str, Any]], *, learn_all: bool = False
+    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: list[dict[str, Any]], *, train_on: Any = None
 ) -> list[tuple[str, list[str]]]:
     """Of each document the text, and the runs of it that carry loss."""
-    form = make_format("chat", ("messages",), tokenizer, Data(chat_template=template))
+    form = make_format("chat", ("messages",), tokenizer, Data(chat_template=template, train_on=train_on))
     documents = form.documents(Row("row 1", {"messages": messages}))
     result = []
-    for encoded in Encoder(tokenizer, learn_all=learn_all).encode(documents):
+    for encoded in Encoder(tokenizer, learn_all=train_on == "all").encode(documents):
         runs: list[list[int]] = []
         for index, (token, target) in enumerate(zip(encoded.ids.tolist(), encoded.targets.tolist(), strict=True)):
             if target:
@@ -112,12 +112,78 @@ def test_marks_that_do_not_tell_turns_apart_know_no_weights(tokenizer: PreTraine
     twice = MARKED.replace("{{ m.content }}", "{% endgeneration %}{% generation %}{{ m.content }}", 1)
     assert [runs for _, runs in _learned(tokenizer, file(twice), TALK)] == [TURNS]
     talk = [{**message, "weight": 0} if at == 2 else message for at, message in enumerate(TALK)]
-    with pytest.raises(RowError, match=r"row 1: a message has weight 0, .* 4 for 2 of the assistant's turns"):
+    with pytest.raises(RowError, match=r"row 1: a message has weight 0 or .* 4 for 2 of the assistant's turns"):
         _learned(tokenizer, file(twice), talk)
 
 
+TOOL_TALK = [*TALK[:3], {"role": "tool", "content": "4 <b>"}, TALK[4]]
+HEAD = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TOOL_TALK)
+TRAINED: dict[str, tuple[Any, list[str]]] = {
+    "completions": ("completions", ["Hi.<|im_end|>", "\nFine <b>\n\nthanks\n<|im_end|>"]),
+    "last turn": ("last_turn", ["\nFine <b>\n\nthanks\n<|im_end|>"]),
+    "tools": (("assistant", "tool"), ["Hi.<|im_end|>", "4 <b><|im_end|>", "\nFine <b>\n\nthanks\n<|im_end|>"]),
+    "tools alone": (("tool",), ["4 <b><|im_end|>"]),
+    "user and system": (("user", "system"), ["Be brief.<|im_end|>", "Hello?<|im_end|>"]),
+    "all": ("all", [HEAD.removeprefix("<|im_start|>")]),
+}
+
+
+@pytest.mark.parametrize("source", [None, MARKED], ids=["not-marked", "marked"])
+@pytest.mark.parametrize(("train_on", "expected"), TRAINED.values(), ids=TRAINED)
+def test_what_is_trained_on(
+    train_on: Any, expected: list[str], source: str | None, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    template = source and file(source)
+    assert _learned(tokenizer, template, TOOL_TALK, train_on=train_on) == [(HEAD, expected)]
+
+
+@pytest.mark.parametrize("source", [None, MARKED], ids=["not-marked", "marked"])
+def test_a_turn_of_no_weight_is_never_learned(
+    source: str | None, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    template = source and file(source)
+    talk = [{**message, "weight": 0} if at == 2 else message for at, message in enumerate(TOOL_TALK)]
+    before, after = HEAD.removeprefix("<|im_start|>").split("Hi.<|im_end|>")
+    assert _learned(tokenizer, template, talk, train_on="all") == [(HEAD, [before, after])]
+    last = TRAINED["last turn"][1]
+    assert _learned(tokenizer, template, talk, train_on="completions") == [(HEAD, last)]
+    talk[4] = {**talk[4], "weight": 0}
+    assert _learned(tokenizer, template, talk, train_on="last_turn") == [(HEAD, [])]
+
+
+def test_of_a_template_that_rewrites_turns_all_tokens_are_learned_once(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    talk = [
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "<think>x</think>Hi."},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "<think>y</think>Fine."},
+    ]
+    whole = (
+        "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+        "<|im_start|>assistant\n<think>y</think>Fine.<|im_end|>\n"
+    )
+    template = file(FORGETFUL)
+    assert _learned(tokenizer, template, talk, train_on="all") == [(whole, [whole.removeprefix("<|im_start|>")])]
+    last = "<think>y</think>Fine.<|im_end|>"
+    assert _learned(tokenizer, template, talk, train_on="last_turn") == [(whole, [last])]
+    first = "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n<think>x</think>Hi.<|im_end|>\n"
+    assert _learned(tokenizer, template, talk, train_on=("assistant", "tool")) == [
+        (first, ["<think>x</think>Hi.<|im_end|>"]), (whole, [last]), (whole, ["4<|im_end|>"])
+    ]  # fmt: skip
+    with pytest.raises(RowError, match="row 1: a message has weight 0, but the chat template rewrites it"):
+        _learned(tokenizer, template, [talk[0], {**talk[1], "weight": 0}, *talk[2:]], train_on="all")
+
+
+def test_a_content_that_the_template_writes_twice_is_not_learned(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    template = file("{{ messages[0].content }}" + MARKED)
+    with pytest.raises(RowError, match=r"row 1: message 1, of role 'system' in data.train_on, cannot be located"):
+        _learned(tokenizer, template, TALK, train_on=("system",))
+
+
 def test_pretraining_learns_every_token_but_the_first(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert _learned(tokenizer, None, TALK, learn_all=True) == [(WHOLE, [WHOLE.removeprefix("<|im_start|>")])]
+    assert _learned(tokenizer, None, TALK, train_on="all") == [(WHOLE, [WHOLE.removeprefix("<|im_start|>")])]
 
 
 def test_what_the_model_reads_has_the_tokens_it_will_be_given(tokenizer: PreTrainedTokenizerFast) -> None:

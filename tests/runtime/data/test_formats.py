@@ -133,5 +133,12 @@ def test_a_form_that_is_refused_names_the_way_out(form: Form, prepared: Prepare)
         prepared(form.row, form.objective)
 
 
+def test_roles_of_rows_without_roles_are_refused(prepared: Prepare) -> None:
+    with pytest.raises(
+        ValueError, match=r"data.train_on \['tool'\] names roles, but the data's format is prompt_compl"
+    ):
+        prepared({"prompt": "a", "completion": "b"}, "sft", train_on=["tool"])
+
+
 def test_there_are_the_forms_that_people_have() -> None:
     assert len(READ) + len(REFUSED) >= 40

@@ -21,7 +21,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, readers, recipe_of
-from tasks.runtime.data.sources import Files, Source, open_source
+from tasks.runtime.data.sources import Files, HubDataset, Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
 
@@ -446,15 +446,30 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_data_sets() -> None:
     rows = [{**row, "spoken": RAW, "drawn": RAW} for row in PAIRS]
     assert _values(_open("someone/greetings")) == rows
-    assert _values(_open("someone/greetings", max_samples=2)) == rows  # streamed; `prepare` takes the first two
-    with pytest.raises(
-        ValueError, match=r"'someone/greetings' with data.subset None, data.split 'tset': Unknown split"
-    ):
+    with pytest.raises(ValueError, match=r"'someone/greetings' with data.subset None, data.split 'tset': Bad split"):
         _values(_open("someone/greetings", split="tset"))
     with pytest.raises(ValueError, match=r"(?s)data.subset 'x'.*Available configs in the cache: \['default'\]"):
         _values(_open("someone/greetings", subset="x"))
     with pytest.raises(ValueError, match=r"'someone/none' was not found; .* the Hub \(Couldn't reach"):
         _values(_open("someone/none"))
+
+
+def test_a_repository_is_streamed_by_its_splits_and_configurations(tmp_path: Path) -> None:
+    """By `datasets` itself, from a repository with the Hub's layout that lies on disk."""
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: short\n  data_files:\n  - {split: train, path: a/*.parquet}\n"
+        "  - {split: test, path: b.parquet}\n---\n"
+    )
+    (tmp_path / "a").mkdir()
+    for number in range(3):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS[number:][:1]), tmp_path / "a" / f"{number}.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS[:2]), tmp_path / "b.parquet")
+    assert _values(HubDataset(str(tmp_path), "short", "train", None)) == PAIRS
+    assert _values(HubDataset(str(tmp_path), "short", "test", None)) == PAIRS[:2]
+    # The rows of the first file are there before the last one is read, which is broken.
+    (tmp_path / "a" / "2.parquet").write_bytes(b"no parquet")
+    rows = HubDataset(str(tmp_path), "short", "train", None).rows()
+    assert [next(rows).values, next(rows).values] == PAIRS[:2]
 
 
 def test_a_data_set_that_is_streamed_may_not_know_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
