@@ -22,6 +22,8 @@ _LOSS_BUDGET = 512 * 2**20
 _PLAIN_LOGIT = 12
 # Moments that share a scale in AdamW 8-bit.
 _MOMENT_BLOCK = 256
+# fp32 numbers of state for each weight, whatever the type of the weight.
+_FP32_MOMENTS = {"lion": 1, "schedule_free": 2}
 # Scales of nf4 blocks that share an fp32 scale.
 _NF4_SCALES = 256
 # Bytes that the allocator, cuBLAS and NCCL hold.
@@ -124,11 +126,26 @@ def master_bytes(work: Workload) -> float:
 def moment_bytes(work: Workload) -> float:
     """Bytes of the optimizer's moments of all trained weights."""
     trained, size = work.trained_parameters, work.weight_bytes
+    if work.optimizer.type in _FP32_MOMENTS:
+        return 4.0 * _FP32_MOMENTS[work.optimizer.type] * trained
+    if work.optimizer.type == "adafactor":
+        return 4.0 * _rows_and_columns(work)
     if work.optimizer.type == "muon":
         # Muon has one moment for matrices; embeddings and head have AdamW's two.
         return float((trained + work.shape.root_parameters) * size)
     in_8bit = _weights_with_8bit_moments(work) if work.optimizer.type == "adamw_8bit" else 0
     return 2.0 * ((trained - in_8bit) * size + in_8bit * (1 + 4 / _MOMENT_BLOCK))
+
+
+def _rows_and_columns(work: Workload) -> int:
+    """Rows and columns of all trained matrices, and elements of vectors: the numbers that Adafactor keeps."""
+    shape = work.shape
+    if work.lora is not None:
+        return shape.layers * sum(inner + outer + 2 * work.lora.r for inner, outer in shape.linear_layers)
+    matrices = sum(inner * outer for inner, outer in shape.linear_layers)
+    vectors = shape.layers * (shape.layer_parameters - matrices) + shape.hidden
+    tables = (1 if shape.tied else 2) * (shape.vocabulary + shape.hidden)
+    return shape.layers * sum(inner + outer for inner, outer in shape.linear_layers) + vectors + tables
 
 
 def _weights_with_8bit_moments(work: Workload) -> int:

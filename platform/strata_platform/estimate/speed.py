@@ -117,7 +117,7 @@ def _optimizer(work: Workload, gpu: Gpu) -> float:
     """
     weights = work.trained_parameters * work.weight_bytes
     # The matrices that Muon multiplies move about as many bytes as a second moment.
-    moments = moment_bytes(work) if work.optimizer.type == "adamw_8bit" else 2 * weights
+    moments = 2 * weights if work.optimizer.type == "muon" else moment_bytes(work)
     moved = weights * (6 if work.optimizer.max_grad_norm else 3) + 2 * (moments + master_bytes(work))
     seconds = moved / work.shards / gpu.update
     if work.optimizer.type == "muon":

@@ -9,7 +9,7 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import Adapter, Parallel, RunSpec
-    from strata_platform.spec.training import Optimizer
+    from strata_platform.spec.training import Optimizer, Schedule
 
 
 def optimizer_rules(spec: RunSpec) -> Iterator[Contradiction]:
@@ -21,6 +21,55 @@ def optimizer_rules(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _precision(spec.optimizer, spec.parallel)
     yield from _groups(spec.optimizer)
     yield from _loraplus(spec.adapter, spec.peak_lr)
+    yield from _library(spec.optimizer, spec.parallel)
+    yield from _schedule_free(spec.optimizer, spec.schedule)
+
+
+def _library(optimizer: Optimizer, parallel: Parallel) -> Iterator[Contradiction]:
+    kind = optimizer.type
+    if kind not in ("adafactor", "lion", "schedule_free"):
+        return
+    yield Contradiction(
+        parallel.type == "deepspeed",
+        ("optimizer.type", "parallel.type"),
+        f"'{kind}' steps the weights itself, but parallel.type 'deepspeed' steps flat buffers of its own; set "
+        f"parallel.type to '{'ddp' if kind == 'adafactor' else 'fsdp'}', or optimizer.type to 'adamw'",
+    )
+    yield Contradiction(
+        kind == "adafactor" and parallel.type == "fsdp",
+        ("optimizer.type", "parallel.type"),
+        "'adafactor' sums rows and columns of whole matrices, but parallel.type 'fsdp' shards them; set parallel.type "
+        "to 'ddp', or optimizer.type to 'adamw_8bit'",
+    )
+    yield Contradiction(
+        optimizer.paged,
+        ("optimizer.paged", "optimizer.type"),
+        f"applies to AdamW's moments, but optimizer.type is '{kind}'; set optimizer.type to 'adamw', or "
+        "optimizer.paged to false",
+    )
+    unused = {"adafactor": ("betas", "eps"), "lion": ("eps",)}.get(kind, ())
+    for name in unused:
+        yield Contradiction(
+            getattr(optimizer, name) != type(optimizer).model_fields[name].default,
+            (f"optimizer.{name}", "optimizer.type"),
+            f"set, but optimizer.type '{kind}' does not use it; leave optimizer.{name} out",
+        )
+
+
+def _schedule_free(optimizer: Optimizer, schedule: Schedule) -> Iterator[Contradiction]:
+    if optimizer.type != "schedule_free":
+        return
+    yield Contradiction(
+        schedule.type != "constant",
+        ("schedule.type", "optimizer.type"),
+        f"'{schedule.type}' decays the learning rate, but optimizer.type 'schedule_free' averages weights in place of "
+        "that; set schedule.type to 'constant', with a warm-up if you want one",
+    )
+    yield Contradiction(
+        optimizer.betas[0] == 0,
+        ("optimizer.betas", "optimizer.type"),
+        "begins with 0, but optimizer.type 'schedule_free' weighs the averaged weights by it; set it above 0",
+    )
 
 
 def _loraplus(adapter: Adapter, peak: float) -> Iterator[Contradiction]:

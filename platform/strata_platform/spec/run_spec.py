@@ -236,11 +236,17 @@ class RunSpec(Section):
     def peak_lr(self) -> float:
         """`optimizer.lr`, or the default: 2e-3 from scratch, 2e-4 for adapters, 2e-5 for pretrained weights.
 
-        For DPO a twentieth of that: preferences are small differences between answers.
+        For DPO a twentieth of that: preferences are small differences between answers. For Lion a tenth, because each
+        of its updates has the size of AdamW's largest. Adafactor's rates are relative to the weights: 1e-2, as in
+        PyTorch.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
         scale = 0.05 if self.objective.type == "dpo" else 1.0
+        if self.optimizer.type == "adafactor":
+            return 1e-2 * scale
+        if self.optimizer.type == "lion":
+            scale *= 0.1
         if self.adapter.type != "none":
             return 2e-4 * scale
         return (2e-3 if self.model.name in PRESETS else 2e-5) * scale

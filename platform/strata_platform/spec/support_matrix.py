@@ -39,7 +39,11 @@ FEATURES: dict[str, Settings] = {
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
     "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},
-    **{f"optimizer.type: {name}": {"optimizer": {"type": name}} for name in ("adamw", "adamw_8bit", "muon")},
+    **{
+        f"optimizer.type: {name}": {"optimizer": {"type": name}}
+        for name in ("adamw", "adamw_8bit", "muon", "adafactor", "lion")
+    },
+    "optimizer.type: schedule_free": {"optimizer": {"type": "schedule_free"}, "schedule": {"type": "constant"}},
     **{
         f"optimizer.precision: {name}": {"optimizer": {"precision": name}}
         for name in ("fp32_master", "stochastic_rounding", "nearest")

@@ -71,11 +71,13 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     """The optimizer, and what happens to gradients before it."""
 
-    type: Literal["adamw", "adamw_8bit", "muon"] = Field(
+    type: Literal["adamw", "adamw_8bit", "muon", "adafactor", "lion", "schedule_free"] = Field(
         "adamw",
         description="`adamw`: fused. `adamw_8bit`: moments of weight matrices take eight bits; needs the extra "
         "`bitsandbytes`. `muon`: orthogonalizes the updates of weight matrices and uses AdamW for embeddings, head and "
-        "norms.",
+        "norms. `adafactor`: PyTorch's; second moments by rows and columns, almost no state. `lion`: one moment, and "
+        "updates of one size; needs the extra `bitsandbytes`. `schedule_free`: AdamW that averages weights in place of "
+        "a schedule; needs the extra `schedule-free`.",
     )
     precision: Literal["fp32_master", "stochastic_rounding", "nearest"] = Field(
         "fp32_master",
@@ -88,7 +90,8 @@ class Optimizer(Section):
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None,
         description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model, "
-        "2e-4 for an adapter, and a twentieth of that under `dpo`.",
+        "2e-4 for an adapter, and a twentieth of that under `dpo`. A tenth for `lion`; 1e-2 for `adafactor`, "
+        "relative to the size of the weights.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, le=1, description="Added to the denominator.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Adapter
@@ -20,11 +22,16 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.adapter_folder import load_initial_adapter
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.optim.library_optimizers import average
+from tasks.runtime.optim.state_tensors import REMAINDER
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
+
+AVERAGED_BY = "averaged_by"
+"""Metadata of a checkpoint: the first of `optimizer.betas`, by which schedule-free AdamW averages weights."""
 
 # Holds an adapter's tensors by their names in the model; its header has the fingerprint of the base weights.
 ADAPTER = "adapter.safetensors"
@@ -39,16 +46,33 @@ def collect_weights(folder: RunFolder, adapter: Adapter, record: CompletionRecor
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir()
     source = Path(record.checkpoint)
+    index, metadata = Index(source), checkpoint.metadata_of(source)
     if adapter.type == "none":
         model = build_saved_model(source)
         materialize(model, torch.device("cpu"))
-        load_model(Index(source), model)
+        load_model(index, model)
+        _average(index, {name: parameter.data for name, parameter in model.named_parameters()}, metadata)
         model.save_pretrained(weights)
     else:
-        base = checkpoint.metadata_of(source)["base"]
-        save_file(read_model_tensors(Index(source)), weights / ADAPTER, metadata={"base": base})
+        tensors = read_model_tensors(index)
+        _average(index, tensors, metadata)
+        save_file(tensors, weights / ADAPTER, metadata={"base": metadata["base"]})
     shutil.copyfile(folder.metrics, weights / folder.metrics.name)
     return weights
+
+
+def _average(index: Index, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Replace the weights of a run with schedule-free AdamW by their averages, which are those to evaluate."""
+    beta1 = metadata.get(AVERAGED_BY)
+    if beta1 is None:
+        return
+    for name, weight in tensors.items():
+        keys = {entry: f"optimizer.{entry}.{name}" for entry in ("z", REMAINDER)}
+        state = {entry: index.empty(key) for entry, key in keys.items() if key in index}
+        index.read({keys[entry]: tensor for entry, tensor in state.items()})
+        if "z" in state:
+            exact = join_weight(weight, state[REMAINDER]) if REMAINDER in state else weight.float()
+            weight.copy_(average(exact, state["z"], beta1))
 
 
 def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:

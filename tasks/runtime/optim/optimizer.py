@@ -17,6 +17,7 @@ from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
 from tasks.runtime.optim.chained import ChainedOptimizer
 from tasks.runtime.optim.gradients import by_mesh
 from tasks.runtime.optim.in_backward import step_in_backward
+from tasks.runtime.optim.library_optimizers import ExactAdafactor, ExactLion, ExactScheduleFree
 from tasks.runtime.optim.muon import ExactMuon
 from tasks.runtime.optim.parameter_names import names_of, select
 from tasks.runtime.optim.rounding import WeightRounding, has_bfloat16
@@ -36,7 +37,14 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     # DeepSpeed's engine lets its optimizer step fp32 master weights of its own.
     rounding = None if spec.parallel.type == "deepspeed" else WeightRounding.of(model, settings, spec.seed)
     builder = _Builder(model, settings, spec.peak_lr, rounding, rates)
-    build = {"adamw": builder.adamw, "adamw_8bit": builder.adamw_8bit, "muon": builder.muon}[settings.type]
+    build = {
+        "adamw": builder.adamw,
+        "adamw_8bit": builder.adamw_8bit,
+        "muon": builder.muon,
+        "adafactor": builder.adafactor,
+        "lion": builder.lion,
+        "schedule_free": builder.schedule_free,
+    }[settings.type]
     optimizer = build(trained)
     if settings.in_backward:
         step_in_backward(optimizer)
@@ -133,6 +141,24 @@ class _Builder:
         )
         others = [p for p in trained if id(p) not in small]
         return ChainedOptimizer([eight_bits, *([self.adamw(others)] if others else [])])
+
+    def adafactor(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Adafactor for all weights."""
+        return ExactAdafactor(self.groups(trained), lr=self.lr, rounding=self._exact_rounding)
+
+    def lion(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Lion for all weights."""
+        return ExactLion(self.groups(trained), lr=self.lr, betas=self.settings.betas, rounding=self._exact_rounding)
+
+    def schedule_free(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Schedule-free AdamW for all weights."""
+        common = {"lr": self.lr, "betas": self.settings.betas, "eps": self.settings.eps}
+        return ExactScheduleFree(self.groups(trained), **common, rounding=self._exact_rounding)
+
+    @property
+    def _exact_rounding(self) -> WeightRounding:
+        assert self.rounding is not None, "DeepSpeed steps weights by AdamW alone"
+        return self.rounding
 
 
 def _own_settings(model: nn.Module, settings: Optimizer) -> dict[nn.Parameter, ParameterGroup]:

@@ -20,6 +20,12 @@ from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 
+# optimizer: (module, extra)
+_OPTIMIZERS = {
+    "adamw_8bit": ("bitsandbytes", "bitsandbytes"),
+    "lion": ("bitsandbytes", "bitsandbytes"),
+    "schedule_free": ("schedulefree", "schedule-free"),
+}
 # attention implementation: (distribution, module)
 _FLASH = {
     "flash_attention_2": ("flash-attn", "flash_attn"),
@@ -107,10 +113,11 @@ def require_packages(spec: RunSpec) -> None:
             f"2.15, because FSDP of {torch.__version__} would convert packed weights; set model.dtype to "
             f"{spec.parallel.compute_dtype!r}"
         )
-    if spec.optimizer.type == "adamw_8bit" and find_spec("bitsandbytes") is None:
+    module, extra = _OPTIMIZERS.get(spec.optimizer.type, ("", ""))
+    if module and find_spec(module) is None:
         raise ValueError(
-            "optimizer.type 'adamw_8bit' needs the package bitsandbytes, which is not installed; install "
-            "strata[bitsandbytes], or set optimizer.type to 'adamw'"
+            f"optimizer.type {spec.optimizer.type!r} needs the package {module}, which is not installed; install "
+            f"strata[{extra}], or set optimizer.type to 'adamw'"
         )
     # cuda.bindings is a part of the package cuda, which can be installed without it.
     bound = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None

@@ -29,6 +29,7 @@ from tasks.runtime.extensions import RunInfo
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
+from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
@@ -232,7 +233,8 @@ class Job:
         # steps that are not flushed yet from that of the evaluation.
         self._apply_policy(self.recorder.flush())
         self.recorder.evaluating()
-        measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
+        with averaged_weights(self.optimizer):
+            measured = self.evaluator.measure(self._expect_evaluation(step), self._raise_if_stop_requested)
         best = self.early_stopping.add(step, measured.loss)
         self.recorder.evaluated(step, measured.loss, measured.metrics, measured.samples, measured.seconds, best=best)
         self.callbacks.evaluation(step, measured.loss, measured.metrics)

@@ -40,6 +40,7 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.models.quantization import quantize_linear_layers
+from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
@@ -197,6 +198,7 @@ def build_job(
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.identities[0],
             "base": base,
+            **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **objective.metadata(),
         },
     )

@@ -18,6 +18,7 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.objective import model_inputs
+from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.optim.state_tensors import REMAINDER
@@ -110,7 +111,8 @@ class _Watch:
         vars(job)["clip_gradients"] = lambda: self._step(job, clip)
         load_framework(self._spec.runtime.framework)(job)
         self._compare(job)
-        self.input_ids, self.logits = _logits(job)
+        with averaged_weights(job.optimizer):
+            self.input_ids, self.logits = _logits(job)
 
     def _step(self, job: Job, clip: Any) -> Tensor | None:
         norm: Tensor | None = clip()

@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
 from strata_platform.estimate.config_shapes import from_config
-from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, working_set
+from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, moment_bytes, working_set
 from strata_platform.estimate.shapes import KNOWN, ModelShape
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.models.build import PRESETS
+from tasks.runtime.models.build import PRESETS, build_model
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.optim.optimizer import build_optimizer
 
 ROOT = Path(__file__).parents[3]
 H200, GIB = GPUS["h200"], 2**30
@@ -572,3 +575,29 @@ def test_mistakes_are_reported(tmp_path):
     (tmp_path / "my.yaml").write_text("model: {name: llama-3.1-8b, attention: eager}")
     ended = strata(tmp_path / "my.yaml")
     assert (ended.returncode, ended.stdout) == (2, "") and "model.attention: 'eager'" in ended.stderr
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("kind", ["adafactor", "lion", "schedule_free"])
+def test_moments_of_other_libraries_are_those_that_they_keep(kind, adapter):
+    """Counted in the optimizer, after a step of a model of this shape."""
+    spec = RunSpec.model_validate(
+        {
+            "model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"},
+            "optimizer": {"type": kind},
+            "schedule": {"type": "constant"},
+            "adapter": {"type": adapter, **({"r": 4} if adapter == "lora" else {})},
+        }
+    )
+    model = build_model(RunSpec(model={"dtype": "bfloat16"}).model, 0)
+    add_adapter(model, spec.adapter, 0)
+    optimizer = build_optimizer(model, spec)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    kept = sum(
+        tensor.nbytes for state in optimizer.state.values() for name, tensor in state.items()
+        if tensor.ndim and name != "remainder"
+    )  # fmt: skip
+    estimated = moment_bytes(Workload.of(spec, KNOWN["tiny-llama"]))
+    assert kept == estimated

@@ -34,6 +34,8 @@ def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}).peak_lr == 2e-5
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}, adapter={"type": "lora"}).peak_lr == 2e-4
     assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
+    assert RunSpec(optimizer={"type": "lion"}).peak_lr == pytest.approx(2e-4)
+    assert RunSpec(optimizer={"type": "adafactor"}).peak_lr == 1e-2
 
 
 def test_passes_are_two_unless_something_else_is_asked_for():
@@ -399,6 +401,21 @@ def test_a_long_value_is_shortened():
             "parallel.context_parallel 2",
         ),
         ({"export": {"formats": ["safetensors", "adapter"]}}, "export.formats", "adapter.type"),
+        (
+            {"optimizer": {"type": "adafactor"}, "parallel": {"type": "fsdp"}, **TWO},
+            "optimizer.type",
+            "'fsdp' shards them; set parallel.type to 'ddp'",
+        ),
+        ({"optimizer": {"type": "lion"}, "parallel": {"type": "deepspeed"}, **TWO}, "optimizer.type", "parallel.type"),
+        ({"optimizer": {"type": "lion", "paged": True}}, "optimizer.paged", "optimizer.type"),
+        ({"optimizer": {"type": "lion", "eps": 1e-6}}, "optimizer.eps", "does not use it"),
+        ({"optimizer": {"type": "adafactor", "betas": [0.8, 0.9]}}, "optimizer.betas", "optimizer.type 'adafactor'"),
+        ({"optimizer": {"type": "schedule_free"}}, "schedule.type", "set schedule.type to 'constant'"),
+        (
+            {"optimizer": {"type": "schedule_free", "betas": [0, 0.9]}, "schedule": {"type": "constant"}},
+            "optimizer.betas",
+            "optimizer.type",
+        ),
         ({"optimizer": {"groups": [{"match": "mlp"}]}}, "optimizer.groups[0]", "neither lr nor weight_decay"),
         ({"evaluation": {"early_stopping_patience": 2}}, "evaluation.early_stopping_patience", "evaluation.every"),
         (
