@@ -68,6 +68,13 @@ CHECKS = (
         "the files and folders that the spec names exist, and output is no file",
     ),
     Check(
+        "code of the model",
+        ("plan", "launch", "pod"),
+        "models.custom_code:register_custom_code",
+        ("spec.model",),
+        "the model's own code, if it brings some, is what model.trust_remote_code names; the process loads it",
+    ),
+    Check(
         "pretrained weights",
         ("plan", "launch"),
         "models.pretrained:require_complete_weights",

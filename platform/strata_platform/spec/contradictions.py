@@ -359,6 +359,18 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         f"set, but model.name '{model.name}' is a preset and has none; leave model.revision out",
     )
     yield Contradiction(
+        bool(model.trust_remote_code) and model.name in PRESETS,
+        ("model.trust_remote_code", "model.name"),
+        f"set, but model.name '{model.name}' is a preset and brings no code; leave model.trust_remote_code out",
+    )
+    commit = model.trust_remote_code if isinstance(model.trust_remote_code, str) else ""
+    yield Contradiction(
+        bool(commit) and not commit.startswith("sha256:") and model.revision != commit,
+        ("model.trust_remote_code", "model.revision"),
+        f"names the commit {commit}, but model.revision is {model.revision or 'not set'}; set both to the commit whose "
+        "code you have read",
+    )
+    yield Contradiction(
         adapter.type != "none" and model.name in PRESETS,
         ("adapter.type", "model.name"),
         f"'{adapter.type}' adapts a pretrained model, and model.name '{model.name}' is a preset, "

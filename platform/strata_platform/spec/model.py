@@ -6,9 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, Integer, Number, Section, Text, number
 
 PRESETS = ("tiny-llama",)
+
+CodeVersion = Annotated[
+    str,
+    Field(pattern=r"^([0-9a-f]{40}|sha256:[0-9a-f]{64})$"),
+    Allowed("a full commit, or sha256: and a digest"),
+]
 
 
 class Model(Section):
@@ -17,6 +24,11 @@ class Model(Section):
     name: Text = Field("tiny-llama", description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
     revision: Text | None = Field(
         None, description="Commit, tag or branch of a Hub model. Pin it for reproducible runs."
+    )
+    trust_remote_code: Flag | CodeVersion = Field(
+        False,
+        description="Code that the model brings, to be run: the full commit of a Hub model, also in `revision`; for a "
+        "folder `true`, or `sha256:` and the digest of its Python files, which an error shows.",
     )
     tokenizer: Text | None = Field(
         None,

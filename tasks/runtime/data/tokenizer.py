@@ -79,6 +79,9 @@ def read_tokenizer(name: str, revision: str | None, *, field: str) -> PreTrained
         reason = " ".join(str(error).split())
         if not isinstance(error, (OSError, ValueError, ImportError)):
             reason = f"its files are truncated or not those of a tokenizer ({type(error).__name__}: {reason})"
+        if "trust_remote_code" in reason:
+            reason = "its tokenizer has code of its own, which is not run; save it as a fast tokenizer and name that"
+            raise ValueError(f"{field} {name!r}: {reason} in model.tokenizer") from error
         raise ValueError(f"{field} {name!r}: cannot load its tokenizer: {reason}") from error
 
 

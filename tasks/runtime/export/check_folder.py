@@ -17,7 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from strata_platform.spec.model import Model
 from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained
 
 if TYPE_CHECKING:
@@ -83,7 +85,14 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance:
 
 
 def verify(
-    folder: Path, expected: dict[str, Tensor], device: torch.device, attention: str, *, file: str = "", stored: str = ""
+    folder: Path,
+    expected: dict[str, Tensor],
+    device: torch.device,
+    attention: str,
+    *,
+    file: str = "",
+    stored: str = "",
+    runs_code: bool = False,
 ) -> str:
     """Read a model in another process and compare it with `expected`.
 
@@ -94,6 +103,7 @@ def verify(
         attention: the spec's `model.attention`.
         file: a GGUF file in the folder, which is read in place of its safetensors, and compared with them.
         stored: the type of that file's matrices, a key of ROUNDING.
+        runs_code: run the code in the folder, a copy of what `model.trust_remote_code` names.
 
     Returns:
         How close the two are, for a log.
@@ -104,7 +114,7 @@ def verify(
     with tempfile.TemporaryDirectory() as temporary:
         given = Path(temporary) / "expected.safetensors"
         save_file(expected, given)
-        arguments = [str(folder), str(given), str(device), attention, file, stored]
+        arguments = [str(folder), str(given), str(device), attention, file, stored, "code" if runs_code else ""]
         done = subprocess.run(
             [sys.executable, "-m", "tasks.runtime.export.check_folder", *arguments], text=True, capture_output=True
         )
@@ -204,7 +214,8 @@ def _form(tensor: Tensor) -> str:
 
 def main() -> None:
     """Print the difference, and how close the models are, as one line of JSON."""
-    name, given, device, attention, file, stored = sys.argv[1:]
+    name, given, device, attention, file, stored, code = sys.argv[1:]
+    register_custom_code(Model(name=name, trust_remote_code=bool(code)))
     folder, expected = Path(name), load_file(given)
     if file:
         wrong, close = compare_gguf(folder, expected, device, file, stored)

@@ -80,7 +80,8 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    verify(folder, expected, device, spec.model.attention)
+    runs_code = bool(spec.model.trust_remote_code)
+    verify(folder, expected, device, spec.model.attention, runs_code=runs_code)
     log.info("verified: a fresh process reads the same model from its folder")
     write_formats(spec.export, spec.name, folder, expected, device)
     if "adapter" in spec.export.formats:

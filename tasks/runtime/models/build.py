@@ -35,6 +35,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.tokenizer import read_tokenizer, with_added_tokens
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
+from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.optim.parameter_names import names_of, select
 
@@ -85,6 +86,7 @@ def load_config(model: Model) -> PretrainedConfig:
     """
     if model.name in PRESETS:
         return LlamaConfig(**PRESETS[model.name])
+    register_custom_code(model)
     file = Path(model.name, "config.json")
     config = deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
     if model.add_special_tokens:

@@ -96,6 +96,11 @@ def readable(source: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         if not isinstance(error, _EXPECTED_ERRORS):
             reason = f"{type(error).__name__}: {reason}"
+        if "trust_remote_code" in reason:
+            raise ValueError(
+                f"model.name {source!r} brings code of its own, which is run only if model.trust_remote_code names it: "
+                "read the code, and see docs/extending.md"
+            ) from error
         raise ValueError(
             f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
             "its config.json and weights as safetensors"

@@ -174,7 +174,12 @@ class Distill:
 
     def _teacher_spec(self) -> RunSpec:
         """The spec of a run whose model is the teacher."""
-        named = {"name": self._settings.teacher, "revision": self._settings.teacher_revision}
+        # The student's code is not the teacher's.
+        named = {
+            "name": self._settings.teacher,
+            "revision": self._settings.teacher_revision,
+            "trust_remote_code": False,
+        }
         return self._spec.model_copy(update={"model": self._spec.model.model_copy(update=named)})
 
 

@@ -18,6 +18,7 @@ from tasks.runtime.data.loader import spans_read
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
+from tasks.runtime.models.custom_code import model_code
 from tasks.runtime.objectives import Custom, Objective
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
@@ -89,7 +90,7 @@ def write_record(
         kernels=dict(step.patched.counts) if step.patched else {},
         warmup=warmup.to_dict(),
         versions=versions(),
-        code=_code(data, step.objective) | callbacks,
+        code=_code(data, step.objective) | callbacks | model_code(run.spec.model),
     )
     record.save(run.folder.record)
     for share in record.sources:

@@ -195,7 +195,9 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
     del model
     if spec.model.tokenizer is None:
         read_tokenizer(spec.model.name, spec.model.revision, field="model.name").save_pretrained(str(folder))
-    return changed(spec, {"model": {"name": str(folder), "revision": None}}), (kept, there)
+    # The folder has a copy of the code, if the model brings some.
+    cut = {"name": str(folder), "revision": None, "trust_remote_code": bool(spec.model.trust_remote_code)}
+    return changed(spec, {"model": cut}), (kept, there)
 
 
 def _least_layers(config: PretrainedConfig) -> int:

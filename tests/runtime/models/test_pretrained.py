@@ -80,6 +80,8 @@ def test_an_exported_folder_without_a_layer_is_not_verified(tmp_path, monkeypatc
     """The process that reads an export ends with this error, and the export shows it."""
     save(tmp_path, num_hidden_layers=3)
     monkeypatch.setattr(check_folder.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
-    monkeypatch.setattr("sys.argv", ["check_folder", str(tmp_path), "expected.safetensors", "cpu", "sdpa"])
+    save_file({}, tmp_path / "expected.safetensors")
+    given = [str(tmp_path), str(tmp_path / "expected.safetensors"), "cpu", "sdpa", "", "", ""]
+    monkeypatch.setattr("sys.argv", ["check_folder", *given])
     with pytest.raises(ValueError, match="9 tensors are missing"):
         check_folder.main()
