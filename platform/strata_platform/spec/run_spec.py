@@ -119,7 +119,7 @@ class Evaluation(Section):
     )
     samples: Integer = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
     max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
-    max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches.")
+    max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches of each source.")
     tasks: tuple[Text, ...] = Field(
         (),
         description="Tasks of lm-evaluation-harness, by name or as paths of your own YAML files, run before and after "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tasks.runtime.data.columns import PREFERENCES
@@ -186,6 +187,17 @@ class PreparedData:
     def completed(self) -> PreparedData:
         """This data once all of it is prepared, after waiting for that."""
         return self
+
+    def by_source(self) -> list[Self]:
+        """The data of each single source, in the order of `manifest.single_sources`."""
+        return [type(self)(self.folder, source) for source in self.manifest.single_sources]
+
+    def validation_by_source(self) -> list[RowDataset | Subset[Row]]:
+        """Rows of the validation split of each source, in the order of `manifest.single_sources`."""
+        ends = list(accumulate(source.validation.rows for source in self.manifest.single_sources))
+        if len(ends) == 1:
+            return [self.validation]
+        return [Subset(self.validation, range(first, end)) for first, end in pairwise([0, *ends])]
 
     def with_reference_log_probs(self, **reference_log_probs: ReferenceLogProbs) -> PreparedData:
         """The same data, with a tensor `reference` in the rows of the given splits."""

@@ -201,5 +201,6 @@ def _merged(recipe: DataRecipe, sources: Sequence[Manifest]) -> Manifest:
         validation=sum((source.validation for source in sources), EMPTY),
         largest_token_id=max(source.largest_token_id for source in sources),
         stop_token_ids=tuple(sorted({token for source in sources for token in source.stop_token_ids})),
+        plan_hash=None,
         sources=tuple(sources),
     )

@@ -98,15 +98,22 @@ def row_order(manifest: Manifest, rows: RowDataset, data: Data, seed: int) -> Ro
     """The order in which training reads the rows of the training split."""
     if len(manifest.trained) == 1 and data.shuffle == "window":
         return WindowShuffledRows(rows.shards, data.window, seed)
-    # Each source has a seed of its own, beyond those that a spec can have.
-    counts = [source.train.rows for source in manifest.trained]
-    seeds = [seed + (number << 32) for number in range(len(counts))]
+    orders: list[RowOrder] = [*shuffled_sources(manifest, seed)]
     if data.shuffle == "window":
         shards = [Shards(Path(), source.train) for source in manifest.trained]
-        orders: list[RowOrder] = [WindowShuffledRows(one, data.window, s) for one, s in zip(shards, seeds, strict=True)]
-    else:
-        orders = [ShuffledRows(count, s) for count, s in zip(counts, seeds, strict=True)]
+        orders = [WindowShuffledRows(one, data.window, _seed(seed, number)) for number, one in enumerate(shards)]
+    counts = [source.train.rows for source in manifest.trained]
     return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, data.weights), orders, counts)
+
+
+def shuffled_sources(manifest: Manifest, seed: int) -> list[ShuffledRows]:
+    """The stream of row indices of each source that is trained on, with `data.shuffle: global`."""
+    return [ShuffledRows(source.train.rows, _seed(seed, number)) for number, source in enumerate(manifest.trained)]
+
+
+def _seed(seed: int, number: int) -> int:
+    """A seed of its own for each source, beyond those that a spec can have."""
+    return seed + (number << 32)
 
 
 def _permutation(count: int, seed: int, number: int) -> torch.Tensor:

@@ -76,16 +76,17 @@ class TrainingEvaluator:
             means = validation_means(
                 model,
                 self.objective,
-                self.data.validation,
+                self.data.validation_by_source(),
                 self.processes,
                 micro_batch_size=self.spec.training.micro_batch_size,
                 max_batches=self.spec.evaluation.max_batches,
                 collate=self.collate,
                 before_batch=before_batch,
             )
-            loss = means.pop("loss", math.nan)
+            metrics = dict(means.of_all)
+            loss = metrics.pop("loss", math.nan)
             samples, scores = self._generate(expect)
-        return Measured(loss, means | scores, samples, time.monotonic() - started)
+        return Measured(loss, metrics | scores, samples, time.monotonic() - started)
 
     def _generate(self, expect: Expect) -> tuple[tuple[str, ...], dict[str, float]]:
         """Samples and scores that `evaluation.during` asks for. Rank 0, which has the whole model, makes them."""

@@ -29,11 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class Measurements(NamedTuple):
-    """Results for one model. `means`: loss and metrics over the validation split; {} if the split is empty."""
+    """Results for one model. `means`: loss and metrics over the validation split; {} if the split is empty.
+
+    by_source: the same over the rows of each source.
+    """
 
     means: dict[str, float]
     written: list[str]
     scores: dict[tuple[str, str], Score]
+    by_source: tuple[dict[str, float], ...] = ()
 
 
 def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> CompletionRecord:
@@ -69,6 +73,10 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
             "eval_loss_before": before.means.get("loss"),
             "eval_loss_after": after.means.get("loss"),
             "eval_metrics": {name: value for name, value in after.means.items() if name != "loss"},
+            "sources": tuple(
+                share.model_copy(update={"eval_loss_before": first.get("loss"), "eval_loss_after": second.get("loss")})
+                for share, first, second in zip(record.sources, before.by_source, after.by_source, strict=False)
+            ),
             "task_scores": scores,
             "samples": samples,
         }
@@ -87,6 +95,10 @@ def _log_results(record: CompletionRecord) -> None:
     else:
         change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
         log.info("validation loss %.4f before, %.4f after%s", before, after, change)
+    for share in record.sources:
+        if share.eval_loss_before is not None and share.eval_loss_after is not None:
+            losses = share.eval_loss_before, share.eval_loss_after
+            log.info("validation loss %.4f before, %.4f after: %s", *losses, share.source)
     for name, value in record.eval_metrics.items():
         log.info("validation %s %.4f after", name, value)
     for score in record.task_scores:
@@ -111,7 +123,7 @@ def _measure(
         means = validation_means(
             model,
             objective,
-            data.validation,
+            data.validation_by_source(),
             Processes(),
             micro_batch_size=spec.training.micro_batch_size,
             max_batches=spec.evaluation.max_batches,
@@ -119,7 +131,7 @@ def _measure(
         )
     written = [generate(model, tokenizer, prompt, data, spec.evaluation.max_new_tokens) for prompt in prompts]
     scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
-    return Measurements(means, written, scores), data
+    return Measurements(means.of_all, written, scores, means.by_source), data
 
 
 @contextmanager

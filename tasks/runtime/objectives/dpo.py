@@ -61,7 +61,9 @@ class Dpo:
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows."""
         rows, size = data.validation, spec.training.micro_batch_size
-        read = len(rows) if spec.evaluation.max_batches is None else min(len(rows), size * spec.evaluation.max_batches)
+        limit = spec.evaluation.max_batches
+        # With several sources, evaluation reads the first rows of each.
+        read = len(rows) if limit is None or data.manifest.sources else min(len(rows), size * limit)
         collate = collator(spec.model.attention)
         found = score_rows(rows, read, lambda batch: self.scores(model, batch), Processes(), size, collate)
         assert found is not None

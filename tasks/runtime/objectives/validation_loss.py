@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from tasks.runtime.data import RowDataset
 from tasks.runtime.data.context_shards import shard_collate
@@ -14,24 +16,32 @@ from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.objectives.objective import Objective
 from tasks.runtime.process.ranks import Processes
 
+Rows = RowDataset | Subset[Row]
+
 
 class Interrupted(Exception):
     """The evaluation was left at the request of its caller."""
 
 
-@torch.no_grad()
+class ValidationMeans(NamedTuple):
+    """Mean loss and metrics over all validation rows, and over those of each source; {} where there is no item."""
+
+    of_all: dict[str, float]
+    by_source: tuple[dict[str, float], ...]
+
+
 def validation_means(
     model: nn.Module,
     objective: Objective,
-    rows: RowDataset,
+    sources: Sequence[Rows],
     processes: Processes,
     *,
     micro_batch_size: int,
     max_batches: int | None,
     collate: Callable[[list[Row]], Batch],
     before_batch: Callable[[int, int], None] = lambda number, count: None,
-) -> dict[str, float]:
-    """Mean loss and metrics of the objective over `rows`; {} if they have no item. A collective.
+) -> ValidationMeans:
+    """Mean loss and metrics of the objective over the validation rows of each source, and of all. A collective.
 
     Every item (target token, or pair of answers) weighs the same, as in
     `cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.ne(-100).sum()` over all rows at
@@ -39,14 +49,36 @@ def validation_means(
     fp64 until one reduction at the end.
 
     model: in evaluation mode, on the device of `processes`.
-    max_batches: of all ranks together.
-    before_batch: called with the number of a pass and the number of passes; what it raises ends the evaluation.
+    max_batches: of each source, on all ranks together.
+    before_batch: called with the number of a pass over a source and their number; what it raises ends the evaluation.
     """
+    of_all: dict[str, float] = {}
+    items, by_source = 0.0, []
+    collate = shard_collate(collate, processes)
+    for rows in sources:
+        sums, count = _sums(model, objective, rows, processes, micro_batch_size, max_batches, collate, before_batch)
+        by_source.append({name: value / count for name, value in sums.items()} if count else {})
+        of_all = {name: of_all.get(name, 0.0) + value for name, value in sums.items()} if count else of_all
+        items += count
+    return ValidationMeans({name: value / items for name, value in of_all.items()}, tuple(by_source))
+
+
+@torch.no_grad()
+def _sums(
+    model: nn.Module,
+    objective: Objective,
+    rows: Rows,
+    processes: Processes,
+    micro_batch_size: int,
+    max_batches: int | None,
+    collate: Callable[[list[Row]], Batch],
+    before_batch: Callable[[int, int], None],
+) -> tuple[dict[str, float], float]:
+    """Sums of the loss and the metrics over the items of `rows`, and the number of these."""
     batches = -(-len(rows) // micro_batch_size)
     batches = batches if max_batches is None else min(batches, max_batches)
     if not batches:
-        return {}
-    collate = shard_collate(collate, processes)
+        return {}, 0.0
     ones = torch.ones((), device=processes.device)
     sums: Tensor | None = None
     names: list[str] = []
@@ -76,10 +108,10 @@ def validation_means(
         # Ranks of a tensor-parallel group have computed the same rows.
         total /= processes.tp_size
     *of_all, counted = total.tolist()
-    return {name: value / counted for name, value in zip(names, of_all, strict=True)} if counted else {}
+    return dict(zip(names, of_all, strict=True)), counted
 
 
-def _batch_of_rows(rows: RowDataset, first: int, size: int) -> list[Row]:
+def _batch_of_rows(rows: Rows, first: int, size: int) -> list[Row]:
     """`size` rows from `first` on. Behind the last row follow copies of it without items, so that every batch has the
     shape for which kernels and graphs were compiled.
     """

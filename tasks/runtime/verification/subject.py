@@ -162,13 +162,24 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
 
 def _sample(spec: RunSpec, folder: Path) -> PreparedData:
     """The first samples of the data, enough for at least `_ROWS` rows if the data has them."""
-    limit = spec.data.max_samples or _SAMPLES[-1]
+    sources = spec.data.single_sources()
+    limit = max(source.data.max_samples or _SAMPLES[-1] for source in sources)
     for samples in _SAMPLES:
-        sampled = changed(spec, {"data": {"max_samples": min(samples, limit)}})
+        sampled = changed(spec, {"data": _limited(spec.data.model_dump(mode="json"), samples)})
         data = prepare(recipe_of(sampled), folder / "data" / str(samples), report=log.debug)
         if len(data.train) >= _ROWS or data.manifest.samples_read < samples or samples >= limit:
             break
     return data
+
+
+def _limited(section: dict[str, Any], samples: int) -> dict[str, Any]:
+    """The section `data`, or one inside it, with at most so many samples of each source."""
+    limited = {**section, "max_samples": min(samples, section["max_samples"] or samples)}
+    if section.get("validation_source"):
+        limited["validation_source"] = _limited(section["validation_source"], samples)
+    if section.get("sources"):
+        limited["sources"] = [_limited(source, samples) for source in section["sources"]]
+    return limited
 
 
 def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple[int, int]]:

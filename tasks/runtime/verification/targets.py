@@ -43,27 +43,41 @@ class Document(NamedTuple):
 
 def mask(subject: Subject) -> Measured:
     """Check that each run of targets is a whole turn of the source with its end token."""
-    data, tokenizer = subject.data, subject.data.tokenizer()
-    documents = list(_documents(data))
+    tokenizer = subject.data.tokenizer()
+    documents: list[Document] = []
+    wrong: list[str] = []
+    claims: dict[str, None] = {}
+    learns_all = DataRecipe.from_spec(subject.spec).data.train_on == "all"
+    for data in subject.data.by_source():
+        of_source = list(_documents(data))
+        documents += of_source
+        problems, claim = _wrong(of_source, data, tokenizer, learns_all=learns_all)
+        wrong += problems
+        claims[claim] = None
     assert documents, "the sample has no document"
-    wrong = [problem for document in documents if (problem := _begins_twice(document, tokenizer))]
-    form = data.manifest.format
-    if DataRecipe.from_spec(subject.spec).data.train_on == "all":
-        context = _context(data) if form in ("chat", "alpaca") else set[str]()
-        wrong += [problem for document in documents if (problem := _not_all(document, tokenizer, context))]
-        claim = "all tokens except the first of a document, and turns of weight 0, are targets"
-    elif form in _FORMATS:
-        said = _said(data)
-        wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
-        wrong += _missing(documents, data, said)
-        texts = "completions" if form == "prompt_completion" else "turns that data.train_on names"
-        claim = f"targets are the {texts} with their end tokens"
-    else:
-        claim = "documents begin once; 'reference' checks the targets of pairs"
-    detail = f"documents of {len(documents)} with wrong targets or two BOS tokens; {claim}"
+    detail = f"documents of {len(documents)} with wrong targets or two BOS tokens; {'; '.join(claims)}"
     return Measured(
         float(len(wrong)), 0.0, detail, wrong[0] if wrong else None, shown=tuple(_pieces(documents, tokenizer))
     )
+
+
+def _wrong(
+    documents: list[Document], data: PreparedData, tokenizer: PreTrainedTokenizerBase, *, learns_all: bool
+) -> tuple[list[str], str]:
+    """What is wrong with the documents of a source, and the claim that they were checked against."""
+    wrong = [problem for document in documents if (problem := _begins_twice(document, tokenizer))]
+    form = data.manifest.format
+    if learns_all:
+        context = _context(data) if form in ("chat", "alpaca") else set[str]()
+        wrong += [problem for document in documents if (problem := _not_all(document, tokenizer, context))]
+        return wrong, "all tokens except the first of a document, and turns of weight 0, are targets"
+    if form not in _FORMATS:
+        return wrong, "documents begin once; 'reference' checks the targets of pairs"
+    said = _said(data)
+    wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
+    wrong += _missing(documents, data, said)
+    texts = "completions" if form == "prompt_completion" else "turns that data.train_on names"
+    return wrong, f"targets are the {texts} with their end tokens"
 
 
 def _documents(data: PreparedData) -> Iterator[Document]:

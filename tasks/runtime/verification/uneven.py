@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from tasks.runtime.data import PreparedData, RowDataset
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prepared_manifest import Split
-from tasks.runtime.data.row_order import ShuffledRows
+from tasks.runtime.data.row_order import shuffled_sources
 
 
 class UnevenRows(RowDataset):
-    """The first row of the first step keeps all its targets, the others only the last target of each document.
+    """The first row that is read of each source keeps all its targets, the others only the last of each document.
 
     A loss that weighs rows or micro-batches equally, instead of targets, then has another value.
     """
 
-    first: int | None = None
+    first: frozenset[int] = frozenset()
 
     def __getitem__(self, index: int) -> Row:
         row = super().__getitem__(index)
-        return row if index == self.first else {**row, "labels": _thinned(row)}
+        return row if index in self.first else {**row, "labels": _thinned(row)}
 
 
 class UnevenData(PreparedData):
@@ -32,7 +34,10 @@ class UnevenData(PreparedData):
     def _rows(self, name: str, split: Split) -> RowDataset:
         rows = super()._rows(name, split)
         assert isinstance(rows, UnevenRows)
-        rows.first = ShuffledRows(len(rows), self.manifest.recipe["seed"])[0] if len(rows) else None
+        if name == "train":
+            first = list(accumulate((source.train.rows for source in self.manifest.trained), initial=0))
+            orders = shuffled_sources(self.manifest, self.manifest.recipe["seed"])
+            rows.first = frozenset(begin + order[0] for begin, order in zip(first, orders, strict=False))
         return rows
 
 

@@ -20,7 +20,9 @@ def test_no_line_of_a_sample_begins_a_line_of_the_log(tmp_path, monkeypatch, cap
     monkeypatch.setattr(evaluate_model, "_measure", lambda spec, data, prompts, weights: (measured, data))
     data = SimpleNamespace(samples=lambda number: [Sample(prompt=f"{FORGED}\n{FORGED}", completion="", prompt_ids=[])])
     with caplog.at_level(logging.INFO):
-        record = evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+        record = evaluate_model.evaluate(
+            RunSpec(), CompletionRecord.model_construct(status="complete", steps=1), data, tmp_path
+        )
     assert record.samples[0].after == written
     lines = caplog.messages[-1].splitlines()
     assert lines[0].startswith("prompt: @strata ")
@@ -36,5 +38,5 @@ def test_a_loss_that_was_0_is_told_without_its_change(tmp_path, monkeypatch, cap
     monkeypatch.setattr(evaluate_model, "_measure", measure)
     data = SimpleNamespace(samples=lambda number: [])
     with caplog.at_level(logging.INFO):
-        evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete"), data, tmp_path)
+        evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete", steps=1), data, tmp_path)
     assert caplog.messages == [f"validation loss {told}"]

@@ -70,7 +70,7 @@ def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
     means = validation_means(
         model,
         build_validation_objective(spec, fused=False),
-        rows,
+        [rows[:2], [], rows[2:]],
         Processes(),
         micro_batch_size=rows_in_a_batch,
         max_batches=None,
@@ -78,12 +78,17 @@ def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
     )
     whole = collate(rows)
     expected = model(**{name: whole[name] for name in ("input_ids", "position_ids", "labels")}).loss
-    assert means == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}
+    assert means.of_all == {"loss": pytest.approx(float(expected.detach()), rel=1e-6)}
+    # As if each source were there alone.
+    first = collate(rows[:2])
+    alone = model(**{name: first[name] for name in ("input_ids", "position_ids", "labels")}).loss
+    assert means.by_source[:2] == ({"loss": pytest.approx(float(alone.detach()), rel=1e-6)}, {})
+    assert means.by_source[2].keys() == {"loss"}
 
 
 def test_what_is_measured_of_a_trained_model_is_its_loss_of_tokens(model, spec, rows):
     special = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    data = SimpleNamespace(validation=rows, tokenizer=lambda: special)
+    data = SimpleNamespace(validation_by_source=lambda: [rows], tokenizer=lambda: special)
     measured, _ = _measure(spec, data, [], weights=None)
     whole = collate(rows)
     logits = model(input_ids=whole["input_ids"], position_ids=whole["position_ids"]).logits[:, :-1]
