@@ -75,13 +75,13 @@ def test_frameworks_and_strategies_train_the_same(alone, output):
         spec_of(output, "tensor", "torch", "fsdp", 2, **shared),
         spec_of(output, "deepspeed", "torch", "deepspeed", 2, stage=3),
     ]
-    launch(2, "--narrow", *(file_of(output, spec) for spec in specs), f"{file_of(output, specs[1])}@{SAVED}")
+    launch(2, "--narrow", *(file_of(output, spec) for spec in specs))
     for spec in specs:
         assert curve(spec) == approx(alone[1]), spec.name
         assert all(torch.equal(weights(spec)[0][n], t) for n, t in weights(alone[0])[0].items() if frozen(n))
 
 
-@pytest.mark.parametrize("frozen_part", ["lm_head", "embed_tokens", "layers.0", "mlp", "*norm"])
+@pytest.mark.parametrize("frozen_part", ["lm_head", "layers.0", "*norm"])
 def test_gradients_under_the_kernels_are_those_of_plain_modules(frozen_part):
     """Operators that leave out the gradient of a frozen weight leave out no other."""
     tokens = torch.randint(4096, (2, 32), generator=torch.Generator().manual_seed(0))
