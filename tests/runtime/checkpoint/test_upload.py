@@ -100,13 +100,13 @@ def names():
     return sorted(path.removeprefix("/bucket/runs/") for path in Flaky.store)
 
 
-def save(root, step, text="weights"):
+def save(root, step, text="weights", **metadata):
     """A whole checkpoint, made by hand."""
     folder = root / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "a.safetensors").write_text(text)
     (folder / "config.json").write_text("{}")
-    manifest.commit(folder, {}, {"data_hash": "d"})
+    manifest.commit(folder, {}, {"data_hash": "d", **metadata})
     return folder
 
 
@@ -360,6 +360,20 @@ def test_checkpoints_wait_while_the_store_is_away(make_uploader, store, caplog):
     uploader.finish()
     assert RunStore("flaky://bucket/runs", "x").complete_steps() == [100, 150]
     assert "x/metrics.jsonl" in names() and "cannot be reached" in caplog.text
+
+
+def test_the_best_checkpoint_stays_in_the_store_and_comes_back_with_the_newest(make_uploader, store):
+    uploader, folder = make_uploader(keep_last=1)
+    for step, best in ((50, 50), (100, 100), (150, 100), (200, 100)):
+        uploader.enqueue(save(folder.checkpoints, step, best_step=best))
+        manifest.prune(folder.checkpoints, 1)
+    uploader.finish()
+    assert [manifest.step_of(path) for path in manifest.folders(folder.checkpoints)] == [100, 200]
+    assert RunStore("flaky://bucket/runs", "x").complete_steps() == [100, 200]
+    # Another machine.
+    shutil.rmtree(folder.checkpoints)
+    assert manifest.step_of(uploader.download_latest()) == 200
+    assert manifest.verification_error(folder.checkpoints / "checkpoint-100") is None
 
 
 def test_a_store_that_is_slower_than_checkpoints_come_has_some_of_them(make_uploader, store, monkeypatch, caplog):

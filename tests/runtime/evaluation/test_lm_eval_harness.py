@@ -16,7 +16,7 @@ from tasks.runtime.models.build import build_model, set_special_tokens
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.runtime.helpers.comparable_runs import make_spec
+from tests.runtime.helpers.comparable_runs import curve, make_spec
 from tests.runtime.helpers.train_only import train_spec
 
 needed = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
@@ -100,6 +100,19 @@ def test_a_run_is_scored_before_and_after_training(task, tmp_path):
     # Of four questions.
     assert {4 * score.before, 4 * score.after} <= {0, 1, 2, 3, 4} and score.error is not None
     assert CompletionRecord.model_validate_json(record.model_dump_json()) == record
+
+
+@needed
+@pytest.mark.filterwarnings("default")
+def test_a_run_is_scored_during_training_which_changes_no_loss(task, tmp_path):
+    plain = make_spec(tmp_path / "out", "plain", "torch", "single", 1)
+    train_spec(plain)
+    spec = make_spec(tmp_path / "out", "during", "torch", "single", 1)
+    evaluation = {"every": 1, "during": ["tasks"], "tasks": [task[0]], "task_limit": 4}
+    record = train_spec(RunSpec.model_validate({**spec.model_dump(), "evaluation": evaluation}))
+    assert curve(spec) == curve(plain)
+    scores = [evaluation.metrics["opposites/acc"] for evaluation in record.evaluations]
+    assert len(scores) == record.steps and {4 * score for score in scores} <= {0, 1, 2, 3, 4}
 
 
 @needed
