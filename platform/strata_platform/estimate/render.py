@@ -11,6 +11,7 @@ from strata_platform.estimate.prices import Price
 from strata_platform.estimate.remedies import Proposal, changed_fields
 from strata_platform.estimate.run_estimate import Estimate
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Adapter
 
 _GIB = 2**30
 
@@ -82,7 +83,7 @@ def host_to_dict(found: HostEstimate) -> dict[str, Any]:
 
 def host_lines(found: HostEstimate) -> Iterator[str]:
     """The estimate of a run on CPUs as lines of text."""
-    yield f"{found.spec.model.name}: {_size(found)}, {_trained(found.spec)}, on CPUs: resources.gpu is 0"
+    yield f"{found.spec.model.name}: {_size(found)}, {_trained(found.spec.adapter)}, on CPUs: resources.gpu is 0"
     yield ""
     yield "peak memory of each process, GiB"
     yield from _parts({("process" if name == "buffers" else name): size for name, size in found.memory.parts().items()})
@@ -99,7 +100,7 @@ def host_lines(found: HostEstimate) -> Iterator[str]:
 def lines(found: Estimate, advice: Advice, tokens: float | None, price: Price | None) -> Iterator[str]:
     """The estimate as lines of text."""
     gpus = found.spec.topology.world_size
-    size, trained = _size(found), _trained(found.spec)
+    size, trained = _size(found), _trained(found.spec.adapter)
     yield f"{found.spec.model.name}: {size}, {trained}, on {gpus} x {found.gpu.name}"
     yield f"layout: {describe_layout(found.spec)}"
     if not found.gpu.measured:
@@ -130,9 +131,10 @@ def _size(found: Estimate | HostEstimate) -> str:
     return f"{billions:.2f} B parameters{active}" if billions >= 0.1 else f"{billions * 1e3:.1f} M parameters{active}"
 
 
-def _trained(spec: RunSpec) -> str:
-    adapted = "LoRA on nf4 weights" if spec.is_quantized else "LoRA"
-    return adapted if spec.adapter.type == "lora" else "all weights trained"
+def _trained(adapter: Adapter) -> str:
+    if adapter.type == "none":
+        return "all weights trained"
+    return "LoRA" if adapter.quantization == "none" else "LoRA on nf4 weights"
 
 
 def _parts(parts: Mapping[str, float]) -> Iterator[str]:
