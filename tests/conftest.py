@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parent
 # Files that take half a minute or more come first: none of them is left to one worker while the others have nothing.
 SLOW = (
+    "runtime/test_real_model",
     "runtime/test_frameworks_and_strategies", "runtime/test_exact_resume", "kernels/test_interpreter",
     "runtime/test_parallel_losses", "runtime/test_objectives_under_strategies", "runtime/training/test_step_guard",
     "runtime/models/test_quantization", "workflows/test_elastic", "kernels/test_bake", "workflows/test_finetune",

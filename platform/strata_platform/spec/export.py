@@ -9,7 +9,7 @@ from pydantic import Field
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, ObjectStoreUrl, Section
 
-Format = Literal["safetensors", "gguf", "adapter"]
+Format = Literal["safetensors", "gguf", "fp8", "int4", "adapter"]
 
 
 class Export(Section):
@@ -21,8 +21,9 @@ class Export(Section):
     formats: tuple[Format, ...] = Field(
         ("safetensors",),
         description="`safetensors`, the Hugging Face folder, is always written; the others are made from it. `gguf`: a "
-        "file for llama.cpp, Ollama and LM Studio; needs the extra `gguf`. `adapter`: the adapter alone in the folder "
-        "`adapter`, as PEFT saves it.",
+        "file for llama.cpp, Ollama and LM Studio; needs the extra `gguf`. `fp8`, `int4`: a folder of that name with "
+        "quantized linear layers, for vLLM; needs the extra `compressed-tensors`. `adapter`: the adapter alone in the "
+        "folder `adapter`, as PEFT saves it.",
     )
     gguf_type: Literal["f32", "f16", "bf16", "q8_0"] = Field(
         "f16", description="Type of the matrices in the GGUF file, by llama.cpp's names."

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec.model import Model
+from tasks.runtime.export.quantized_folder import read_quantized
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained
@@ -47,13 +48,16 @@ class Rounding(NamedTuple):
     logits: float
 
 
-# Half of the distance between two values of a type, at the largest value of a row or a block; vectors are exact. The
-# scale of a block of q8_0 is rounded, too.
+# Weights: half of the distance between two values of a type, at the largest value of a row or a block. Vectors are
+# exact. The scale of a block of q8_0 is rounded, too.
 ROUNDING = {
     "f32": Rounding(0.0, 1e-4),
     "f16": Rounding(2**-11, 1e-2),
     "bf16": Rounding(2**-8, 5e-2),
     "q8_0": Rounding(1 / 220, 5e-2),
+    # Logits also differ by the inputs of layers, which are rounded as well.
+    "fp8": Rounding(1 / 15.9, 0.25),
+    "int4": Rounding(1 / 14.9, 1.0),
 }
 # Settings that transformers' reader of GGUF files leaves at a default of its own in some families.
 _UNREAD_SETTINGS = ("rope_parameters", "head_dim", "sliding_window", "attention_bias", "mlp_bias")
@@ -101,8 +105,9 @@ def verify(
         expected: the trained model's results, of `expected_of`.
         device: where the other process computes.
         attention: the spec's `model.attention`.
-        file: a GGUF file in the folder, which is read in place of its safetensors, and compared with them.
-        stored: the type of that file's matrices, a key of ROUNDING.
+        file: a GGUF file or a folder of quantized weights in the folder, which is read in place of its safetensors, and
+            compared with them.
+        stored: the type of its matrices, a key of ROUNDING.
         runs_code: run the code in the folder, a copy of what `model.trust_remote_code` names.
 
     Returns:
@@ -208,6 +213,17 @@ def compare_gguf(
     return wrong or difference(expected, found, tolerance), closeness(expected, found)
 
 
+def compare_quantized(folder: Path, expected: dict[str, Tensor], device: str, form: str) -> tuple[str | None, str]:
+    """How the quantized folder `form` in `folder` differs from it and from `expected`; and how close the two are."""
+    rounding = ROUNDING[form]
+    again = 0.0 if expected["logits"].dtype is torch.float32 else 2**-8
+    wrong = weights_apart(folder, read_quantized(folder / form, dequantized=True), rounding.weights + again)
+    model = read_quantized(folder / form, dequantized=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder / form, trust_remote_code=False)
+    found = expected_of(model.to(torch.device(device)), tokenizer)
+    return wrong or difference(expected, found, rounding.logits), closeness(expected, found)
+
+
 def _form(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
@@ -217,8 +233,10 @@ def main() -> None:
     name, given, device, attention, file, stored, code = sys.argv[1:]
     register_custom_code(Model(name=name, trust_remote_code=bool(code)))
     folder, expected = Path(name), load_file(given)
-    if file:
+    if file.endswith(".gguf"):
         wrong, close = compare_gguf(folder, expected, device, file, stored)
+    elif file:
+        wrong, close = compare_quantized(folder, expected, device, stored)
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)

@@ -14,7 +14,8 @@ from tasks.runtime.process.object_store_url import open_url
 log = logging.getLogger(__name__)
 
 # Files of an earlier model that a library would load instead of the new ones, or in addition to them.
-_EARLIER = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", *TOKENIZER_FILES)
+_EARLIER = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", *TOKENIZER_FILES,
+            "fp8/*", "int4/*")  # fmt: skip
 RECORD = "strata_record.json"
 """Name of the run's record, which only exported models have."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -23,7 +24,10 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
              "model.safetensors.index.json", "*.gguf", *TOKENIZER_FILES, *PROCESSOR_FILES,
              "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
-             *(f"adapter/{name}" for name in TOKENIZER_FILES))  # fmt: skip
+             *(f"{folder}/{name}" for folder in ("adapter", "fp8", "int4") for name in TOKENIZER_FILES),
+             *(f"{folder}/{name}" for folder in ("fp8", "int4")
+               for name in ("config.json", "generation_config.json", "model*.safetensors",
+                            "model.safetensors.index.json")))  # fmt: skip
 
 
 def require_export_targets(export: Export, name: str) -> None:

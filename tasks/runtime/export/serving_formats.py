@@ -16,13 +16,16 @@ from tasks.runtime.export.check_folder import verify
 from tasks.runtime.export.gguf_families import family_of
 from tasks.runtime.export.gguf_file import write_gguf
 from tasks.runtime.export.gguf_vocabulary import pre_tokenizer_of
-from tasks.runtime.models.build import load_config
+from tasks.runtime.export.quantized_folder import SCHEMES, group_size, write_quantized
+from tasks.runtime.models.build import build_model_on_meta, load_config
 
 log = logging.getLogger(__name__)
 
 # Format → the package that it needs, and its module.
 _PACKAGES: dict[Format, tuple[str, str]] = {
     "gguf": ("gguf", "gguf"),
+    "fp8": ("compressed-tensors", "compressed_tensors"),
+    "int4": ("compressed-tensors", "compressed_tensors"),
 }
 
 
@@ -35,6 +38,17 @@ def require_formats(export: Export, model: Model) -> None:
                 f"export.formats {name!r} needs the package {package}, which is not installed; install "
                 f"strata[{package}], or leave {name!r} out"
             )
+    converted = [name for name in export.formats if name in _PACKAGES]
+    if converted and getattr(load_config(model), "quantization_config", None) is not None:
+        raise ValueError(
+            f"export.formats {converted[0]!r} is made from exact weights, and those of model.name {model.name!r} are "
+            f"quantized; leave {converted[0]!r} out, or name the model that they were made from"
+        )
+    if "int4" in export.formats:
+        try:
+            group_size(build_model_on_meta(model))
+        except ValueError as error:
+            raise ValueError(f"export.formats 'int4': model.name {model.name!r}: {error}; leave 'int4' out") from error
     if "gguf" in export.formats:
         try:
             family_of(load_config(model))
@@ -67,3 +81,8 @@ def write_formats(export: Export, name: str, folder: Path, expected: dict[str, T
         write_gguf(folder, file, name, export.gguf_type)
         found = verify(folder, expected, device, "sdpa", file=file.name, stored=export.gguf_type)
         log.info("verified: %s holds the trained model (%s)", file.name, found)
+    for form in SCHEMES:
+        if form in export.formats:
+            write_quantized(folder, folder / form, form)
+            found = verify(folder, expected, device, "sdpa", file=form, stored=form)
+            log.info("verified: %s/ holds the trained model (%s)", form, found)

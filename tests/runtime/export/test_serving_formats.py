@@ -69,3 +69,17 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(serving_formats, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'gguf' needs the package gguf.*install strata\[gguf\], or leave 'gguf' out"):
         require_formats(GGUF, Model())
+
+
+def test_rows_that_int4_cannot_divide_are_refused(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ValueError, match=r"^export\.formats 'int4': model\.name .*multiples of 8, and int4 needs"):
+        require_formats(Export(formats=("int4",)), Model(name=str(folder)))
+
+
+@pytest.mark.parametrize("form", ["gguf", "fp8", "int4"])
+def test_a_model_that_is_quantized_already_is_refused(folder, form):
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantized}))
+    with pytest.raises(ValueError, match=rf"^export\.formats '{form}' is made from exact weights.*leave '{form}' out"):
+        require_formats(Export(formats=(form,)), Model(name=str(folder)))
