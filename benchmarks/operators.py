@@ -48,6 +48,7 @@ class Operator:
     flops: floating-point operations of forward and backward.
     exact: the truth, called in fp64; by default `torch`.
     products: the matrix products alone, for an operator that is built around them.
+    waits: whether `torch` waits for the host, so that neither a CUDA graph nor `torch.compile` can hold it.
     label: a shape as tables show it.
     """
 
@@ -62,6 +63,7 @@ class Operator:
     flops: Callable[[Shape], float] = lambda shape: 0
     exact: Function | None = None
     products: Function | None = None
+    waits: bool = False
     label: Callable[[Shape], str] = lambda shape: "x".join(map(str, shape.values()))
 
     def sweep_cases(self) -> tuple[Case, ...]:
@@ -94,6 +96,18 @@ def _half_ignored(rows: int, features: int, vocabulary: int) -> Case:
     """Data loaders see the labels before the GPU does, and so how many of them count."""
     shape = _head(rows, features, vocabulary, ignored=50)
     return Case(shape, {"of full": 0.56}, told={"max_targets": rows - rows * 50 // 100})
+
+
+def _experts(tokens: int, experts: int, top_k: int, features: int, inner: int) -> Shape:
+    return {"tokens": tokens, "experts": experts, "top_k": top_k, "features": features, "inner": inner}
+
+
+def _experts_label(s: Shape) -> str:
+    return f"{s['tokens']} tokens, {s['top_k']} of {s['experts']}, {s['features']}x{s['inner']}"
+
+
+def _experts_flops(s: Shape) -> float:
+    return 18 * s["tokens"] * s["top_k"] * s["features"] * s["inner"]
 
 
 def _head(rows: int, features: int, vocabulary: int, **more: int) -> Shape:
@@ -206,6 +220,21 @@ OPERATORS = (
         cases=(Case(_rows(8192, 14336)), Case(_rows(16384, 8192))),
         sweep=_BY_FEATURES,
         bytes=10,
+    ),
+    Operator(
+        name="experts",
+        ours=strata_kernels.experts,
+        torch=reference.experts,
+        inputs=reference.experts_inputs,
+        cases=(
+            # Qwen3-30B-A3B, with many and with few tokens of an expert; Mixtral 8x7B.
+            Case(_experts(16384, 128, 8, 2048, 768), {"of grouped_mm": 0.83}),
+            Case(_experts(2048, 128, 8, 2048, 768)),
+            Case(_experts(8192, 8, 2, 4096, 14336)),
+        ),
+        flops=_experts_flops,
+        waits=True,
+        label=_experts_label,
     ),
     Operator(
         name="cross_entropy",

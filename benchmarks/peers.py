@@ -11,6 +11,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ NAMES = {
     "torch": "eager PyTorch",
     "nn": "PyTorch's fused",
     "compile": "torch.compile",
+    "grouped_mm": "transformers' grouped_mm",
     "liger": "Liger-Kernel",
     "liger_fp32": "Liger-Kernel, fp32 sums",
     "quack": "quack",
     "cce": "cut-cross-entropy",
     "cce_exact": "cut-cross-entropy, exact",
 }
-_DISTRIBUTIONS = ("liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+_DISTRIBUTIONS = ("transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,15 @@ def _quack_linear_cross_entropy(quack: Any, x: Tensor, weight: Tensor, target: T
     return quack.chunked_linear_cross_entropy(x, weight, target, chunk_size=2048 if x.shape[1] == 4096 else 4096)
 
 
+def _grouped_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """transformers' function takes a module of experts."""
+    settings = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    parts = {"num_experts": gate_up.shape[0], "gate_up_proj": gate_up, "down_proj": down, "act_fn": functional.silu}
+    module = SimpleNamespace(**settings, **parts, _is_expert_parallel=False)
+    module._apply_gate = partial(moe._default_apply_gate, module)
+    return moe.grouped_mm_experts_forward(module, x, index, weights)
+
+
 _LIGER = "liger_kernel.transformers.functional"
 
 PEERS: Mapping[str, Mapping[str, Peer]] = {
@@ -100,6 +111,12 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     "swiglu": {"liger": Peer(_LIGER, lambda liger, gate, up: liger.liger_swiglu(gate, up))},
     "geglu": {"liger": Peer(_LIGER, lambda liger, gate, up: liger.liger_geglu(gate, up))},
     "relu_squared": {"liger": Peer(_LIGER, lambda liger, x: liger.liger_relu_squared(x))},
+    "experts": {
+        "grouped_mm": Peer("transformers.integrations.moe", _grouped_experts),
+        "liger": Peer(
+            "liger_kernel.ops.fused_moe", lambda moe, *inputs: moe.LigerFusedMoEFunction.apply(*inputs), waits=True
+        ),
+    },
     "cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, logits, target: liger.liger_cross_entropy(logits, target), waits=True),
         "quack": Peer("quack", lambda quack, logits, target: quack.cross_entropy(logits, target)),
@@ -133,7 +150,9 @@ def candidate(operator: Operator, name: str) -> Candidate | str:
     if name == "ours":
         return Candidate(operator.ours)
     if name == "torch":
-        return Candidate(operator.torch)
+        return Candidate(operator.torch, graph=not operator.waits)
+    if name == "compile" and operator.waits:
+        return "waits for the host, so it is no one graph"
     if name == "compile":
         return Candidate(torch.compile(operator.torch, fullgraph=True, dynamic=False))
     peer = PEERS.get(operator.name, {}).get(name)

@@ -107,6 +107,28 @@ def relu_squared(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+def experts_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x [T, H], gate and up [E, 2 * I, H], down [E, H, I], index and weights [T, K] of random scores."""
+    tokens, count, width, inner = shape["tokens"], shape["experts"], shape["features"], shape["inner"]
+    x = random(tokens, width, dtype=dtype, device=device)
+    up = (random(count, 2 * inner, width, dtype=dtype, device=device).detach() * width**-0.5).requires_grad_()
+    down = (random(count, width, inner, dtype=dtype, device=device).detach() * inner**-0.5).requires_grad_()
+    weights, index = torch.randn(tokens, count, device=device).softmax(-1).topk(shape["top_k"])
+    weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
+    return x, up, down, index, weights.requires_grad_()
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The loop over experts of transformers' eager implementation."""
+    out = torch.zeros_like(x)
+    for e in range(gate_up.shape[0]):
+        token, slot = torch.where(index == e)
+        gate, up = functional.linear(x[token], gate_up[e]).chunk(2, dim=-1)
+        y = functional.linear(functional.silu(gate) * up, down[e]) * weights[token, slot, None]
+        out = out.index_add(0, token, y.to(out.dtype))
+    return out
+
+
 def cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     logits = random(shape["rows"], shape["vocabulary"], dtype=dtype, device=device)
     return logits, torch.randint(shape["vocabulary"], (shape["rows"],), device=device)

@@ -30,6 +30,7 @@ _NUMBERS = {
     "of products": "{:.3f}",
     "of full": "{:.3f}",
     "of nn wall": "{:.2f}",
+    "of grouped_mm": "{:.3f}",
     "extra MiB": "{:.0f}",
     "check s": "{:.1f}",
     "measure s": "{:.1f}",
@@ -41,6 +42,7 @@ _BARS = {
     "of products": "≤ {:.2f} of the products",
     "of full": "≤ {:.2f} of the full time",
     "of nn wall": "≤ {:.2f} of nn.RMSNorm's",
+    "of grouped_mm": "≤ {:.2f} of grouped_mm's time",
     "extra MiB": "≤ {:.0f} MiB",
 }
 _CASES: dict[tuple[str, str], tuple[Operator, Case]] = {
@@ -74,6 +76,8 @@ def _finish(row: Row, green: dict[tuple[str, str, str], Row]) -> Row:
             row["of full"] = row["ms"] / other["ms"]
     if other := green.get((name, row["shape"], "nn")):
         row["of nn wall"] = row["wall ms"] / other["wall ms"]
+    if other := green.get((name, row["shape"], "grouped_mm")):
+        row["of grouped_mm"] = row["ms"] / other["ms"]
     if by == "ours" and case.bars:
         row["bar"] = "; ".join(_percent(_BARS[column].format(limit)) for column, limit in case.bars.items())
         row["met"] = "; ".join(_verdict(row, column, limit) for column, limit in case.bars.items())
@@ -201,6 +205,14 @@ def heads_table(rows: Sequence[Row]) -> str:
     return _compared(rows, lambda operator, case: operator.products is not None, cell)
 
 
+def experts_table(rows: Sequence[Row]) -> str:
+    return _compared(
+        rows,
+        lambda operator, case: operator.name == "experts",
+        lambda row: f"{row['ms']:.2f} ms, {show(row, 'share')}, {row['extra MiB']:,.0f} MiB",
+    )
+
+
 def refused_table(rows: Sequence[Row]) -> str:
     """Which tensors of which fused heads did not pass the gate: how far from fp64, and how far was allowed."""
     red = [r for r in rows if r["kind"] == "case" and r["gate"].startswith(_RED) and _CASES[_key(r)][0].products]
@@ -273,6 +285,7 @@ def lost(rows: Sequence[Row]) -> str:
 
 _PARTS: dict[str, Callable[[Sequence[Row]], str]] = {
     "operators": operators_table,
+    "experts": experts_table,
     "linear_cross_entropy": heads_table,
     "refused": refused_table,
     "wall": wall_table,

@@ -22,7 +22,7 @@ from strata_platform.spec.training import Training
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
 _SAVED = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
-    "bitsandbytes::gemm_4bit",
+    *("bitsandbytes::gemm_4bit", "strata::experts_up", "strata::experts_down"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),

@@ -1,14 +1,18 @@
 """The loss of routers weighs the same however a step is split, and so does that of validation."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from strata_kernels import patch_model
 from strata_platform.spec import RunSpec
+from strata_platform.spec.training import Training
 from tasks.runtime.data import collate
 from tasks.runtime.evaluation.evaluate_model import _measure
+from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective, build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
@@ -60,6 +64,22 @@ def test_a_step_learns_the_same_of_routers_however_it_is_split(model, spec, rows
     assert output.aux_loss > 1
     assert float(loss.detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
     torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected)
+
+
+@pytest.mark.parametrize("recomputed", ["full", "per_op"])
+def test_routers_learn_the_same_through_the_kernels_and_recomputed(model, spec, rows, recomputed):
+    objective, batch = build_objective(spec, fused=True), collate(rows)
+    items = objective.count(batch)
+    expected = torch.autograd.grad(
+        build_objective(spec, fused=False).micro_batch_loss(model, batch, items).loss, list(model.parameters())
+    )
+    other = copy.deepcopy(model)
+    assert patch_model(other).counts["experts"] == 2
+    checkpoint_activations(other, Training(steps=1, gradient_checkpointing=recomputed))
+    given = torch.autograd.grad(objective.micro_batch_loss(other, batch, items).loss, list(other.parameters()))
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6)
+    routers = [g for (name, _), g in zip(model.named_parameters(), given, strict=True) if "gate.weight" in name]
+    assert len(routers) == 2 and all(g.abs().max() > 1e-3 for g in routers)
 
 
 @pytest.mark.parametrize("kind", ["sft", "distill"])

@@ -99,68 +99,88 @@ class _XBackward(Operator):
         return dh.new_empty(positions.shape[0], gate_up.shape[2])
 
 
-@operator(f"experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor router, Tensor? gate_up_bias, "
-          f"Tensor? down_bias, {_BETWEEN}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
-class _Experts(Operator):
-    """The result, h, and the routing."""
+@operator("experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, str precision) "
+          "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+class _Up(Operator):
+    """h and the routing.
+
+    A node of its own, so that h is released as soon as the gradient of h is there.
+    """
 
     @staticmethod
-    def forward(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, router: Tensor, gate_up_bias: Tensor | None,
-                down_bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
-        between, precision, steps = Activation(*rest[:5]), rest[5], _steps(x)
+    def forward(x: Tensor, gate_up: Tensor, index: Tensor, bias: Tensor | None, precision: str) -> tuple[Tensor, ...]:
+        steps = _steps(x)
         routing = steps.route(index, gate_up.shape[0], x.dtype)
-        h = steps.rows(x, gate_up, gate_up_bias, routing, precision, of_tokens=True)
-        y = steps.rows(steps.gate(h, routing, between), down, down_bias, routing, precision)
-        return steps.token_sums(y, router, routing), h, *routing
+        return steps.rows(x, gate_up, bias, routing, precision, of_tokens=True), *routing
 
     @staticmethod
-    def fake(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    def fake(x: Tensor, gate_up: Tensor, index: Tensor, *_: Any) -> tuple[Tensor, ...]:
         h = x.new_empty(index.numel(), gate_up.shape[1])
-        return torch.empty_like(x), h, *kernels.empty_routing(index, gate_up.shape[0], x.dtype)
+        return h, *kernels.empty_routing(index, gate_up.shape[0], x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.settings = inputs[7:]
-        ctx.save_for_backward(*inputs[:7], *output[1:])
+        x, gate_up, _, bias, ctx.precision = inputs
+        ctx.save_for_backward(x, gate_up, bias, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        nothing = (None,) * (7 + len(ctx.settings))
-        if do is None:
-            return nothing
+    def backward(ctx: Any, dh: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if dh is None:
+            return (None,) * 5
+        x, gate_up, bias, *routing = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _plain_backward(ctx, do)
-        x, gate_up, down, index, router, gate_up_bias, down_bias, h, *routing = ctx.saved_tensors
-        needs, precision = ctx.needs_input_grad, ctx.settings[-1]
-        do = _with_rows(do)
-        dh, wa, d_router = _HiddenBackward.apply(do, h, down, down_bias, index, router, *routing, *ctx.settings)
-        gradients = list(nothing)
-        if needs[2]:
-            gradients[2] = _WeightBackward.apply(do, wa, down, "dy", *routing, precision)
-        del wa
-        if needs[4]:
-            gradients[4] = d_router
-        if needs[6]:
-            gradients[6] = _BiasBackward.apply(do, router, down_bias, *routing)
-        if needs[5]:
-            gradients[5] = _BiasBackward.apply(dh, None, gate_up_bias, *routing)
-        if needs[0]:
-            gradients[0] = _XBackward.apply(dh, gate_up, *routing, precision)
-        if needs[1]:
-            gradients[1] = _WeightBackward.apply(dh, x, gate_up, "x", *routing, precision)
-        return tuple(gradients)
+            function = partial(reference.rows, routing=Routing(*routing), of_tokens=True)
+            dx, d_gate_up, d_bias = plain_gradients(function, (x, gate_up, bias), dh)
+            return dx, d_gate_up, None, d_bias, None
+        dh, d_bias, dx, d_gate_up = dh.contiguous(), None, None, None
+        if ctx.needs_input_grad[3]:
+            d_bias = _BiasBackward.apply(dh, None, bias, *routing)
+        if ctx.needs_input_grad[0]:
+            dx = _XBackward.apply(dh, gate_up, *routing, ctx.precision)
+        if ctx.needs_input_grad[1]:
+            d_gate_up = _WeightBackward.apply(dh, x, gate_up, "x", *routing, ctx.precision)
+        return dx, d_gate_up, None, d_bias, None
 
 
-def _plain_backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    """The gradients, differentiable themselves."""
-    x, gate_up, down, _, router, gate_up_bias, down_bias, _, *routing = ctx.saved_tensors
-    function = partial(reference.forward, routing=Routing(*routing), between=Activation(*ctx.settings[:5]))
-    dx, d_gate_up, d_down, d_router, *d_biases = plain_gradients(
-        function, (x, gate_up, down, router, gate_up_bias, down_bias), do
-    )
-    return dx, d_gate_up, d_down, None, d_router, *d_biases, *(None for _ in ctx.settings)
+@operator(f"experts_down(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_ROUTING}, {_BETWEEN}) "
+          "-> Tensor")  # fmt: skip
+class _Down(Operator):
+    """The result of h."""
+
+    @staticmethod
+    def forward(h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        routing, between, steps = Routing(*rest[:4]), Activation(*rest[4:9]), _steps(h)
+        y = steps.rows(steps.gate(h, routing, between), down, bias, routing, rest[9])
+        out: Tensor = steps.token_sums(y, router, routing)
+        return out
+
+    @staticmethod
+    def fake(h: Tensor, down: Tensor, index: Tensor, *_: Any) -> Tensor:
+        return h.new_empty(index.shape[0], down.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.settings = inputs[9:]
+        ctx.save_for_backward(*inputs[:9])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        h, down, index, router, bias, *routing = ctx.saved_tensors
+        none = (None,) * (4 + len(ctx.settings))
+        if torch.is_grad_enabled():
+            function = partial(reference.down, routing=Routing(*routing), between=Activation(*ctx.settings[:5]))
+            dh, d_down, d_router, d_bias = plain_gradients(function, (h, down, router, bias), do)
+            return dh, d_down, None, d_router, d_bias, *none
+        do, precision = _with_rows(do), ctx.settings[5]
+        dh, wa, d_router = _HiddenBackward.apply(do, h, down, bias, index, router, *routing, *ctx.settings)
+        d_down = d_bias = None
+        if ctx.needs_input_grad[1]:
+            d_down = _WeightBackward.apply(do, wa, down, "dy", *routing, precision)
+        if ctx.needs_input_grad[4]:
+            d_bias = _BiasBackward.apply(do, router, bias, *routing)
+        return dh, d_down, None, d_router, d_bias, *none
 
 
 def experts(
@@ -228,10 +248,11 @@ def experts(
     between = Activation(gate, activation, float(alpha), inf if limit is None else float(limit), float(offset))
     if is_transformed():
         routing = reference.route(index, gate_up.shape[0], x.dtype)
-        return reference.forward(x, gate_up, down, weight, gate_up_bias, down_bias, routing, between)
-    out: Tensor = _Experts.apply(
-        x, gate_up, down, index.contiguous(), weight.contiguous(), gate_up_bias, down_bias, *between, precision
-    )[0]
+        h = reference.rows(x, gate_up, gate_up_bias, routing, of_tokens=True)
+        return reference.down(h, down, weight, down_bias, routing, between)
+    index, weight = index.contiguous(), weight.contiguous()
+    h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, precision)
+    out: Tensor = _Down.apply(h, down, index, weight, down_bias, *routed, *between, precision)
     return out
 
 

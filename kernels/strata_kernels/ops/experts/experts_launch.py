@@ -35,12 +35,13 @@ class Tiles:
     weight_bwd: Tile
 
 
-# A load whose address is loaded before it takes two stages for each buffer but the last: five are three buffers.
-_WIDE = Tiles(rows=Tile(128, 256, 64, 8, 4), weight_bwd=Tile(128, 256, 64, 8, 5))
-_NARROW = Tiles(rows=Tile(64, 128, 64, 4, 4), weight_bwd=Tile(128, 128, 64, 8, 5))
+_WIDE = Tiles(rows=Tile(128, 256, 64, 8, 4), weight_bwd=Tile(128, 256, 64, 8, 3))
+_NARROW = Tiles(rows=Tile(64, 128, 64, 4, 4), weight_bwd=Tile(128, 128, 64, 8, 3))
 _FP32 = Tiles(rows=Tile(64, 64, 32, 4, 2), weight_bwd=Tile(64, 64, 32, 4, 2))
 # Rows of an expert, on average, from which most of its tiles are full ones.
 _FEW_ROWS = 256
+# Rows of tiles that are taken together.
+_GROUP = 16
 # Rows and features that a program of the gate takes at a time.
 _ROWS, _COLUMNS = 4, 256
 
@@ -127,12 +128,12 @@ def rows(
     experts, width, size = weight.shape
     slots, top_k = routing.rows.shape[0], routing.positions.shape[1]
     tile = tiles_of(slots, experts, a.dtype).rows
-    y, columns = a.new_empty(slots, width), -(-width // tile.bn)
+    y, n_tiles, columns = a.new_empty(slots, width), routing.tiles.shape[0], -(-width // tile.bn)
     launch(
-        rows_kernel, (routing.tiles.shape[0] * columns,),
-        a, weight, bias, y, *routing[1:], size, width, columns, a.stride(0), *weight.stride(), _row(bias),
-        TOP_K=top_k, GATHER=of_tokens, EVEN=size % tile.bk == 0, PRECISION=precision, BM=tile.bm, BN=tile.bn,
-        BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+        rows_kernel, (n_tiles * columns,),
+        a, weight, bias, y, *routing[1:], size, width, n_tiles, columns, a.stride(0), *weight.stride(), _row(bias),
+        TOP_K=top_k, GATHER=of_tokens, EVEN=size % tile.bk == 0, PRECISION=precision, GROUP=_GROUP, BM=tile.bm,
+        BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -195,8 +196,8 @@ def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routi
         weight_bwd_kernel, (dw.shape[0] * n_l * n_r,),
         left, right, dw, routing.rows, routing.starts, left.shape[1], right.shape[1], n_l, n_r, left.stride(0),
         right.stride(0), dw.stride(0), *strides,
-        TOP_K=routing.positions.shape[1], GATHER_L=gathers_left, PRECISION=precision, BM=tile.bm, BN=tile.bn,
-        BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+        TOP_K=routing.positions.shape[1], GATHER_L=gathers_left, PRECISION=precision, GROUP=_GROUP, BM=tile.bm,
+        BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

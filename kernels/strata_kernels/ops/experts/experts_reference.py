@@ -96,13 +96,11 @@ def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
     return (slots if router is None else slots * router.to(exact)[..., None]).sum(1).to(y.dtype)
 
 
-def forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    routing: Routing, between: Activation,
-) -> Tensor:  # fmt: skip
-    """The result, differentiable any number of times."""
-    h = rows(x, gate_up, gate_up_bias, routing, of_tokens=True)
-    return token_sums(rows(gate(h, routing, between), down, down_bias, routing), router, routing)
+def down(
+    h: Tensor, weight: Tensor, router: Tensor, bias: Tensor | None, routing: Routing, between: Activation
+) -> Tensor:
+    """The result of h, differentiable any number of times."""
+    return token_sums(rows(gate(h, routing, between), weight, bias, routing), router, routing)
 
 
 def hidden_bwd(

@@ -12,8 +12,7 @@ of x and of do are gathered by the products that read them, so no copy of them i
 SonicMoE, arXiv:2512.14080).
 
 Axes: BM rows of one expert, BN features of a result, BK features that are summed at a time; in a weight's gradient BM
-and BN features, BK rows. A program takes one tile. Those of one expert follow one another, so that its weight is read
-from the second-level cache.
+and BN features, BK rows. A program takes one tile; which one, `_tile` says.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -21,6 +20,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _tile(pid, n_m, n_n, GROUP: tl.constexpr):
+    """Row and column of tile `pid` of n_m x n_n: down the rows of GROUP rows, then on to their next column.
+
+    Programs that run at once share rows and columns, in about equal parts, and find them in the second-level cache.
+    """
+    first = pid // (GROUP * n_n) * GROUP
+    n_rows = tl.minimum(n_m - first, GROUP)
+    within = pid - first * n_n
+    return first + within % n_rows, within // n_rows
 
 
 @triton.jit
@@ -34,19 +45,18 @@ def _add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
     return b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def rows_kernel(
-    p_a, p_w, p_b, p_y, p_rows, p_starts, p_tiles, size, width, n_columns, stride_a, stride_we, stride_wn, stride_wk,
-    stride_be,
-    TOP_K: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    p_a, p_w, p_b, p_y, p_rows, p_starts, p_tiles, size, width, n_tiles, n_columns, stride_a, stride_we, stride_wn,
+    stride_wk, stride_be,
+    TOP_K: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile of y [S, width] = a · wᵀ + b, each row with the weight [width, size] of its expert.
 
     GATHER: rows of a are those of the tokens; else those of y.
     """
-    i_m = tl.program_id(0) // n_columns
-    i_n = tl.program_id(0) - i_m * n_columns
+    i_m, i_n = _tile(tl.program_id(0), n_tiles, n_columns, GROUP)
     i_e = tl.load(p_tiles + 2 * i_m).to(tl.int64)
     if i_e < 0:
         return
@@ -79,8 +89,8 @@ def rows_kernel(
 @triton.jit
 def weight_bwd_kernel(
     p_l, p_r, p_dw, p_rows, p_starts, size_l, size_r, n_l, n_r, stride_l, stride_r, stride_we, stride_wl, stride_wr,
-    TOP_K: tl.constexpr, GATHER_L: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    TOP_K: tl.constexpr, GATHER_L: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile of dw [E, size_l, size_r] = Σ lᵀ · r over the rows of an expert; 0 for an expert without any.
 
@@ -88,19 +98,19 @@ def weight_bwd_kernel(
     """
     pid = tl.program_id(0)
     i_e = pid // (n_l * n_r)
-    i_l = (pid - i_e * n_l * n_r) // n_r
-    i_r = pid % n_r
+    i_l, i_r = _tile(pid - i_e * n_l * n_r, n_l, n_r, GROUP)
     start, end = tl.load(p_starts + i_e), tl.load(p_starts + i_e + 1)
     o_l, o_r, o_k = i_l * BM + tl.arange(0, BM), i_r * BN + tl.arange(0, BN), tl.arange(0, BK)
     p_l += (o_l % size_l)[None, :]
     p_r += (o_r % size_r)[None, :]
     b_dw = tl.zeros((BM, BN), tl.float32)
+    # Slots are read one round ahead of the rows that they name. Behind the last row of the expert it is taken times 0.
+    b_slot = tl.load(p_rows + tl.maximum(tl.minimum(start + o_k, end - 1), 0))
     for k in range(start, end, BK):
-        # Behind the last row, the last one times 0.
         m_k = k + o_k < end
-        o_sorted = tl.where(m_k, k + o_k, end - 1)
-        o_token = (tl.load(p_rows + o_sorted) // TOP_K).to(tl.int64)
-        o_sorted = o_sorted.to(tl.int64)
+        o_token = (b_slot // TOP_K).to(tl.int64)
+        b_slot = tl.load(p_rows + tl.minimum(k + BK + o_k, end - 1))
+        o_sorted = (k + o_k).to(tl.int64)
         if GATHER_L:
             b_l = tl.load(p_l + o_token[:, None] * stride_l)
             b_r = tl.load(p_r + o_sorted[:, None] * stride_r, mask=m_k[:, None], other=0.0)
