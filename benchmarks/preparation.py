@@ -75,8 +75,10 @@ def recipe_for(source: Path, tokenizer: Path) -> Any:
 def by_prepare(source: Path, tokenizer: Path, processes: int, out: Path) -> dict[str, float]:
     import warnings
 
-    from tasks.runtime.data import prepare
+    from tasks.runtime.data import pipeline, prepare
 
+    # Several parts also of a small corpus.
+    pipeline.PART_BYTES = min(pipeline.PART_BYTES, max(1, source.stat().st_size // 4))
     warnings.simplefilter("ignore")
     recipe = recipe_for(source, tokenizer)
     measured = Measured()

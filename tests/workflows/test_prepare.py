@@ -1,10 +1,65 @@
-"""The task that names the data of a run."""
+"""The tasks that name the data of a run and prepare it."""
 
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+
+import boto3
+import fsspec
+import pytest
+import torch
+from flytekit import map_task
+from moto.server import ThreadedMotoServer
 
 from strata_platform.spec import RunSpec
 from tasks import prepare
 from tasks.runtime.run_folder.folder import RunFolder
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket of an S3 server of its own."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    account = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    url = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=url, **account).create_bucket(Bucket="rows")
+    # As arguments of each client, which fsspec keeps by them: not that of another server.
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": url, "key": "test", "secret": "test"})
+    yield "s3://rows/prepared"
+    server.stop()
+
+
+def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: Path, s3: str, monkeypatch):
+    from tasks.runtime import data
+    from tasks.runtime.data import part_processes, pipeline
+
+    monkeypatch.setattr(prepare, "configure_logging", lambda: None)
+    monkeypatch.setattr(prepare, "_SHARE", 3)
+    monkeypatch.setattr(pipeline, "PART_BYTES", 1500)
+    monkeypatch.setattr(part_processes, "available_cpus", lambda: 1)
+    monkeypatch.setenv("STRATA_DATA_CACHE", str(tmp_path / "cache"))
+    texts = [f"def name_{number}(value): return value * {number}\n" * (1 + number % 5) for number in range(120)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    section = {"source": str(tmp_path / "rows.jsonl"), "sequence_length": 64, "prepared_url": s3}
+    spec = RunSpec.model_validate({"data": section, "objective": {"type": "pretrain"}, "output": str(tmp_path / "out")})
+    planned = prepare.plan(spec=spec)
+    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+    assert len(begun.shares) > 2 and begun.shares[:2] == ["0-2", "3-5"]
+    counts = map_task(partial(prepare.prepare_share, data=begun.data))(share=begun.shares)
+    completed = Path(prepare.complete(data=begun.data, prepared=counts).path)
+    assert not list(completed.glob("*.safetensors"))
+    found = data.open_prepared(completed, spec.data)
+    alone = data.prepare(planned.recipe, tmp_path / "alone", report=lambda line: None)
+    assert found.manifest.content_hash == alone.manifest.content_hash
+    assert len(found.train) == len(alone.train) > 10
+    for index in range(len(found.train)):
+        assert torch.equal(found.train[index]["labels"], alone.train[index]["labels"])
+    # A task that is repeated finds all parts done.
+    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url).shares == []
 
 
 def test_another_execution_of_a_run_reads_the_commit_of_the_first(tmp_path, monkeypatch):
