@@ -33,6 +33,8 @@ from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.signals import die_with_parent
 
 _SCRATCH = ".part-"
+# The first parts, whose samples are enough for evaluation.
+_SAMPLED_PARTS = 4
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 
@@ -134,6 +136,9 @@ def _prepare_one(place: Path | str, tokenizer: Path, recipe_hash: str, number: i
     folder = Path(mkdtemp(prefix=_SCRATCH, dir=store.folder))
     try:
         record = preparer.prepare(plan.parts[number], folder, f"-{number:05d}", lambda line: None)
+        if number >= _SAMPLED_PARTS:
+            # Thousands of records with texts would not fit into memory together.
+            del record.samples[1:]
         for shard in (*record.train.shards, *record.validation.shards):
             store.put(folder / shard.file)
         store.write(record_name(number), record.to_json())

@@ -17,7 +17,7 @@ from tasks.runtime.data.fingerprint import recipe_digest
 from tasks.runtime.data.growing_data import fetch_manifest, store_of
 from tasks.runtime.data.mixture import compose
 from tasks.runtime.data.part_processes import prepare_parts
-from tasks.runtime.data.part_records import PartRecord, in_all, read_record
+from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, in_all, read_record
 from tasks.runtime.data.parts import PART_BYTES, Part, divide
 from tasks.runtime.data.preparation_plan import Plan, make_plan, package_versions, parse_plan
 from tasks.runtime.data.prepare_part import PartPreparer
@@ -187,10 +187,12 @@ def finish(out: Path, report: Report) -> None:
     plan = parse_plan(ShardStore(out).read(PLAN))
     assert plan is not None
     recipe, store = DataRecipe.model_validate(plan.recipe), store_of(plan, out)
-    records = []
+    records: list[PartRecord] = []
     for number in range(len(plan.parts)):
         record = read_record(store, number)
         assert record is not None, f"part {number} is not prepared"
+        if sum(len(one.samples) for one in records[:MAX_GENERATION_SAMPLES]) >= MAX_GENERATION_SAMPLES:
+            record.samples.clear()
         records.append(record)
     tokenizer = AutoTokenizer.from_pretrained(str(out / TOKENIZER), trust_remote_code=False)
     _write_manifest(plan, recipe, tokenizer, records, out, report)
