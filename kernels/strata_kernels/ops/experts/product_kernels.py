@@ -105,7 +105,8 @@ def weight_bwd_kernel(
     p_r += (o_r % size_r)[None, :]
     b_dw = tl.zeros((BM, BN), tl.float32)
     # Slots are read one round ahead of the rows that they name. Behind the last row of the expert it is taken times 0.
-    b_slot = tl.load(p_rows + tl.maximum(tl.minimum(start + o_k, end - 1), 0))
+    # Without a row there is no slot to read: of an empty batch, p_rows is a null pointer.
+    b_slot = tl.load(p_rows + tl.minimum(start + o_k, end - 1), mask=o_k < tl.minimum(end - start, 1) * BK, other=0)
     for k in range(start, end, BK):
         m_k = k + o_k < end
         o_token = (b_slot // TOP_K).to(tl.int64)
