@@ -278,6 +278,11 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         f"pairs of answers, and no other objective can use it; set {path}.format to 'auto', or another objective.type",
     )
     yield Contradiction(
+        objective.type == "dpo" and source.template is not None,
+        (f"{path}.template", "objective.type"),
+        "renders the prompt of one answer, but objective.type 'dpo' compares two; leave it out",
+    )
+    yield Contradiction(
         objective.type == "dpo" and name in BUILTIN_SOURCES,
         (f"{path}.source", "objective.type"),
         f"'{name}' has no pairs of answers, which objective.type 'dpo' needs; set {path}.source to a Hub data set "

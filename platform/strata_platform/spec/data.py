@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import (
@@ -32,6 +32,23 @@ EXTENSIONS = (*ROW_SUFFIXES, *TEXT_SUFFIXES)
 DATA_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in EXTENSIONS for packed in ("", *COMPRESSIONS))
 """Ends of the names of data files."""
 
+
+def is_template_file(template: str) -> bool:
+    """Whether a value of `data.template` names a file, rather than a built-in template or being one itself."""
+    return template.endswith(".jinja") and not _is_jinja(template)
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _template(value: str) -> str:
+    if value != "alpaca" and not _is_jinja(value) and not is_template_file(value):
+        raise ValueError("neither 'alpaca', nor a .jinja file, nor a Jinja text, which contains {{ or {%")
+    return value
+
+
+Template = Annotated[Text, AfterValidator(_template), Allowed("'alpaca', a .jinja file, or a Jinja text")]
 Role = Literal["system", "user", "assistant", "tool"]
 TrainOn = Literal["completions", "last_turn", "all"] | Annotated[tuple[Role, ...], Field(min_length=1)]
 FormatName = Literal["auto", "text", "prompt_completion", "chat", "alpaca", "preference", "preference_chat"]
@@ -72,6 +89,12 @@ class Reading(Section):
     )
     completion_column: Text | None = Field(
         None, description="Completion or answer column of `prompt_completion` and `alpaca`; by default a known name."
+    )
+    template: Template | None = Field(
+        None,
+        description="What renders the prompt of a row with one question and one answer, for models without a chat "
+        "template: `alpaca`, a .jinja file, or a Jinja text over the row's columns. The answer follows as the "
+        "completion. See [Prompt templates](prompt-templates.md).",
     )
     messages_column: Text | None = Field(
         None,

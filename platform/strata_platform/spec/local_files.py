@@ -12,7 +12,7 @@ from pathlib import Path
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.file_io import require_regular_file
-from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading
+from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading, is_template_file
 from strata_platform.spec.describe import closest_match, format_value
 from strata_platform.spec.objectives import Distill
 from strata_platform.spec.run_spec import RunSpec
@@ -39,6 +39,11 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
             yield from _missing_data(field, name)
     if data.chat_template is not None and data.chat_template.endswith(".jinja"):
         yield from _missing_file("data.chat_template", data.chat_template)
+    for path, section in _sections(data):
+        # Sources have that of `data` by default.
+        template = section.template if path == "data" or section.template != data.template else None
+        if template is not None and is_template_file(template):
+            yield from _missing_file(f"{path}.template", template)
     for index, task in enumerate(spec.evaluation.tasks):
         if task.endswith((".yaml", ".yml")):
             yield from _missing_file(f"evaluation.tasks[{index}]", task)
@@ -53,16 +58,21 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
 
 def _named_sources(data: Data) -> Iterator[tuple[str, str]]:
     """The field and the name of each source."""
-    sections: list[tuple[str, Reading | None]] = [("data", data), ("data.validation_source", data.validation_source)]
-    for index, source in enumerate(data.sources):
-        path = f"data.sources[{index}]"
-        sections += [(path, source), (f"{path}.validation_source", source.validation_source)]
-    for path, section in sections:
-        names = section.source if section is not None else None
+    for path, section in _sections(data):
+        names = section.source
         if isinstance(names, str):
             yield f"{path}.source", names
         else:
             yield from ((f"{path}.source[{index}]", name) for index, name in enumerate(names or ()))
+
+
+def _sections(data: Data) -> Iterator[tuple[str, Reading]]:
+    """The path and the section of each source."""
+    sections: list[tuple[str, Reading | None]] = [("data", data), ("data.validation_source", data.validation_source)]
+    for index, source in enumerate(data.sources):
+        path = f"data.sources[{index}]"
+        sections += [(path, source), (f"{path}.validation_source", source.validation_source)]
+    yield from ((path, section) for path, section in sections if section is not None)
 
 
 def _missing_data(field: str, name: str) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strata_platform.spec.data import Data, MixtureSource, ValidationSource
+from strata_platform.spec.data import Data, MixtureSource, Reading, ValidationSource
 from strata_platform.spec.problems import Contradiction
 
 
@@ -16,6 +16,7 @@ def source_rules(data: Data) -> Iterator[Contradiction]:
         yield from _validation(f"data.sources[{index}]", source)
         yield _duplicate(data, index)
     yield from _weights(data)
+    yield from _templates(data)
 
 
 def _one_or_several(data: Data) -> Iterator[Contradiction]:
@@ -37,6 +38,27 @@ def _one_or_several(data: Data) -> Iterator[Contradiction]:
             f"the source that it belongs to, as data.sources[0].{field}",
         )
         for field, value in (("subset", data.subset), ("revision", data.revision))
+    )
+
+
+def _templates(data: Data) -> Iterator[Contradiction]:
+    sections: list[tuple[str, Reading]] = [
+        (f"data.sources[{index}]", source) for index, source in enumerate(data.sources)
+    ]
+    sections = sections or [("data", data)]
+    yield Contradiction(
+        data.chat_template is not None and all(section.template is not None for _, section in sections),
+        (f"{sections[0][0]}.template", "data.chat_template"),
+        "renders prompts without a chat template, and data.chat_template renders chats; leave one of them out",
+    )
+    yield from (
+        Contradiction(
+            section.template is not None and section.format not in ("auto", "prompt_completion", "alpaca"),
+            (f"{path}.template", f"{path}.format"),
+            f"renders rows with one question and one answer, but {path}.format is '{section.format}'; leave "
+            f"{path}.template out, or set {path}.format to 'prompt_completion' or 'alpaca'",
+        )
+        for path, section in sections
     )
 
 

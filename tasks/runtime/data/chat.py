@@ -66,28 +66,34 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
                 "tokenizer lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
             )
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
-    path = readable_template(name)
+    return read_template(readable_template(name), name)
+
+
+def read_template(path: Path, name: str, field: str = "data.chat_template") -> str:
+    """The text of a template file, which `field` names. Raises ValueError if it cannot be read."""
     try:
         # Without the byte order mark that some editors write, which would start every rendered text.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.chat_template {name!r} cannot be read: {error}; save it as UTF-8") from error
+        raise ValueError(f"{field} {name!r} cannot be read: {error}; save it as UTF-8") from error
     except OSError as error:
-        raise ValueError(f"data.chat_template {name!r} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{field} {name!r} cannot be read: {error.strerror}") from error
 
 
-def readable_template(name: str) -> Path:
-    """The .jinja file that `data.chat_template` names. Raises ValueError if there is none, or if it cannot be read."""
-    near = suggestion(name, NAMED_TEMPLATES)
+def readable_template(
+    name: str, field: str = "data.chat_template", choices: Sequence[str] = tuple(NAMED_TEMPLATES)
+) -> Path:
+    """The .jinja file that `field` names. Raises ValueError if there is none, or if it cannot be read."""
+    near = suggestion(name, choices)
     if not name.endswith(".jinja"):
-        raise ValueError(f"data.chat_template {name!r}: neither {_choices()} nor a .jinja file{near}")
+        raise ValueError(f"{field} {name!r}: neither {' or '.join(map(repr, choices))} nor a .jinja file{near}")
     path = Path(name)
     try:
         require_regular_file(path)
     except FileNotFoundError:
-        raise ValueError(f"data.chat_template {name!r}: there is no file {path.absolute()}{near}") from None
+        raise ValueError(f"{field} {name!r}: there is no file {path.absolute()}{near}") from None
     except OSError as error:
-        raise ValueError(f"data.chat_template {name!r} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{field} {name!r} cannot be read: {error.strerror}") from error
     return path
 
 

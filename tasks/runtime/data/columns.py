@@ -179,6 +179,8 @@ def _missing(data: Data, objective: str, wanted: list[Shape], present: list[str]
 
 def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str, ...]:
     """Columns that format `name` reads if they are there, beside its `columns`."""
+    if data.template == "alpaca":
+        return tuple(column for column in INPUTS if column not in data.ignore_columns and column not in columns)
     if name not in CHATS:
         return ()
     found = (*system_columns(data), TOOLS)
@@ -225,9 +227,12 @@ class Unread:
         for column in self._meanings.keys() & row.values.keys():
             meaning, value = self._meanings[column], row.values[column]
             if value is not None and meaning.changes(value):
+                reader, way_out = f"format {self._format}", meaning.way_out
+                if self._data.template is not None:
+                    reader, way_out = "data.template", "read it in a template of your own"
                 raise ValueError(
-                    f"{row.where}: column {column!r} holds {describe_type(value)}; it {meaning.says}, and format "
-                    f"{self._format} does not read it: {meaning.way_out}, or name {column!r} in data.ignore_columns"
+                    f"{row.where}: column {column!r} holds {describe_type(value)}; it {meaning.says}, and {reader} "
+                    f"does not read it: {way_out}, or name {column!r} in data.ignore_columns"
                 )
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.data import is_template_file
 from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.prepared_manifest import VERSION
+from tasks.runtime.data.prompt_template import template_file
 from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import HubDataset, Source, open_source
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES
@@ -21,7 +23,7 @@ from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 def fingerprint(spec: RunSpec) -> str:
     """Digest of the contents that preparing `spec`'s data reads, for `DataRecipe.from_spec(spec, fingerprint)`.
 
-    It covers the contents of local files (data, tokenizer, chat template) and the code of a format of your own; size,
+    It covers the contents of local files (data, tokenizer, templates) and the code of a format of your own; size,
     ETag and time of remote files; the commit of a Hub dataset; Python's version and library source for the built-in
     data. A tokenizer on the Hub counts by name and revision.
 
@@ -72,6 +74,8 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
     template = recipe.data.chat_template or ""
     if template.endswith(".jinja"):
         parts.append(_file_digest(readable_template(template)))
+    if recipe.data.template is not None and is_template_file(recipe.data.template):
+        parts.append(f"template {_file_digest(template_file(recipe.data.template))}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -29,7 +29,16 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, templates_to_save
-from tasks.runtime.data.columns import CHATS, PREFERENCES, Shape, Unread, columns_of, find_shape, known_shapes
+from tasks.runtime.data.columns import (
+    CHATS,
+    PREFERENCES,
+    Shape,
+    Unread,
+    columns_of,
+    find_shape,
+    known_shapes,
+    optional_columns,
+)
 from tasks.runtime.data.messages import (
     Messages,
     answer_of,
@@ -40,8 +49,9 @@ from tasks.runtime.data.messages import (
 )
 from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
 from tasks.runtime.data.preferences import chat_answers, text_answers
-from tasks.runtime.data.rows import Row, RowError, suggestion
-from tasks.runtime.data.special_tokens import SpecialTokens, restore
+from tasks.runtime.data.prompt_template import PromptTemplate, prompt_shape
+from tasks.runtime.data.rows import Row, RowError, require_valid_unicode, suggestion
+from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
 from tasks.runtime.data.template_renderer import Span
 from tasks.runtime.data.tools import COLUMN, tools_of
 from tasks.runtime.extensions import TextSegment
@@ -115,6 +125,9 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         raise ValueError(f"data.ignore_columns: no column is left of {', '.join(map(repr, available))}; remove one")
     if is_own(data.format):
         return data.format, own_columns(data, present)
+    if data.template is not None:
+        _require_columns(data, available)
+        return _templated_shape(data, present, rows)
     shape = find_shape(data, recipe.objective, present)
     _require_columns(data, available)
     if shape is None:
@@ -132,6 +145,13 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
     return _as_chat(shape, rows)
 
 
+def _templated_shape(data: Data, present: list[str], rows: list[Row]) -> Shape:
+    shape = prompt_shape(data, present)
+    if _as_chat(shape, rows).format != shape.format:
+        raise ValueError(f"data.template renders texts, but column {shape.columns[-1]!r} holds messages; leave it out")
+    return shape
+
+
 def _require_columns(data: Data, available: list[str]) -> None:
     """Raise ValueError if a field of `data` names a column that does not exist."""
     for field in Data.model_fields:
@@ -143,7 +163,7 @@ def _require_columns(data: Data, available: list[str]) -> None:
             )
 
 
-def _as_chat(shape: Shape, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
+def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
     """Name and columns of the format, judged by the first answer of rows that is not null: a text or messages.
 
     Raises ValueError when answers are texts and have no prompt.
@@ -153,7 +173,7 @@ def _as_chat(shape: Shape, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
     column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
     values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
     if values and (isinstance(values[0], list | dict) or (shape.format in PREFERENCES and is_transcript(values[0]))):
-        return "chat" if shape.format == "prompt_completion" else "preference_chat", shape.columns
+        return shape._replace(format="chat" if shape.format == "prompt_completion" else "preference_chat")
     if shape.format in PREFERENCES and len(shape.columns) == 2:
         raise ValueError(
             f"the answers in column {column!r} are texts, but there is no column with their prompt; set "
@@ -191,7 +211,8 @@ def make_format(
         )
     unread = Unread(name, columns, data)
     special = SpecialTokens(tokenizer, control=data.special_tokens == "control")
-    if data.special_tokens == "auto" and not chats:
+    # Nothing that a template is for was rendered beforehand.
+    if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
     build = _builder(name, columns, tokenizer, data, special)
 
@@ -205,6 +226,9 @@ def make_format(
 def _builder(
     name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens
 ) -> ToDocuments:
+    if data.template is not None:
+        template = PromptTemplate(data, columns)
+        return lambda row: _templated(row, template, special)
     if is_own_chat(data):
         render = _renderer(tokenizer, data, special)
         return lambda row: _chat([chat] if (chat := own_messages(row, data)) else [], row, render)
@@ -279,6 +303,11 @@ def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
     """The text of a row without special tokens, to train a tokenizer on. Raises RowError."""
+    if data.template is not None:
+        read = (*columns, *optional_columns(name, columns, data))
+        text = "\n".join(texts_in([row.fields().get(column) for column in read]))
+        require_valid_unicode(text, row.where)
+        return text
     if is_own(name) and not is_own_chat(data):
         return "".join(segment.text for segment in own_segments(row, data))
     if name in CHATS or is_own(name):
@@ -299,6 +328,13 @@ def _prompt_completion(row: Row, columns: tuple[str, ...], special: SpecialToken
     prompt, completion = (row.text(column) for column in columns)
     control = special.is_control(row.where, prompt, completion)
     return [_prompt_completion_document(prompt, completion, control)] if completion.strip() else []
+
+
+def _templated(row: Row, template: PromptTemplate, special: SpecialTokens) -> list[Document]:
+    prompt, completion, hidden = template.render(row, special)
+    text = prompt + completion
+    segments = _segments(Rendered(text, [(len(prompt), len(text))]), hidden, special)
+    return [Document(tuple(segments), has_special_tokens=False)] if completion.strip() else []
 
 
 def _own(pieces: list[TextSegment], row: Row, special: SpecialTokens) -> list[Document]:

@@ -115,7 +115,8 @@ def make_plan(
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
     extra = [column for column in optional_columns(name, columns, recipe.data) if column in columns_of(first)]
-    report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}")
+    by = "" if recipe.data.template is None else f", prompts by data.template {recipe.data.template[:60]!r}"
+    report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
     _report_unread(recipe, name, columns, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
     row_format = make_format(name, columns, tokenizer, recipe.data, first)

@@ -1,31 +1,93 @@
-"""The process that renders chat templates for `template_renderer`: a script that loads neither torch nor this package.
+"""The process that renders templates for `template_renderer`: a script that loads neither torch nor this package.
 
-Its arguments are the number of a socket, over which it gets requests and answers each with `(kind, texts or message)`;
-the bytes of memory that a template may take; and the characters that it may render.
+Its arguments are the number of a socket, over which it gets requests and answers each with `(outcome, result or
+message)`; the bytes of memory that a template may take; and the characters that it may render.
 """
 
+import json
 import resource
 import sys
+from collections.abc import Callable
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+
+class TooLong(Exception):
+    """A template renders more characters than it may."""
+
+
+def prompt_environment() -> tuple[Any, Callable[[str], Any]]:
+    """The sandbox of prompts, with the white space and filters of chat templates, and what null is in it."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import missing
+
+    class Missing(StrictUndefined):
+        def __init__(
+            self, hint: str | None = None, obj: Any = missing, name: str | None = None, **options: Any
+        ) -> None:
+            super().__init__(
+                f"there is no column {name!r}" if hint is None and obj is missing else hint, obj, name, **options
+            )
+
+    class Null(StrictUndefined):
+        """An error where its text is needed, while `{% if column %}` is false, and `is none` true."""
+
+        def __bool__(self) -> bool:  # type: ignore[override]
+            return False
+
+    def not_null(value: Any) -> Any:
+        if value is None:
+            raise ValueError("a value is null")
+        return value
+
+    environment = ImmutableSandboxedEnvironment(
+        undefined=Missing, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True, finalize=not_null
+    )
+    environment.tests["none"] = lambda value: value is None or isinstance(value, Null)
+    # Jinja's own is for HTML.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment, lambda name: Null(f"column {name!r} is null")
 
 
 def main() -> None:
     """Answer requests until the other end is closed."""
     descriptor, memory, longest = map(int, sys.argv[1:])
     connection = Connection(descriptor)
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError, meta
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def answer(common: dict[str, Any], chats: list[dict[str, Any]]) -> tuple[str, Any]:
+    environment, null = prompt_environment()
+    compiled = lru_cache(maxsize=16)(environment.from_string)
+
+    def chats(common: dict[str, Any], each: list[dict[str, Any]]) -> list[tuple[str, Any]]:
         found = []
+        for chat in each:
+            texts, spans = render_jinja_template(**common, **chat)
+            found.append((within(texts[0]), spans[0] if spans else []))
+        return found
+
+    def prompt(source: str, columns: dict[str, Any]) -> str:
+        values = {name: null(name) if value is None else value for name, value in columns.items()}
+        return within(compiled(source).render(values))
+
+    def columns(source: str) -> list[str]:
+        return sorted(meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
+
+    def within(text: str) -> str:
+        if len(text) > longest:
+            raise TooLong
+        return text
+
+    kinds: dict[str, Callable[..., Any]] = {"chats": chats, "prompt": prompt, "columns": columns}
+
+    def answer(kind: str, *arguments: Any) -> tuple[str, Any]:
         try:
-            for chat in chats:
-                texts, spans = render_jinja_template(**common, **chat)
-                if len(texts[0]) > longest:
-                    return "limit", f"renders more than {longest:,} characters"
-                found.append((texts[0], spans[0] if spans else []))
+            return "rendered", kinds[kind](*arguments)
+        except TooLong:
+            return "limit", f"renders more than {longest:,} characters"
         except MemoryError:
             return "limit", f"takes more than {memory >> 20} MiB of memory"
         except TemplateSyntaxError as error:
@@ -33,7 +95,6 @@ def main() -> None:
         # A template can raise any error.
         except Exception as error:
             return "rejected", str(error)
-        return "rendered", found
 
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Render chat templates in a process of its own, with limits of time and memory.
+"""Render templates of chats and prompts in a process of its own, with limits of time and memory.
 
 A template is a program that comes with a model or a data set. It may loop without end, double a text forty times, or
 compute a power of ten that takes hours within one operation, which no signal and no other thread can interrupt. A
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Seconds for one chat, and for the process to start.
+# Seconds for one chat or prompt, and for the process to start.
 SECONDS = 30.0
 # Bytes for a template, in addition to those of the process; and characters that it may render.
 MEMORY = 4 << 30
@@ -33,7 +33,7 @@ class TemplateLimit(ValueError):
 
 
 class TemplateRejection(ValueError):
-    """A template rejects the messages of one chat, with this message."""
+    """A template rejects the messages of one chat, or the columns of one row, with this message."""
 
 
 class _Renderer:
@@ -45,7 +45,8 @@ class _Renderer:
         self._connection: Connection[Any, Any] | None = None
         self._owner = 0
 
-    def render(self, common: dict[str, Any], chats: list[dict[str, Any]]) -> list[tuple[str, list[Span]]]:
+    def request(self, kind: str, *arguments: Any, one: str = "row") -> Any:
+        """The answer to a request of this kind, see `template_process`. one: what the limit of time is for."""
         with self._lock:
             if self._process is not None and self._owner != os.getpid():
                 # A fork has its parent's process, which is neither its to use nor to wait for.
@@ -55,23 +56,22 @@ class _Renderer:
                 self._start()
             assert self._connection is not None
             try:
-                self._connection.send((common, chats))
+                self._connection.send((kind, *arguments))
                 if not self._connection.poll(SECONDS):
                     self._stop()
-                    raise TemplateLimit(f"takes more than {SECONDS:g} s for one chat")
-                kind, answer = self._connection.recv()
+                    raise TemplateLimit(f"takes more than {SECONDS:g} s for one {one}")
+                outcome, answer = self._connection.recv()
             except (EOFError, OSError) as error:
                 self._stop()
                 raise TemplateLimit("ended its process, probably for lack of memory") from error
-            if kind == "limit":
+            if outcome == "limit":
                 # The process may hold on to memory.
                 self._stop()
-            if kind in ("limit", "syntax"):
-                raise TemplateLimit(answer if kind == "limit" else f"is not a Jinja template: {answer}")
-            if kind == "rejected":
+            if outcome in ("limit", "syntax"):
+                raise TemplateLimit(answer if outcome == "limit" else f"is not a Jinja template: {answer}")
+            if outcome == "rejected":
                 raise TemplateRejection(answer)
-            found: list[tuple[str, list[Span]]] = answer
-            return found
+            return answer
 
     def close(self) -> None:
         """End the process; the next request starts another."""
@@ -121,7 +121,18 @@ def render_templates(common: dict[str, Any], chats: list[dict[str, Any]]) -> lis
             is no template.
         TemplateRejection: the template raises an error for a chat.
     """
-    return _renderer.render(common, chats)
+    found: list[tuple[str, list[Span]]] = _renderer.request("chats", common, chats, one="chat")
+    return found
+
+
+def render_prompt(source: str, columns: dict[str, Any]) -> str:
+    """The text that a Jinja template renders with the columns of a row. Errors as in `render_templates`."""
+    return str(_renderer.request("prompt", source, columns))
+
+
+def template_columns(source: str) -> tuple[str, ...]:
+    """Names of the columns that a Jinja template reads, sorted. Raises TemplateLimit if it is no template."""
+    return tuple(_renderer.request("columns", source))
 
 
 def stop_rendering() -> None:
