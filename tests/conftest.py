@@ -23,7 +23,8 @@ SLOW = (
     "runtime/parallel/test_parallel", "runtime/process/test_ranks", "test_notebook", "runtime/models/test_lora",
     "platform/test_client", "test_house", "runtime/test_random_kills", "kernels/test_cache_filler",
     "runtime/checkpoint/test_storage", "runtime/checkpoint/test_upload", "runtime/test_same_as_trl",
-    "runtime/verification/test_verification",
+    "runtime/verification/test_verification", "runtime/test_mixed_sources", "runtime/test_evaluation_in_training",
+    "runtime/test_frozen_weights", "runtime/test_adapter_runs", "runtime/test_plugins",
 )  # fmt: skip
 
 
