@@ -37,6 +37,7 @@ import torch
 from strata_platform.estimate import GPUS, estimate, shape_of
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.models.build import (
     build_model_on_meta,
@@ -174,6 +175,10 @@ class _Nowhere:
     def wait(self) -> None:
         """Have nothing to wait for."""
 
+    def take_saved(self) -> list[tuple[int, Path]]:
+        """Have saved nothing."""
+        return []
+
 
 def measure(run: Session, data: PreparedData) -> dict[str, float]:
     """Tokens per second and process, and peak GiB, of one process."""
@@ -196,7 +201,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):
-        job = build_job(run, data, step, "random", recorder, steps=STEPS, resume_from=None)
+        job = build_job(run, data, step, "random", recorder, CallbackRunner(()), steps=STEPS, resume_from=None)
         job.writer.close()
         job.writer = _Nowhere()  # type: ignore[assignment]
         end_step = job.end_step

@@ -24,6 +24,7 @@ def evaluate(
     from tasks.runtime.evaluation.evaluate_model import evaluate
 
     record.require_complete()
-    prepared = open_prepared(Path(data.download()), spec.data).completed()
     with retried_by_flyte():
+        # May read from an object store.
+        prepared = open_prepared(Path(data.download()), spec.data).completed()
         return evaluate(spec, record, prepared, Path(weights.download()))

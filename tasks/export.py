@@ -35,9 +35,10 @@ def export(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     from tasks.runtime.data import open_prepared
     from tasks.runtime.export.export_model import export
 
-    prepared = open_prepared(Path(data.download()), spec.data).completed()
     trained = Path(weights.download())
     with retried_by_flyte():
+        # May read from an object store.
+        prepared = open_prepared(Path(data.download()), spec.data).completed()
         folder = export(spec, record, prepared, trained)
     Deck("Training", render_body(record, read_points(trained / folder.metrics.name), redacted(dump_spec(spec))))
     return Exported(directory(folder.model), file(folder.report), file(folder.record))

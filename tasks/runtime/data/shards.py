@@ -65,12 +65,23 @@ class Shards:
         return {**self.__dict__, "_open": OrderedDict()}
 
     def _map(self, shard: Shard) -> dict[str, Tensor]:
-        path = self._folder / shard.file if self._cache is None else self._cache.path(shard)
-        with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if self._cache is None:
+            return _tensors_of(self._folder / shard.file)
+        while True:
+            try:
+                return _tensors_of(self._cache.path(shard))
+            except FileNotFoundError:
+                # Another thread or process made room by it before it was opened. A shard that the store lacks is a
+                # ValueError.
+                continue
 
     def _bytes_open(self) -> int:
         return sum(self._known[number].bytes for number in self._open)
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    with safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 class GrowingShards(Shards):

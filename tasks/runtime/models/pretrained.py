@@ -54,10 +54,7 @@ def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -
             **options,
         )
     if hasattr(model, "peft_config"):
-        raise ValueError(
-            f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's "
-            "merge_and_unload, save that, and give its folder"
-        )
+        raise _is_adapter(source)
     shapes = [f"{name} {list(held)}, not {list(wanted)}" for name, held, wanted in sorted(found["mismatched_keys"])]
     extra = [] if allow_extra else sorted(found["unexpected_keys"])
     differences = [
@@ -80,9 +77,18 @@ def _listed(names: list[str], meaning: str) -> str:
     return f"{len(names)} {meaning} ({', '.join(names[:_SHOWN])}{more})" if names else ""
 
 
+def _is_adapter(source: str) -> ValueError:
+    return ValueError(
+        f"model.name {source!r} is an adapter, not a model; merge it into its model with PEFT's merge_and_unload, save "
+        "that, and give its folder; or give the folder of its model, and start from the adapter by adapter.init_from"
+    )
+
+
 @contextmanager
 def readable(source: str) -> Iterator[None]:
     """Turn errors of transformers into a ValueError that names the model; an unreachable Hub stays `Unreachable`."""
+    if Path(source, "adapter_config.json").is_file() and not Path(source, "config.json").is_file():
+        raise _is_adapter(source)
     try:
         require_regular_files(Path(source))
         if (file := Path(source, "config.json")).is_file():

@@ -500,7 +500,7 @@ def test_a_start_digests_each_file_of_the_newest_checkpoint_once(make_uploader, 
     digest, digested = manifest._digest, []
     monkeypatch.setattr(manifest, "_digest", lambda file: digested.append(file.name) or digest(file))
     run = SimpleNamespace(uploader=uploader, folder=folder, spec=RunSpec())
-    data = SimpleNamespace(manifest=SimpleNamespace(content_hash="d"))
+    data = SimpleNamespace(manifest=SimpleNamespace(identities=("d",)))
     assert _find_resume_point(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
     uploader.finish()
     assert sorted(digested) == ["a.safetensors", "config.json"]

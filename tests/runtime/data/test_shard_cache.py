@@ -7,10 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tasks.runtime.data.prepared_manifest import Shard
+from tasks.runtime.data.prepared_manifest import Shard, Split
 from tasks.runtime.data.shard_cache import ShardCache, cache_folder
 from tasks.runtime.data.shard_store import ShardStore
+from tasks.runtime.data.shards import Shards
 
 SIZE = 1000
 
@@ -33,6 +36,31 @@ def store(tmp_path: Path) -> Counting:
     for number in range(6):
         (tmp_path / "store" / f"{number}.safetensors").write_bytes(bytes([number]) * SIZE)
     return Counting(f"file://{tmp_path}/store")
+
+
+class Evicting(ShardCache):
+    """A cache whose file is gone once after `path` has returned, as where another process makes room."""
+
+    evicted = 0
+
+    def path(self, shard: Shard) -> Path:
+        found = super().path(shard)
+        if not self.evicted:
+            self.evicted += 1
+            found.unlink()
+        return found
+
+
+def test_a_shard_that_is_evicted_before_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    file = tmp_path / "store" / "0.safetensors"
+    save_file({"input_ids": torch.arange(3)}, file)
+    store = Counting(f"file://{tmp_path}/store")
+    one = Shard(file.name, 1, file.stat().st_size, "")
+    cache = Evicting(store, tmp_path, 10 * SIZE)
+    shards = Shards(tmp_path, Split(1, 1, 3, 3, 1, (one,)), cache)
+    assert shards.tensors(0)["input_ids"].tolist() == [0, 1, 2]
+    assert (cache.evicted, store.fetched) == (1, [file.name] * 2)
 
 
 def shard(number: int, size: int = SIZE) -> Shard:

@@ -6,7 +6,6 @@ They are forked when all is imported, which takes longer than what they train; u
 """
 
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from strata_platform.spec.run_spec import Runtime
+from tests.runtime.helpers.free_port import free_port
 from tests.runtime.helpers.train_only import train_all
 
 ROOT = Path(__file__).parents[3]
@@ -35,9 +35,7 @@ def run_as(rank, processes, port, function):
 
 def run_forked(processes, function):
     """Call `function` in each of so many processes; returns the exit code of the whole."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(processes):
         child = os.fork()
@@ -49,6 +47,12 @@ def run_forked(processes, function):
         children.append(child)
     # The others hear of one that failed when they next wait for it.
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
+def in_turn(arguments):
+    """A function that trains what the command line names, each run with a process group on a port of its own."""
+    ports = [free_port() for _ in arguments]
+    return lambda: train_all(arguments, ports)
 
 
 def launch(*arguments, module="tests.runtime.helpers.train_forked"):
@@ -70,4 +74,4 @@ def import_everything():
 
 if __name__ == "__main__":
     import_everything()
-    sys.exit(run_forked(int(sys.argv[1]), lambda: train_all(sys.argv[2:])))
+    sys.exit(run_forked(int(sys.argv[1]), in_turn(sys.argv[2:])))

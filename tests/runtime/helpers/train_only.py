@@ -6,6 +6,7 @@ With a step, what the run did after it is forgotten before: its later checkpoint
 compiled as far as the graphs that torch's compiler then makes C++ of, which alone would take half a minute.
 """
 
+import os
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -37,13 +38,18 @@ def train_spec(spec, step=None):
         return train(run, prepare(recipe, data_folder(spec.output, recipe), report=print))
 
 
-def train_all(arguments):
-    """Train each `SPEC[@STEP]` in turn."""
+def train_all(arguments, ports=()):
+    """Train each `SPEC[@STEP]` in turn.
+
+    ports: one for each process group. On the port of the last one, a rank could still find the store of the last group.
+    """
     configure_logging()
     torch.compile = partial(torch.compile, backend="aot_eager")
     narrowed = arguments[0] == "--narrow"
     with narrow() if narrowed else nullcontext():
-        for argument in arguments[1:] if narrowed else arguments:
+        for number, argument in enumerate(arguments[1:] if narrowed else arguments):
+            if ports:
+                os.environ["MASTER_PORT"] = str(ports[number])
             file, _, step = argument.partition("@")
             train_spec(load_spec(file), int(step) if step else None)
 

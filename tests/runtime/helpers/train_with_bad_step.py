@@ -13,8 +13,7 @@ import torch
 from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.training import job, step_guard
-from tests.runtime.helpers.train_forked import import_everything, run_forked
-from tests.runtime.helpers.train_only import train_all
+from tests.runtime.helpers.train_forked import import_everything, in_turn, run_forked
 
 BAD = 4
 
@@ -45,4 +44,4 @@ def ruin(rows_per_step=4, patch=setattr):
 if __name__ == "__main__":
     import_everything()
     ruin()
-    sys.exit(run_forked(int(sys.argv[1]), lambda: train_all(sys.argv[2:])))
+    sys.exit(run_forked(int(sys.argv[1]), in_turn(sys.argv[2:])))

@@ -158,10 +158,11 @@ def test_so_do_tasks_end(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(f"tasks.runtime.{name}", unreachable)
     with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
-        prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output)
+        prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output, "")
     with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
         topology._train(spec, data)
-    monkeypatch.setattr("tasks.runtime.data.PreparedData.load", lambda folder: None)
+    opened = type("Opened", (), {"completed": lambda self: None})()
+    monkeypatch.setattr("tasks.runtime.data.open_prepared", lambda *arguments: opened)
     record = type("Record", (), {"require_complete": lambda self: self})()
     for task in (evaluate.evaluate, export.export):
         with pytest.raises(FlyteRecoverableException, match="cannot be reached"):

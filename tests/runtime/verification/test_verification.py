@@ -452,7 +452,7 @@ def test_an_export_that_changes_a_weight_is_found(plain, monkeypatch):
 
     monkeypatch.setattr(weights, "write_model", write)
     # What a run itself makes sure of, in a process of its own, and before the error.
-    monkeypatch.setattr(export_model, "verify", lambda *arguments: None)
+    monkeypatch.setattr(export_model, "verify", lambda *arguments, **options: None)
     found = check(plain, "export")
     assert found.status == "fail" and "model.norm.weight differs from the checkpoint" in found.detail
 
