@@ -1,6 +1,7 @@
 """Preparation of data: tokens per second of a core beside `datasets`, and memory by the size of the corpus.
 
     PYTHONPATH=kernels:platform:. python -m benchmarks.preparation speed [--megabytes 64] [--processes 1 2] [--rounds 3]
+    PYTHONPATH=kernels:platform:. python -m benchmarks.preparation scaling [--megabytes 50] [--processes 1 2 4 8 16]
     PYTHONPATH=kernels:platform:. python -m benchmarks.preparation memory [--megabytes 100 1000 10000]
 
 `speed` prepares one corpus by `prepare`, and by `datasets.map` with the same tokenizer followed by TRL's packing by
@@ -8,15 +9,24 @@ best-fit decreasing, which is the packing of `prepare`, with the same number of 
 fresh process after its imports. Processor seconds are those of all its processes, also of their starts: on a machine
 with other work they say more than the time on the clock. Both must give the same number of tokens.
 
-`memory` prepares corpora of several sizes with a tokenizer of one token a word, which is faster than others.
+`scaling` gives each process as much text, beside the least that a script can do: in each process, lines are read,
+`tokenizers.encode_batch_fast` encodes them, and the packing of `prepare` makes rows of token ids. That script checks
+nothing, masks nothing, and loses its work when it is killed.
+
+`memory` prepares corpora of several sizes with a tokenizer of one token a word, which is faster than others. A corpus
+is a file of 100 MB, repeated.
+
+The last two print each line as soon as it is measured, and leave out what does not fit into `--seconds`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -28,7 +38,10 @@ from typing import Any
 
 LENGTH = 2048
 DOCUMENT = 4000
+# Bytes of a corpus that is repeated.
+BLOCK = 100_000_000
 WORK = Path("out/preparation")
+PACKING = Path("tasks/runtime/data/packing.py")
 
 
 def texts() -> Iterator[str]:
@@ -61,6 +74,16 @@ def corpus(source: Iterator[str], path: Path, megabytes: int) -> Path:
     return path
 
 
+def repeated_corpus(path: Path, megabytes: int) -> Path:
+    """A file of `words`, of which the first 100 MB are repeated up to a size."""
+    size = min(megabytes, BLOCK // 1_000_000)
+    block = corpus(words(), WORK / f"block-{size}.jsonl", size).read_bytes()
+    with open(path, "wb") as file:
+        for _ in range(max(1, megabytes * 1_000_000 // BLOCK)):
+            file.write(block)
+    return path
+
+
 def recipe_for(source: Path, tokenizer: Path) -> Any:
     from strata_platform.spec import DataRecipe, RunSpec
     from tasks.runtime.data import fingerprint
@@ -78,7 +101,7 @@ def by_prepare(source: Path, tokenizer: Path, processes: int, out: Path) -> dict
     from tasks.runtime.data import pipeline, prepare
 
     # Several parts also of a small corpus.
-    pipeline.PART_BYTES = min(pipeline.PART_BYTES, max(1, source.stat().st_size // 4))
+    pipeline.PART_BYTES = min(pipeline.PART_BYTES, max(1, source.stat().st_size // (4 * processes)))
     warnings.simplefilter("ignore")
     recipe = recipe_for(source, tokenizer)
     measured = Measured()
@@ -110,6 +133,58 @@ def by_datasets(source: Path, tokenizer_folder: Path, processes: int, out: Path)
     return {"tokens": tokens, "rows": len(packed), "fill": tokens / len(packed) / LENGTH, **measured.end()}
 
 
+def by_encode_batch(source: Path, tokenizer: Path, processes: int, out: Path) -> dict[str, float]:
+    import multiprocessing
+
+    out.mkdir()
+    size = source.stat().st_size
+    cuts = [size * part // (4 * processes) for part in range(4 * processes + 1)]
+    tasks = [(source, tokenizer, begin, end, out) for begin, end in itertools.pairwise(cuts)]
+    measured = Measured()
+    if processes == 1:
+        _use_one_thread()
+        found = [_encode_lines(task) for task in tasks]
+    else:
+        with multiprocessing.get_context("spawn").Pool(processes, _use_one_thread) as pool:
+            found = pool.map(_encode_lines, tasks, chunksize=1)
+            pool.close()
+            # Their processor seconds count only when they have ended.
+            pool.join()
+    tokens, rows = map(sum, zip(*found, strict=True))
+    return {"tokens": tokens, "rows": rows, "fill": tokens / rows / LENGTH, **measured.end()}
+
+
+def _use_one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _encode_lines(task: tuple[Path, Path, int, int, Path]) -> tuple[int, int]:
+    """Encode, pack and write the lines that begin in a range of bytes. Returns the tokens and the rows."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    # Without the package around it, which imports torch.
+    pack = runpy.run_path(str(PACKING))["pack"]
+    source, tokenizer, begin, end, out = task
+    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    last = encoder.token_to_id("<|eos|>")
+    pieces = []
+    with open(source, "rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()
+        while file.tell() < end and (lines := file.readlines(min(1 << 22, end - file.tell()))):
+            for encoding in encoder.encode_batch_fast([json.loads(line)["text"] for line in lines]):
+                ids = np.array([*encoding.ids, last], dtype=np.int32)
+                pieces += [ids[at : at + LENGTH] for at in range(0, len(ids) - 1, LENGTH - 1)]
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    rows = pack(lengths, LENGTH)
+    order = np.argsort(rows, kind="stable")
+    with open(out / f"{begin}.npz", "wb") as file:
+        np.savez(file, ids=np.concatenate([pieces[index] for index in order]), lengths=lengths[order], rows=rows[order])
+    return int(lengths.sum()), int(rows.max()) + 1
+
+
 class Measured:
     """Seconds on the clock, processor seconds and peak memory of this process and those that it starts."""
 
@@ -130,7 +205,7 @@ class Measured:
         return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-WAYS = {"prepare": by_prepare, "datasets": by_datasets}
+WAYS = {"prepare": by_prepare, "datasets": by_datasets, "encode_batch": by_encode_batch}
 
 
 def measure(way: str, source: Path, tokenizer: Path, processes: int) -> dict[str, float]:
@@ -144,18 +219,14 @@ def measure(way: str, source: Path, tokenizer: Path, processes: int) -> dict[str
 
 
 def speed(megabytes: int, processes: list[int], rounds: int, tokenizer: Path | None) -> None:
-    from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-
     source = corpus(texts(), WORK / f"texts-{megabytes}.jsonl", megabytes)
-    if tokenizer is None:
-        tokenizer, found = WORK / "tokenizer", texts()
-        save_tokenizer(train_tokenizer(next(found) for _ in range(2000)), tokenizer)
+    tokenizer = tokenizer or text_tokenizer(WORK / "tokenizer")
     print("| processes | way | tokens | rows full, % | tokens per processor second | tokens/s | load | peak, MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for count in processes:
-        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        results: dict[str, list[dict[str, float]]] = {"prepare": [], "datasets": []}
         for _ in range(rounds):
-            for way in WAYS:
+            for way in results:
                 results[way].append(measure(way, source, tokenizer, count))
                 print(f"{way} {count} {results[way][-1]}", file=sys.stderr, flush=True)
         rates = {way: statistics.median(one["tokens"] / one["cpu"] for one in found) for way, found in results.items()}
@@ -169,19 +240,70 @@ def speed(megabytes: int, processes: list[int], rounds: int, tokenizer: Path | N
         print(f"{count} processes: {rates['prepare'] / rates['datasets']:.2f} times datasets, by processor seconds")
 
 
-def memory(sizes: list[int], processes: int) -> None:
-    tokenizer = word_tokenizer(WORK / "word-tokenizer")
-    print("| corpus, MB | tokens | peak of the largest process, MiB | processor seconds | seconds | load |")
-    print("| --- | --- | --- | --- | --- | --- |")
+def scaling(megabytes: int, processes: list[int], ways: list[str], seconds: float) -> None:
+    """Measure each number of processes with so many megabytes for each of them."""
+    tokenizer, left = text_tokenizer(WORK / "tokenizer"), TimeLeft(seconds)
+    print("| processes | way | text, MB | tokens | tokens/s | per processor second | seconds | peak of one, MiB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for count in processes:
+        size = megabytes * count
+        source = corpus(texts(), WORK / f"texts-{size}.jsonl", size)
+        for way in ways:
+            if not left.allows():
+                print(f"{count} processes, {way}: left out, no time", flush=True)
+                continue
+            found = measure(way, source, tokenizer, count)
+            print(
+                f"| {count} | {way} | {size:,} | {found['tokens']:,.0f} | {found['tokens'] / found['wall']:,.0f} "
+                f"| {found['tokens'] / found['cpu']:,.0f} | {found['wall']:.1f} | {found['peak_mib']:,.0f} |",
+                flush=True,
+            )
+        source.unlink()
+
+
+def memory(sizes: list[int], processes: int, seconds: float) -> None:
+    """Measure the memory that corpora of several sizes take."""
+    tokenizer, left = word_tokenizer(WORK / "word-tokenizer"), TimeLeft(seconds)
+    print("| corpus, MB | processes | tokens | peak of the largest process, MiB | processor seconds | seconds | load |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    before = 0
     for size in sizes:
-        source = corpus(words(), WORK / f"words-{size}.jsonl", size)
+        # By the time of the one before; its start does not grow.
+        if not left.allows(size / before if before else 1.0):
+            print(f"{size:,} MB: left out, no time", flush=True)
+            continue
+        before = size
+        source = repeated_corpus(WORK / f"words-{size}.jsonl", size)
         found = measure("prepare", source, tokenizer, processes)
         source.unlink()
         print(
-            f"| {size:,} | {found['tokens']:,.0f} | {found['peak_mib']:,.0f} | {found['cpu']:,.0f} "
+            f"| {size:,} | {processes} | {found['tokens']:,.0f} | {found['peak_mib']:,.0f} | {found['cpu']:,.0f} "
             f"| {found['wall']:,.0f} | {found['load']:.1f} |",
             flush=True,
         )
+
+
+class TimeLeft:
+    """Whether the next measurement, which takes as long as the last or some times that, ends within a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._begun = self._last = time.monotonic()
+        self._seconds = seconds
+
+    def allows(self, times: float = 1.0) -> bool:
+        """Whether `times` the time since the last call is left."""
+        now = time.monotonic()
+        taken, self._last = now - self._last, now
+        return now + times * taken < self._begun + self._seconds
+
+
+def text_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE tokenizer of 4096 tokens, trained on the first 2,000 of `texts`."""
+    from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+
+    found = texts()
+    save_tokenizer(train_tokenizer(next(found) for _ in range(2000)), folder)
+    return folder
 
 
 def word_tokenizer(folder: Path) -> Path:
@@ -207,9 +329,15 @@ def main() -> None:
     fast.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     fast.add_argument("--rounds", type=int, default=3)
     fast.add_argument("--tokenizer", type=Path, help="a folder; by default one is trained on the texts")
+    scaled = kinds.add_parser("scaling")
+    scaled.add_argument("--megabytes", type=int, default=50, help="of text for each process")
+    scaled.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    scaled.add_argument("--ways", nargs="+", choices=WAYS, default=["prepare", "encode_batch"])
     flat = kinds.add_parser("memory")
     flat.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000, 10_000])
     flat.add_argument("--processes", type=int, default=2)
+    for limited in (scaled, flat):
+        limited.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing that takes longer")
     one = kinds.add_parser("one")
     one.add_argument("way", choices=WAYS)
     for name in ("source", "tokenizer"):
@@ -220,8 +348,10 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     if asked.kind == "speed":
         speed(asked.megabytes, asked.processes, asked.rounds, asked.tokenizer)
+    elif asked.kind == "scaling":
+        scaling(asked.megabytes, asked.processes, asked.ways, asked.seconds)
     elif asked.kind == "memory":
-        memory(asked.megabytes, asked.processes)
+        memory(asked.megabytes, asked.processes, asked.seconds)
     else:
         print(json.dumps(WAYS[asked.way](asked.source, asked.tokenizer, asked.processes, asked.out)))
 
