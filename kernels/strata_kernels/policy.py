@@ -1,0 +1,215 @@
+"""Losses of policy optimization (GRPO and its relatives) as functions of tokens' log-probabilities, in plain PyTorch.
+
+The contract is that of `preference`: small tensors, one loss per token, nothing reduced but by weights that name their
+totals. With R = exp(log p - log p_old) of a token, A the advantage of its answer, u = min(R, delta), and s the logistic
+function:
+
+    grpo, bnpo, dr_grpo, dapo    -min(u A, clip(R, 1 - ε_low, 1 + ε_high) A)                  arXiv:2402.03300
+    gspo                         the same with the R of the whole answer,
+                                 exp(mean over its tokens of log p - log p_old)               arXiv:2507.18071
+    cispo                        -sg(min(R, ε_high)) A log p, sg without gradient             arXiv:2506.13585
+    sapo                         -(4 / τ) s(τ (R - 1)) A, τ by the sign of A                  arXiv:2511.20347
+
+each times the truncated importance weight of its token, plus β kl with kl = q - log q - 1, q = p_reference / p. The
+first four differ in `policy_weights` alone:
+
+    grpo, gspo, sapo    mean over the tokens of an answer, then over answers
+    bnpo, dapo, cispo   mean over tokens: those of this batch, or of the whole step by `total_tokens`
+    dr_grpo             sum over tokens, over answers times `max_tokens`                      arXiv:2503.20783
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .preference import require_known, require_positive, sequence_sums
+
+PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"]
+RewardScale = Literal["group", "batch", "none"]
+
+
+class PolicyTerms(NamedTuple):
+    """Terms of tokens, each [N] and 0 for tokens of no answer.
+
+    loss: with gradient, the KL term included.
+    kl: the estimate of the divergence from the reference, without gradient; zeros without a reference.
+    clipped: 1 where the ratio is outside of its bounds and the gradient is cut off, without gradient.
+    """
+
+    loss: Tensor
+    kl: Tensor
+    clipped: Tensor
+
+
+def policy_losses(
+    log_probs: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    *,
+    loss: PolicyLoss = "grpo",
+    old_log_probs: Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    beta: float = 0.0,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+) -> PolicyTerms:
+    """The terms of the formulas above.
+
+    Args:
+        log_probs: [N], fp32 or fp64, of the tokens.
+        advantages: [S], of the answers.
+        sequences: [N], int64: which answer a token belongs to, -1 for none.
+        loss: the formula.
+        old_log_probs: [N], of the policy that the ratio is to; `log_probs` without gradient if left out.
+        reference_log_probs: [N], of the reference model; needed where β is not 0.
+        importance_weights: [N], as `truncated_importance_weights` gives them.
+        beta: β, weight of the divergence from the reference.
+        epsilon_low, epsilon_high: bounds of the ratio; for cispo, epsilon_high is the ratio's upper bound itself.
+        delta: upper bound of the ratio also where the advantage is negative, at least 1 + ε_high.
+        sapo_temperatures: τ of sapo for positive advantages, and for the others.
+
+    Raises:
+        ValueError: an option does not fit.
+    """
+    _check(loss, beta, epsilon_high, delta, reference_log_probs)
+    answered = sequences >= 0
+    index = sequences.clamp(min=0)
+    n_sequences = advantages.shape[0]
+    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    # Not only the loss of tokens of no answer is to be 0, but NaN in them must not reach gradients.
+    log_ratio = (log_probs - old).where(answered, 0.0)
+    if loss == "gspo":
+        tokens = sequence_sums(answered.to(log_ratio.dtype), sequences, n_sequences).clamp(min=1)
+        log_ratio = (sequence_sums(log_ratio, sequences, n_sequences) / tokens)[index]
+    advantage = advantages.to(log_probs.dtype)[index]
+    terms, clipped = _terms(loss, log_ratio, log_probs, advantage, epsilon_low, epsilon_high, delta, sapo_temperatures)
+    if importance_weights is not None:
+        terms = terms * importance_weights
+    kl = torch.zeros_like(terms)
+    if reference_log_probs is not None:
+        log_q = (reference_log_probs - log_probs).where(answered, 0.0)
+        kl = log_q.exp() - log_q - 1
+        terms = terms + beta * kl if beta else terms
+    none = torch.zeros((), dtype=terms.dtype, device=terms.device)
+    return PolicyTerms(
+        terms.where(answered, none), kl.detach().where(answered, none), clipped.to(terms.dtype).where(answered, none)
+    )
+
+
+def _terms(
+    loss: str, log_ratio: Tensor, log_probs: Tensor, advantage: Tensor, low: float, high: float, delta: float | None,
+    temperatures: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the loss of each token before importance weights and KL, whether it is clipped)."""
+    ratio = log_ratio.exp()
+    if loss == "cispo":
+        return -ratio.detach().clamp(max=high) * advantage * log_probs, (ratio > high) & (advantage > 0)
+    if loss == "sapo":
+        tau = torch.where(advantage > 0, temperatures[0], temperatures[1]).to(ratio.dtype)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage, torch.zeros_like(ratio)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    terms = -torch.minimum(bounded * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    return terms, ((ratio < 1 - low) & (advantage < 0)) | ((ratio > 1 + high) & (advantage > 0))
+
+
+def policy_weights(
+    sequences: Tensor,
+    n_sequences: int,
+    *,
+    loss: PolicyLoss = "grpo",
+    total_sequences: int | Tensor | None = None,
+    total_tokens: int | Tensor | None = None,
+    max_tokens: int | None = None,
+) -> Tensor:
+    """What the loss of each token counts, [N], fp32: the loss is `(policy_losses(...).loss * weights).sum()`.
+
+    Pass the totals of the whole step, over its micro-batches and processes: then the sum of the micro-batches' losses
+    is the step's, however it is cut.
+
+    Args:
+        sequences: [N], int64: which answer a token belongs to, -1 for none.
+        n_sequences: S, answers of this batch.
+        loss: as in `policy_losses`.
+        total_sequences: answers of the step; those of this batch if left out.
+        total_tokens: tokens of answers of the step; those of this batch if left out.
+        max_tokens: the length that dr_grpo divides by, the most tokens of an answer.
+
+    Raises:
+        ValueError: an option does not fit.
+    """
+    require_known("loss", loss, get_args(PolicyLoss))
+    answered = (sequences >= 0).float()
+    answers = torch.as_tensor(n_sequences if total_sequences is None else total_sequences, device=sequences.device)
+    if loss in ("grpo", "gspo", "sapo"):
+        own = sequence_sums(answered, sequences, n_sequences)[sequences.clamp(min=0)]
+        return answered / (own.clamp(min=1) * answers)
+    if loss == "dr_grpo":
+        if max_tokens is None or max_tokens < 1:
+            raise ValueError(f"loss 'dr_grpo' divides by max_tokens, which must be positive, not {max_tokens}")
+        return answered / (answers * max_tokens)
+    tokens = answered.sum() if total_tokens is None else torch.as_tensor(total_tokens, device=sequences.device)
+    return answered / tokens.clamp(min=1)
+
+
+def truncated_importance_weights(
+    log_probs: Tensor, sampling_log_probs: Tensor, sequences: Tensor, n_sequences: int,
+    *, most: float, level: Literal["token", "sequence"] = "token",
+) -> Tensor:  # fmt: skip
+    """min(p / p_sampling, most), without gradient: [N].
+
+    It corrects for answers that an engine has sampled with other log-probabilities than the trainer's.
+
+    Args:
+        log_probs, sampling_log_probs: [N], of the trainer's policy and of the engine's. NaN, for a token that the
+            engine could not score, counts as no difference.
+        sequences, n_sequences: as in `policy_weights`.
+        most: the bound, positive.
+        level: whether a ratio is that of the token, or the product over its answer.
+    """
+    require_known("level", level, ("token", "sequence"))
+    require_positive("most", most)
+    difference = (log_probs - sampling_log_probs).detach().nan_to_num(nan=0.0).where(sequences >= 0, 0.0)
+    if level == "sequence":
+        difference = sequence_sums(difference, sequences, n_sequences)[sequences.clamp(min=0)]
+    return difference.exp().clamp(max=most)
+
+
+def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "group") -> Tensor:
+    """(reward - mean of its group) / (standard deviation + 1e-4), [S]; zeros where all rewards of a group are equal.
+
+    Args:
+        rewards: [S], groups of `group_size` answers to one prompt, one group after the other.
+        group_size: answers to a prompt.
+        scale: the standard deviation of the group, of the batch, or "none" for a divisor of 1.
+    """
+    require_known("scale", scale, get_args(RewardScale))
+    if group_size < 1 or rewards.shape[0] % group_size:
+        raise ValueError(f"{rewards.shape[0]} rewards are no whole number of groups of group_size {group_size}")
+    groups = rewards.view(-1, group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    # Of equal numbers, a mean may be off by a rounding.
+    centered = centered.where((groups != groups[:, :1]).any(1, keepdim=True), 0.0)
+    if scale == "none":
+        return centered.flatten()
+    # Of a single number there is none, and its group is centered to 0.
+    deviation = groups if scale == "group" else rewards[None]
+    spread = deviation.std(1, keepdim=True) if deviation.shape[1] > 1 else torch.zeros_like(deviation)
+    return (centered / (spread + 1e-4)).flatten()
+
+
+def _check(
+    loss: str, beta: float, epsilon_high: float, delta: float | None, reference_log_probs: Tensor | None
+) -> None:
+    require_known("loss", loss, get_args(PolicyLoss))
+    if beta and reference_log_probs is None:
+        raise ValueError(f"beta {beta} weighs the divergence from a reference: pass reference_log_probs")
+    if delta is not None and (loss in ("cispo", "sapo") or delta < 1 + epsilon_high):
+        raise ValueError(
+            f"delta {delta} must be at least 1 + epsilon_high {1 + epsilon_high}, and not for cispo or sapo"
+        )
