@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from strata_platform.spec.adapter_rules import adapter_rules
 from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.model import PRESETS
@@ -35,7 +36,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _fsdp(spec.parallel, spec.topology)
     yield from _tensor_parallel(spec)
     yield from _context_parallel(spec)
-    yield from _quantization(spec.adapter)
+    yield from adapter_rules(spec.adapter, spec.objective)
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)
     yield from _dpo(spec)
@@ -218,17 +219,6 @@ def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         (field, "model.attention"),
         f"{parts} uses its own attention, which is built on PyTorch's sdpa; set model.attention to 'auto', or "
         "parallel.context_parallel to 1",
-    )
-
-
-def _quantization(adapter: Adapter) -> Iterator[Contradiction]:
-    if adapter.type != "lora" or adapter.quantization == "none":
-        return
-    yield Contradiction(
-        adapter.use_dora,
-        ("adapter.quantization", "adapter.use_dora"),
-        f"'{adapter.quantization}' stores no norms of weight vectors, which adapter.use_dora starts from; set "
-        "adapter.use_dora to false, or adapter.quantization to 'none'",
     )
 
 

@@ -79,7 +79,14 @@ class Lora(Section):
         0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs in training."
     )
     target_modules: tuple[Text, ...] = Field(
-        (), description="Linear layers to adapt, by the ends of their names; empty: all but the head."
+        (),
+        description="Linear layers, and the embeddings, to adapt, by the ends of their names; empty: all linear layers "
+        "but the head.",
+    )
+    init_lora_weights: Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"] = Field(
+        "default",
+        description="How the matrices begin: `default` has no effect at first; `pissa` is the principal part of each "
+        "weight, which is taken out of it; `pissa_niter_4` and `_16` compute that part roughly, in seconds.",
     )
     use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
     modules_to_save: tuple[Text, ...] = Field(
@@ -107,4 +114,9 @@ class Lora(Section):
     @property
     def starts_from_base(self) -> bool:
         """Whether the model without its adapter is the initial model throughout the run."""
-        return not self.modules_to_save and self.init_from is None
+        return not (self.modules_to_save or self.init_from or self.is_pissa)
+
+    @property
+    def is_pissa(self) -> bool:
+        """Whether the matrices begin as a part of the weights."""
+        return self.init_lora_weights != "default"

@@ -52,6 +52,7 @@ FEATURES: dict[str, Settings] = {
     "optimizer.in_backward": {"optimizer": {"in_backward": True, "max_grad_norm": 0}},
     "adapter.type: lora": {"adapter": {"type": "lora"}},
     "adapter.use_dora": {"adapter": {"type": "lora", "use_dora": True}},
+    "adapter.init_lora_weights: pissa": {"adapter": {"type": "lora", "init_lora_weights": "pissa"}},
     "adapter.quantization: nf4": {"adapter": {"type": "lora", "quantization": "nf4"}},
     **{
         f"training.gradient_checkpointing: {name}": {"training": {"gradient_checkpointing": name}}

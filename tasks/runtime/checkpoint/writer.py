@@ -50,11 +50,15 @@ class CheckpointWriter:
         keep_last: int,
         keep_every: int | None = None,
         metadata: dict[str, Any],
+        constants: Mapping[str, Tensor] = MappingProxyType({}),
         uploader: CheckpointUploader | None = None,
     ) -> None:
-        """metadata: entries of every manifest. uploader: on rank 0, uploads each complete checkpoint."""
+        """metadata: entries of every manifest. constants: on one rank, tensors of every checkpoint that training does
+        not change. uploader: on rank 0, uploads each complete checkpoint.
+        """
         self.root, self._model, self._optimizer = root, model, optimizer
         self._keep, self._metadata, self._uploader = (keep_last, keep_every), metadata, uploader
+        self._constants = dict(constants)
         # A group of its own: the thread's collectives must not mix with those of the training loop.
         self._processes = processes.in_new_group()
         self._buffers: dict[str, Tensor] = {}
@@ -70,7 +74,8 @@ class CheckpointWriter:
         """
         self.wait()
         folder = self.root / f"{manifest.PREFIX}{step}"
-        files, index = self._stage(training_tensors(self._model, self._optimizer, self._processes.rank))
+        tensors = training_tensors(self._model, self._optimizer, self._processes.rank)
+        files, index = self._stage(tensors | self._constants)
         self._thread = threading.Thread(target=self._write, args=(folder, files, index, metadata), daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ from strata_platform.spec.model import Lora, Model
 from tasks.runtime.export.check_folder import difference, expected_of
 from tasks.runtime.models.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.trained_weights import build_adapted_model
+from tasks.runtime.models.trained_weights import build_adapted_model, initial_matrices
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def export_adapter(
     """
     assert isinstance(spec.adapter, Lora)
     model = build_adapted_model(spec, weights).model
-    write_adapter(model, spec.adapter, spec.model, folder / FOLDER)
+    initial, base = initial_matrices(weights)
+    write_adapter(model, spec.adapter, spec.model, folder / FOLDER, fingerprint=base, initial=initial)
     tokenizer.save_pretrained(folder / FOLDER)
     expected = expected_of(model.to(device), tokenizer)
     del model

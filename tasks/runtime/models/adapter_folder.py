@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,11 +19,14 @@ from strata_platform.file_io import require_regular_files
 from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.models.lora import base_fingerprint, lora_config, require_base, saved_modules
+from tasks.runtime.models.pissa import InitialMatrices
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The last parts of the names of an adapter's matrices.
+_IS_MATRIX = re.compile(r"\.lora_(embedding_)?[AB](\.weight)?$")
 # Where PEFT's own model wraps ours.
 _PREFIX = "base_model.model."
 # Metadata of the weights: the fingerprint of the base model. PEFT does not read it.
@@ -32,6 +37,8 @@ _SETTINGS = ("r", "lora_alpha", "use_dora", "use_rslora")
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
+    # The others change the base model, unless PEFT has converted the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
@@ -45,11 +52,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _SHOWN = 3
 
 
-def write_adapter(model: PreTrainedModel, settings: Lora, base: Model, folder: Path) -> None:
+def write_adapter(
+    model: PreTrainedModel,
+    settings: Lora,
+    base: Model,
+    folder: Path,
+    *,
+    fingerprint: str | None = None,
+    initial: InitialMatrices | None = None,
+) -> None:
     """Write the adapter of `model`, for `PeftModel.from_pretrained(base_model, folder)`.
 
-    `model` has its adapter, not merged. A tied weight of `adapter.modules_to_save` is written under each of its names,
+    A tied weight of `adapter.modules_to_save` is written under each of its names,
     because PEFT trains a copy of each module.
+
+    Args:
+        model: with its adapter, not merged.
+        settings: the adapter's.
+        base: the spec's `model`.
+        folder: a new folder.
+        fingerprint: that of the original weights, by default of those in `model`.
+        initial: the initial matrices of PiSSA; the adapter is then written as one for the original weights.
     """
     local = Path(base.name).is_dir()
     whole = saved_modules(model, settings)
@@ -71,9 +94,28 @@ def write_adapter(model: PreTrainedModel, settings: Lora, base: Model, folder: P
     for path, module in whole:
         for name, parameter in module.named_parameters():
             tensors[f"{_PREFIX}{path}.{name}"] = parameter.detach().clone().contiguous()
+    if initial:
+        tensors = _as_lora(tensors, {file_name(name): tensor for name, tensor in initial.items()})
+        config.r *= 2
+        config.lora_alpha *= 2**0.5 if config.use_rslora else 2
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", _BASE: base_fingerprint(model)})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", _BASE: fingerprint or base_fingerprint(model)})
     config.save_pretrained(folder)
+
+
+def _as_lora(tensors: dict[str, Tensor], initial: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PiSSA's matrices as LoRA of twice the rank, relative to the original weights: [A, A0] and [B, -B0].
+
+    PEFT's conversion (`path_initial_model_for_weight_conversion`). The adapter of embeddings, which began without an
+    effect, gets zeros.
+    """
+    converted = dict(tensors)
+    for name, tensor in tensors.items():
+        if not _IS_MATRIX.search(name):
+            continue
+        other, is_first = initial.get(name, torch.zeros_like(tensor)), "_A" in name.removesuffix(".weight")[-2:]
+        converted[name] = torch.cat([tensor, other if is_first else -other], dim=0 if is_first else 1).contiguous()
+    return converted
 
 
 def _adapted(model: PreTrainedModel) -> list[str]:

@@ -36,14 +36,15 @@ _SHOWN = 20
 def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -> LoraModel | None:
     """Add the adapter that `settings` describes to `model` and freeze all other parameters but `modules_to_save`.
 
-    The adapter is initialized from `seed`, has no effect yet, and has the dtype of the model. On a meta model it is on
-    the meta device.
+    The adapter is initialized from `seed`, has no effect yet (see `pissa` for others), and has the dtype of the model.
+    On a meta model it is on the meta device.
 
     Returns:
         PEFT's view of the same model, or None if `adapter.type` is none.
 
     Raises:
-        ValueError: `adapter.target_modules` names no linear layer of the model, or `adapter.modules_to_save` no module.
+        ValueError: `adapter.target_modules` names no layer that can have an adapter, or `adapter.modules_to_save` no
+            module.
     """
     if not isinstance(settings, Lora):
         return None
@@ -100,6 +101,20 @@ def _require_saved_modules(model: PreTrainedModel, settings: Lora) -> None:
             raise ValueError(f"adapter.modules_to_save: {name!r} is no module of the model{meant}")
 
 
+def untie_adapted_embeddings(model: PreTrainedModel) -> None:
+    """Give the head a copy of its weight if it is tied to embeddings that have an adapter.
+
+    The adapter changes embeddings alone; merged into a tied weight it would change the head, too.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(embeddings, LoraLayer) and head is not None and head.weight is embeddings.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Within the block, `model`, wrapped or not, computes without its adapter."""
@@ -143,12 +158,13 @@ def require_base(found: str, expected: str, name: str) -> None:
 
 def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
     """Raises ValueError for a name that matches no layer; PEFT ignores it as long as another name matches."""
-    head = model.get_output_embeddings()
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    layers += [name for name, module in model.named_modules() if module is embeddings]
     for target in settings.target_modules:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
             raise ValueError(
-                f"adapter.target_modules: {target!r} is not a linear layer of the model, or is its head; choose from "
-                f"{known}"
+                f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, or is its "
+                f"head; choose from {known}"
             )

@@ -21,7 +21,8 @@ from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.adapter_folder import load_initial_adapter
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base, untie_adapted_embeddings
+from tasks.runtime.models.pissa import INITIAL, InitialMatrices, read_initial_matrices, set_initial_matrices
 from tasks.runtime.optim.library_optimizers import average
 from tasks.runtime.optim.state_tensors import REMAINDER
 from tasks.runtime.run_folder.folder import RunFolder
@@ -56,6 +57,7 @@ def collect_weights(folder: RunFolder, adapter: Adapter, record: CompletionRecor
     else:
         tensors = read_model_tensors(index)
         _average(index, tensors, metadata)
+        tensors |= {INITIAL + name: tensor for name, tensor in read_initial_matrices(index).items()}
         save_file(tensors, weights / ADAPTER, metadata={"base": metadata["base"]})
     shutil.copyfile(folder.metrics, weights / folder.metrics.name)
     return weights
@@ -83,7 +85,9 @@ def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
     """
     if spec.adapter.type == "none":
         return build_model(spec.model, spec.seed, weights=str(weights))
-    merged: PreTrainedModel = build_adapted_model(spec, weights).merge_and_unload(safe_merge=True)
+    adapted = build_adapted_model(spec, weights)
+    untie_adapted_embeddings(adapted.model)
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged
 
 
@@ -92,11 +96,22 @@ def build_adapted_model(spec: RunSpec, weights: Path) -> LoraModel:
     model = build_model(spec.model, spec.seed)
     adapted = add_adapter(model, spec.adapter, spec.seed)
     assert adapted is not None
-    with safe_open(str(weights / ADAPTER), framework="pt") as file:
-        require_base(base_fingerprint(model), file.metadata()["base"], spec.model.name)
-    _, unexpected = model.load_state_dict(load_file(weights / ADAPTER), strict=False)
+    initial, base = initial_matrices(weights)
+    require_base(base_fingerprint(model), base, spec.model.name)
+    set_initial_matrices(model, initial)
+    tensors = {name: t for name, t in load_file(weights / ADAPTER).items() if not name.startswith(INITIAL)}
+    _, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected, f"{unexpected} are of another adapter, which the run's folder does not allow"
     return adapted
+
+
+def initial_matrices(weights: Path) -> tuple[InitialMatrices, str]:
+    """The matrices that the adapter of `collect_weights` began with, {} if it is not PiSSA; and the fingerprint of the
+    weights that it was trained for.
+    """
+    with safe_open(str(weights / ADAPTER), framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(INITIAL)]  # noqa: SIM118
+        return {name.removeprefix(INITIAL): file.get_tensor(name) for name in names}, file.metadata()["base"]
 
 
 def build_initial_model(spec: RunSpec) -> PreTrainedModel:
@@ -107,5 +122,6 @@ def build_initial_model(spec: RunSpec) -> PreTrainedModel:
     adapted = add_adapter(model, spec.adapter, spec.seed)
     assert adapted is not None
     load_initial_adapter(model, spec.adapter, spec.model)
+    untie_adapted_embeddings(model)
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged

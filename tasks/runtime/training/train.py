@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
+from strata_platform.spec.model import Lora
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
@@ -39,6 +40,13 @@ from tasks.runtime.models.build import (
     set_special_tokens,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.models.pissa import (
+    INITIAL,
+    InitialMatrices,
+    principal_matrices,
+    read_initial_matrices,
+    set_initial_matrices,
+)
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
@@ -85,7 +93,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
     attempt = run.processes.on_main(lambda: _begin_attempt(run, data))
-    model, base = _build_model(run, resume_from)
+    model, base, initial = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device)
     _log_summary(run, step, steps, resume_from)
@@ -113,7 +121,9 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         # After a kill between the last checkpoint and the record, nothing is left to train.
         if not run.processes.on_main(lambda: _is_over(run, resume_from, steps)):
             run.training_warmup.wait_until_loaded()
-            job = build_job(run, data, step, base, recorder, callbacks, steps=steps, resume_from=resume_from)
+            job = build_job(
+                run, data, step, base, recorder, callbacks, steps=steps, resume_from=resume_from, initial=initial
+            )
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
@@ -169,10 +179,12 @@ def build_job(
     *,
     steps: int,
     resume_from: Path | None,
+    initial: InitialMatrices | None = None,
 ) -> Job:
     """Shard the model, attach its optimizer, and load the checkpoint into both. A collective.
 
-    `base`: fingerprint of the weights that the run started from, or trains an adapter in.
+    `base`: fingerprint of the weights that the run started from, or trains an adapter in. `initial`: matrices of PiSSA
+    that its checkpoints keep.
     """
     model, objective, collate = step.model, step.objective, step.collate
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
@@ -194,6 +206,8 @@ def build_job(
         keep_last=run.spec.checkpoint.keep_last,
         keep_every=run.spec.checkpoint.keep_every,
         uploader=run.uploader if run.processes.is_main else None,
+        # One copy of each checkpoint's files is enough.
+        constants={INITIAL + name: tensor for name, tensor in (initial or {}).items()} if run.processes.is_main else {},
         metadata={
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.identities[0],
@@ -247,15 +261,15 @@ def build_job(
     )
 
 
-def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str]:
-    """The model and the fingerprint of its initial weights. A collective.
+def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str, InitialMatrices]:
+    """The model, the fingerprint of its initial weights, and the initial matrices of PiSSA. A collective.
 
     Rank 0 has the initial weights. The other ranks, and all ranks of a resumed run, have a meta model. An adapter's
     checkpoint has no base weights, so a resumed run reads those again.
     """
     spec = run.spec
     if spec.adapter.type == "none" and resume_from:
-        return build_saved_model(resume_from, spec.model.attention), checkpoint.metadata_of(resume_from)["base"]
+        return build_saved_model(resume_from, spec.model.attention), checkpoint.metadata_of(resume_from)["base"], {}
     dtype = saved_dtype(resume_from) if resume_from else None
     # Under FSDP, rank 0 broadcasts exact weights. Otherwise every rank reads its own: a 4-bit weight cannot be
     # broadcast without the scales that its layer keeps.
@@ -272,7 +286,24 @@ def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedMode
     base = run.processes.on_main(lambda: base_fingerprint(model))
     if resume_from:
         require_base(base, checkpoint.metadata_of(resume_from)["base"], spec.model.name)
-    return model, base
+    return model, base, _take_out_initial_matrices(run, model, resume_from)
+
+
+def _take_out_initial_matrices(run: Session, model: PreTrainedModel, resume_from: Path | None) -> InitialMatrices:
+    """Subtract the initial matrices of PiSSA from the weights of ranks that have some. A collective."""
+    spec = run.spec
+    if not isinstance(spec.adapter, Lora) or not spec.adapter.is_pissa:
+        return {}
+    settings = spec.adapter
+
+    def find() -> InitialMatrices:
+        if resume_from:
+            return read_initial_matrices(Index(resume_from))
+        return principal_matrices(model, settings, spec.seed, run.processes.device)
+
+    initial = run.processes.on_main(find)
+    set_initial_matrices(model, initial)
+    return initial
 
 
 def _load(

@@ -144,7 +144,7 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     spec = changed(spec, {"training": {"neftune_noise_alpha": None}, "optimizer": {"groups": []}})
     spec = changed(spec, {"model": {"freeze": [], "trainable": []}})
     if spec.adapter.type == "lora":
-        spec = changed(spec, {"adapter": {"init_from": None}})
+        spec = changed(spec, {"adapter": {"init_from": None, "init_lora_weights": "default"}})
     kernels = {"warmup": False, "store": {}}
     local = {"shuffle": "global", "streaming": False, "prepared_url": None}
     spec = changed(spec, {"training": training, "kernels": kernels, "optimizer": {"lr": asked.peak_lr}, "data": local})

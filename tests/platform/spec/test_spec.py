@@ -385,6 +385,27 @@ def test_a_long_value_is_shortened():
             "adapter.loraplus_lr_ratio",
             "optimizer.lr 0.1",
         ),
+        *(
+            (
+                {"model": {"name": "a/b"}, "adapter": {"type": "lora", "init_lora_weights": "pissa"} | other},
+                "adapter.init_lora_weights",
+                said,
+            )
+            for other, said in (
+                ({"use_dora": True}, "adapter.use_dora"),
+                ({"init_from": "an/adapter"}, "adapter.init_from"),
+            )
+        ),
+        (
+            {
+                "model": {"name": "a/b"},
+                "adapter": {"type": "lora", "init_lora_weights": "pissa"},
+                "objective": {"type": "dpo", "reference": "adapter"},
+                "data": {"source": "a.jsonl"},
+            },
+            "objective.reference",
+            "adapter.init_lora_weights 'pissa' takes a part",
+        ),
         ({"model": {"add_special_tokens": ["<|tool|>"]}}, "model.add_special_tokens", "model.name"),
         (
             {"model": {"name": "a/b", "add_special_tokens": ["<|tool|>"]}, "adapter": {"type": "lora"}},

@@ -67,8 +67,10 @@ def logits(model):
         {"use_dora": True, "target_modules": ["q_proj", "mlp.down_proj"]},
         {"use_rslora": True, "modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head", "norm"], "target_modules": ["v_proj"]},
+        {"target_modules": ["embed_tokens", "o_proj"]},
+        {"target_modules": ["embed_tokens"], "use_dora": True},
     ],
-    ids=["all", "dora", "embedding", "head-and-norm"],
+    ids=["all", "dora", "embedding", "head-and-norm", "embedding-adapter", "embedding-adapter-dora"],
 )
 def test_peft_reads_what_was_trained(folder, adapter, tmp_path):
     spec = spec_of(folder, **adapter)
