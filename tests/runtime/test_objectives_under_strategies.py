@@ -27,6 +27,7 @@ STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {
     "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
+    "orpo": [("hf", "ddp", "lora")],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
 }
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
@@ -129,6 +130,12 @@ def test_dpo_learns_to_prefer(alone, adapter):
     points = curve(alone["dpo", adapter][0])
     assert points[0][0] == pytest.approx(math.log(2)) and points[0][3]["reward_margin"] == pytest.approx(0, abs=1e-6)
     assert points[-1][0] < points[0][0] - 0.01 and points[-1][3]["reward_accuracy"] > 0.8
+
+
+def test_orpo_learns_one_answer_and_prefers_it(alone):
+    points = curve(alone["orpo", "lora"][0])
+    first, last = points[0][3], points[-1][3]
+    assert last["next_token_loss"] < first["next_token_loss"] and last["log_odds_ratio"] > first["log_odds_ratio"]
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

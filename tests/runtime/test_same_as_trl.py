@@ -3,17 +3,22 @@
 All rows are one batch, so that the order of the data, which is the project's own, is of no account.
 """
 
+import importlib
 import importlib.util
+from typing import get_args
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.objectives import Distill, DpoLoss
+from tasks.runtime.data import collate, fingerprint, prepare
+from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.divergence import distillation
 from tasks.runtime.objectives.head_sums import Head
+from tasks.runtime.run_folder.folder import data_folder
 from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs
@@ -46,16 +51,28 @@ def chat_of(pair):
 
 ROWS = {
     "pairs": PAIRS,
+    # Among them answers of one token.
+    "bare": [
+        {**pair, "prompt": "", "rejected": pair["rejected"][: 40 * (n % 2)] or "a"} for n, pair in enumerate(PAIRS)
+    ],
     "answers": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
     "chats": [chat_of(pair) for pair in PAIRS],
 }
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(PAIRS)}
 # Rows, objective and settings of the data; TRL's trainer and what it is told.
 RUNS = {
     "sft": ("answers", {"type": "sft"}, {}, "SFT", {"completion_only_loss": True}),
     "chat": ("chats", {"type": "sft"}, {"chat_template": "chatml"}, "SFT", {"assistant_only_loss": True}),
     "dpo": ("pairs", {"type": "dpo", "beta": 0.2}, {}, "DPO", {"beta": 0.2}),
     "ipo": ("pairs", {"type": "dpo", "loss": "ipo"}, {}, "DPO", {"loss_type": ["ipo"], "beta": 0.1}),
-}
+    # TRL averages the cross entropy over the tokens of a micro-batch, and ORPO's over those of the prompt, too.
+    "orpo": ("bare", {"type": "orpo", "beta": 0.3}, {}, "ORPO", {"beta": 0.3, **ONE_BY_ONE}),
+    "cpo": ("pairs", {"type": "cpo", "label_smoothing": 0.1}, {}, "CPO", {"label_smoothing": 0.1, **ONE_BY_ONE}),
+    "simpo": (
+        "bare", {"type": "simpo", "gamma": 0.7}, {}, "CPO",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -88,25 +105,31 @@ def ours(output, name):
     return [(loss, norm) for _, loss, norm, *_ in curve(spec)]
 
 
+def pretrained(output):
+    return AutoModelForCausalLM.from_pretrained(output / "pretrained", dtype=torch.float32)
+
+
+def trainer_of(output, kind, rows, options, model, **arguments):
+    """TRL's trainer of a kind; its experimental ones are in modules of their own."""
+    names = ("trl.experimental.orpo", "trl.experimental.cpo") if kind in ("ORPO", "CPO") else ("trl",)
+    module = next(m for m in map(importlib.import_module, names) if hasattr(m, f"{kind}Trainer"))
+    settings = {
+        "output_dir": str(output / "trl"), "max_steps": STEPS, "per_device_train_batch_size": len(PAIRS),
+        "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta2": 0.95,
+        "max_length": 96, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": True, "bf16": False, **options,
+    }  # fmt: skip
+    args = getattr(module, f"{kind}Config")(**settings)
+    return getattr(module, f"{kind}Trainer")(model=model, args=args, train_dataset=Dataset.from_list(rows), **arguments)
+
+
 def theirs(output, name):
     """As `ours`."""
-    import trl
-
     rows, _, data, kind, options = RUNS[name]
-    arguments = getattr(trl, f"{kind}Config")(
-        output_dir=str(output / "trl"), max_steps=STEPS, per_device_train_batch_size=len(PAIRS), learning_rate=RATE,
-        lr_scheduler_type="constant", weight_decay=0.0, adam_beta2=0.95, max_length=96, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, **options,
-    )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
     if data:
         tokenizer.chat_template = MARKED
-    trainer = getattr(trl, f"{kind}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(output / "pretrained", dtype=torch.float32),
-        args=arguments,
-        train_dataset=Dataset.from_list(ROWS[rows]),
-        processing_class=tokenizer,
-    )
+    trainer = trainer_of(output, kind, ROWS[rows], options, pretrained(output), processing_class=tokenizer)
     trainer.train()
     return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
 
@@ -135,3 +158,62 @@ def test_divergences_are_those_of_trl(divergence, beta):
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     gradients = [torch.autograd.grad(loss, student)[0] for loss in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def moved(output):
+    """The pretrained model after some training that both answers have seen."""
+    torch.manual_seed(1)
+    model = pretrained(output)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape)
+    return model
+
+
+@pytest.fixture(scope="module")
+def dpo_trainer(output):
+    """TRL's, with one batch of all pairs, and ours."""
+    tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
+    options = {"beta": 0.2, "discopop_tau": 0.07, "loss_weights": [1.0]}
+    trainer = trainer_of(
+        output, "DPO", ROWS["bare"], options, moved(output), ref_model=pretrained(output), processing_class=tokenizer
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    spec = dpo_spec(output, "sigmoid")
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    rows = prepare(recipe, data_folder(spec.output, recipe), report=print).train
+    return trainer, inputs, collate([rows[index] for index in range(len(rows))])
+
+
+def dpo_spec(output, loss):
+    smoothing = {"robust": 0.2, "exo_pair": 0.01}.get(loss, 0.0)
+    tau = {"discopop_tau": 0.07} if loss == "discopop" else {}
+    return RunSpec.model_validate(
+        {
+            "output": str(output),
+            "model": {"name": f"{output}/pretrained"},
+            "data": {"source": f"{output}/bare.jsonl", "sequence_length": 96, "validation_fraction": 0},
+            "objective": {"type": "dpo", "loss": loss, "beta": 0.2, "label_smoothing": smoothing, **tau},
+        }
+    )
+
+
+@pytest.mark.parametrize("loss", get_args(DpoLoss))
+def test_each_loss_of_pairs_is_that_of_trl(output, dpo_trainer, loss):
+    """Rows of several pairs here, a pair in two rows there; answers of one token and of many."""
+    trainer, inputs, batch = dpo_trainer
+    spec = dpo_spec(output, loss)
+    trainer.loss_types, trainer.label_smoothing = [loss], spec.objective.label_smoothing
+    trainer.model.train().zero_grad()
+    expected = trainer.compute_loss(trainer.model, dict(inputs))
+    expected.backward()
+
+    objective, model = build_objective(spec, fused=False), moved(output)
+    batch = {**batch, "reference": objective.log_probs(pretrained(output), batch)}
+    share = objective.micro_batch_loss(model.train(), batch, objective.count(batch))
+    share.loss.backward()
+    assert int(objective.count(batch)) == len(PAIRS)
+    assert float(share.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    theirs = dict(trainer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - theirs[name].grad).norm() <= 1e-5 * theirs[name].grad.norm() + 1e-9, name

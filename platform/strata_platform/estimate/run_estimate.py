@@ -11,6 +11,7 @@ from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
+from strata_platform.spec.objectives import WITH_REFERENCE
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Estimate:
                     "objective.type 'distill': the teacher's weights, and its forward pass in every step",
                 ),
                 (
-                    objective.type == "dpo",
-                    "objective.type 'dpo': the reference's forward pass, in every step or once before the first",
+                    objective.type in WITH_REFERENCE,
+                    f"objective.type '{objective.type}': the reference's forward pass, in every step or once before "
+                    "the first",
                 ),
                 (
                     objective.type == "custom",

@@ -14,6 +14,7 @@ from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
+from strata_platform.spec.preference_rules import preference_rules
 from strata_platform.spec.problems import Contradiction
 from strata_platform.spec.source_rules import source_rules
 from strata_platform.spec.streaming_rules import streaming_rules
@@ -39,7 +40,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from adapter_rules(spec.adapter, spec.objective)
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)
-    yield from _dpo(spec)
+    yield from preference_rules(spec)
     yield from _store(spec.kernels, spec.training)
     yield from _model(spec.model, spec.adapter)
     yield from _formats(spec.export, spec.adapter)
@@ -48,7 +49,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
     yield from source_rules(spec.data)
-    yield from streaming_rules(spec.data, spec.training, spec.objective, spec.evaluation)
+    yield from streaming_rules(spec.data, spec.training, spec.evaluation)
     yield from evaluation_rules(spec)
 
 
@@ -230,11 +231,6 @@ def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
         "excludes tokens, but the objective trains on all of them; leave data.train_on out"
         + ("" if objective.type == "custom" else ", or set objective.type to 'sft'"),
     )
-    yield Contradiction(
-        objective.type == "dpo" and data.train_on is not None,
-        ("data.train_on", "objective.type"),
-        "set, but objective.type 'dpo' compares both answers and nothing else; leave data.train_on out",
-    )
     for index, source in enumerate(data.sources):
         yield from _rows(objective, source, f"data.sources[{index}]")
     if not data.sources:
@@ -248,7 +244,7 @@ def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
 
 def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradiction]:
     """Rules for the rows that an objective needs, of one source."""
-    name, format = source.source, source.format
+    format = source.format
     yield Contradiction(
         objective.type == "sft" and format == "text",
         (f"{path}.format", "objective.type"),
@@ -260,60 +256,6 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         (f"{path}.format", "objective.targets"),
         "'text' has no completions, which objective.targets 'completions' needs; set objective.targets to 'all', or "
         f"{path}.format to 'prompt_completion' or 'chat'",
-    )
-    yield Contradiction(
-        (format in ("preference", "preference_chat")) != (objective.type == "dpo") and format != "auto",
-        (f"{path}.format", "objective.type"),
-        f"'{format}' does not fit objective.type '{objective.type}': 'dpo' needs format 'preference', "
-        f"pairs of answers, and no other objective can use it; set {path}.format to 'auto', or another objective.type",
-    )
-    yield Contradiction(
-        objective.type == "dpo" and source.template is not None,
-        (f"{path}.template", "objective.type"),
-        "renders the prompt of one answer, but objective.type 'dpo' compares two; leave it out",
-    )
-    yield Contradiction(
-        objective.type == "dpo" and name in BUILTIN_SOURCES,
-        (f"{path}.source", "objective.type"),
-        f"'{name}' has no pairs of answers, which objective.type 'dpo' needs; set {path}.source to a Hub data set "
-        "or to files with the columns prompt, chosen and rejected",
-    )
-
-
-def _dpo(spec: RunSpec) -> Iterator[Contradiction]:
-    objective = spec.objective
-    if objective.type != "dpo":
-        return
-    yield Contradiction(
-        objective.reference == "adapter" and spec.adapter.type == "none",
-        ("objective.reference", "adapter.type"),
-        "'adapter' disables the adapter for the reference, but adapter.type is 'none'; set adapter.type to 'lora', or "
-        "objective.reference to 'precomputed'",
-    )
-    yield from (
-        Contradiction(
-            objective.reference == "adapter" and spec.adapter.type == "lora" and bool(getattr(spec.adapter, field)),
-            ("objective.reference", f"adapter.{field}"),
-            f"'adapter' takes the model without its adapter for the reference, but adapter.{field} makes that another "
-            "model than the initial one; set objective.reference to 'precomputed'",
-        )
-        for field in ("modules_to_save", "init_from")
-    )
-    yield Contradiction(
-        spec.parallel.type == "deepspeed"
-        and spec.parallel.stage == 3
-        and spec.adapter.type != "none"
-        and spec.training.gradient_checkpointing == "per_op",
-        ("training.gradient_checkpointing", "parallel.stage", "adapter.type", "objective.type"),
-        "'per_op' does not work with parallel.stage 3 and an adapter: objective.type 'dpo' leaves frozen weights "
-        "gathered after the reference's forward pass, so that the recomputed pass differs; set "
-        "training.gradient_checkpointing to 'full' or 'selective', or parallel.type to 'fsdp'",
-    )
-    yield Contradiction(
-        objective.loss == "ipo" and objective.label_smoothing > 0,
-        ("objective.label_smoothing", "objective.loss"),
-        "set, but objective.loss 'ipo' has none; leave objective.label_smoothing out, or set objective.loss to "
-        "'sigmoid'",
     )
 
 

@@ -215,7 +215,7 @@ class Data(Reading):
         None,
         description="Which tokens carry loss: `completions` (all turns of the assistant), `last_turn` (its last one), "
         "`all` tokens, or the messages of a list of roles, such as `[assistant, tool]`. By default `all` under "
-        "`pretrain`, `completions` under `sft` and `distill`, both answers under `dpo`. The assistant's messages with "
+        "`pretrain`, `completions` under `sft` and `distill`, both answers of a pair. The assistant's messages with "
         "`weight: 0` carry none.",
     )
     sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Arguments, Number, ObjectName, Section, Text
+from strata_platform.spec.fields import Arguments, Number, ObjectName, Section, Text, number
 
 
 class Pretrain(Section):
@@ -21,6 +21,20 @@ class Sft(Section):
     type: Literal["sft"] = Field("sft", description="Loss on completions and assistant turns.")
 
 
+Reference = Literal["auto", "precomputed", "adapter"]
+_REFERENCE = (
+    "Where the reference model's log-probabilities come from: `precomputed` in one pass before training, or `adapter`, "
+    "a forward pass with the adapter disabled in every step. `auto` takes the adapter if there is one, without "
+    "`modules_to_save` and `init_from`."
+)
+_SMOOTHING = "Assumed share of pairs with swapped labels"
+
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop",
+]  # fmt: skip
+
+
 class Dpo(Section):
     """Direct preference optimization: raise the likelihood of the chosen answer over the rejected one.
 
@@ -30,21 +44,50 @@ class Dpo(Section):
 
     type: Literal["dpo"] = Field("dpo", description="Prefer one of two answers.")
     beta: Number = Field(0.1, gt=0, le=1e3, description="Scale of the rewards.")
-    loss: Literal["sigmoid", "ipo"] = Field(
+    loss: DpoLoss = Field(
         "sigmoid",
         description="`sigmoid` of the difference of rewards (DPO); `ipo` regresses the difference of "
         "log-probabilities per token to `1 / (2 beta)`, which prevents overfitting where one answer "
-        "always wins.",
+        "always wins. The page Preference tuning has the formulas of all.",
     )
     label_smoothing: Number = Field(
-        0.0, ge=0, lt=0.5, description="Assumed share of pairs with swapped labels, for `sigmoid`."
+        0.0, ge=0, lt=0.5, description=f"{_SMOOTHING}, for `sigmoid`, `robust` and `exo_pair`."
     )
-    reference: Literal["auto", "precomputed", "adapter"] = Field(
-        "auto",
-        description="Where the reference model's log-probabilities come from: `precomputed` in one pass before "
-        "training, or `adapter`, a forward pass with the adapter disabled in every step. `auto` takes the "
-        "adapter if there is one, without `modules_to_save` and `init_from`.",
+    discopop_tau: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
+        None, description="Temperature of the mixture of losses in `discopop`; by default 0.05."
     )
+    reference: Reference = Field("auto", description=_REFERENCE)
+
+
+class Orpo(Section):
+    """Odds-ratio preference optimization: learn the chosen answer, and make its odds larger than the rejected one's.
+
+    It has no reference model.
+    """
+
+    type: Literal["orpo"] = Field("orpo", description="Learn one answer, avoid the other.")
+    beta: Number = Field(0.1, gt=0, le=1e3, description="Weight of the odds ratio; the paper's lambda.")
+
+
+class Simpo(Section):
+    """Simple preference optimization: the mean log-probability of an answer's tokens is its reward.
+
+    It has no reference model.
+    """
+
+    type: Literal["simpo"] = Field("simpo", description="Prefer one of two answers, without a reference.")
+    beta: Number = Field(2.0, gt=0, le=1e3, description="Scale of the rewards.")
+    gamma: Number = Field(0.5, ge=0, le=1e3, description="Margin by which the chosen answer's reward should be larger.")
+    label_smoothing: Number = Field(0.0, ge=0, lt=0.5, description=f"{_SMOOTHING}.")
+
+
+class Cpo(Section):
+    """Contrastive preference optimization: DPO without a reference model, plus cross entropy of the chosen answer."""
+
+    type: Literal["cpo"] = Field("cpo", description="Prefer one of two answers, and learn it.")
+    beta: Number = Field(0.1, gt=0, le=1e3, description="Scale of the rewards.")
+    alpha: Number = Field(1.0, ge=0, le=1e3, description="Weight of the chosen answer's cross entropy, per token.")
+    label_smoothing: Number = Field(0.0, ge=0, lt=0.5, description=f"{_SMOOTHING}.")
 
 
 class Distill(Section):
@@ -78,3 +121,11 @@ class Custom(Section):
         description="Tokens that carry loss: `completions` and assistant turns, as for `sft`, or `all`, as for "
         "`pretrain`.",
     )
+
+
+PAIRED = ("dpo", "orpo", "simpo", "cpo")
+"""Objectives that compare the two answers of a pair."""
+WITH_REFERENCE = ("dpo",)
+"""Objectives that compare the model with the one before training."""
+PREFERENCES = PAIRED
+"""Objectives that learn which answers are better."""

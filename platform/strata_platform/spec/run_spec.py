@@ -33,7 +33,7 @@ from strata_platform.spec.fields import (
 )
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
-from strata_platform.spec.objectives import Custom, Distill, Dpo, Pretrain, Sft
+from strata_platform.spec.objectives import PREFERENCES, Cpo, Custom, Distill, Dpo, Orpo, Pretrain, Sft, Simpo
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
 from strata_platform.spec.problems import check
 from strata_platform.spec.training import Optimizer, Schedule, Training
@@ -180,7 +180,7 @@ class Tracking(Section):
     )
 
 
-Objective = Annotated[Pretrain | Sft | Dpo | Distill | Custom, Field(discriminator="type")]
+Objective = Annotated[Pretrain | Sft | Dpo | Orpo | Simpo | Cpo | Distill | Custom, Field(discriminator="type")]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
 
@@ -236,13 +236,13 @@ class RunSpec(Section):
     def peak_lr(self) -> float:
         """`optimizer.lr`, or the default: 2e-3 from scratch, 2e-4 for adapters, 2e-5 for pretrained weights.
 
-        For DPO a twentieth of that: preferences are small differences between answers. For Lion a tenth, because each
+        For preferences a twentieth of that: they are small differences between answers. For Lion a tenth, because each
         of its updates has the size of AdamW's largest. Adafactor's rates are relative to the weights: 1e-2, as in
         PyTorch.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
-        scale = 0.05 if self.objective.type == "dpo" else 1.0
+        scale = 0.05 if self.objective.type in PREFERENCES else 1.0
         if self.optimizer.type == "adafactor":
             return 1e-2 * scale
         if self.optimizer.type == "lion":

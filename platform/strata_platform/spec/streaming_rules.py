@@ -9,13 +9,11 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data
-    from strata_platform.spec.run_spec import Evaluation, Objective
+    from strata_platform.spec.run_spec import Evaluation
     from strata_platform.spec.training import Training
 
 
-def streaming_rules(
-    data: Data, training: Training, objective: Objective, evaluation: Evaluation
-) -> Iterator[Contradiction]:
+def streaming_rules(data: Data, training: Training, evaluation: Evaluation) -> Iterator[Contradiction]:
     """Rules for `data.shuffle`, `data.prepared_url` and `data.streaming`."""
     yield Contradiction(
         data.shuffle != "window" and data.shuffle_window is not None,
@@ -40,12 +38,6 @@ def streaming_rules(
         ("data.streaming", "training.steps"),
         "begins before the rows are counted, so epochs cannot be converted to steps; set training.steps, or "
         "data.streaming to false",
-    )
-    yield Contradiction(
-        data.streaming and objective.type == "dpo",
-        ("data.streaming", "objective.type"),
-        "begins before all rows are prepared, but objective.type 'dpo' reads all pairs first; set data.streaming "
-        "to false",
     )
     yield Contradiction(
         data.streaming and evaluation.every is not None,

@@ -90,8 +90,8 @@ class Optimizer(Section):
     lr: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] | None = Field(
         None,
         description="Peak learning rate; by default 2e-3 from scratch, 2e-5 for a pretrained model, "
-        "2e-4 for an adapter, and a twentieth of that under `dpo`. A tenth for `lion`; 1e-2 for `adafactor`, "
-        "relative to the size of the weights.",
+        "2e-4 for an adapter, and a twentieth of that for preferences, such as `dpo`. A tenth for `lion`; 1e-2 for "
+        "`adafactor`, relative to the size of the weights.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, le=1, description="Added to the denominator.")

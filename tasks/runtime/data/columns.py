@@ -171,8 +171,7 @@ def _missing(data: Data, objective: str, wanted: list[Shape], present: list[str]
     has = f"{', '.join(map(repr, present))}{suggestion(column, present)}"
     if objective == "dpo":
         return (
-            f"objective.type 'dpo' needs pairs of answers, but the data has no column {column!r}, only {has}; set "
-            f"data.{field}"
+            f"the objective needs pairs of answers, but the data has no column {column!r}, only {has}; set data.{field}"
         )
     return f"data.format {data.format!r} needs the column {column!r}, but the data has {has}; set data.{field}"
 

@@ -18,6 +18,7 @@ from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.data import Data
 from strata_platform.spec.model import Model
+from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
@@ -77,10 +78,10 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
     if supports_packing(model):
         return
     why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
-    if spec.objective.type == "dpo":
+    if spec.objective.type in PAIRED:
         raise ValueError(
-            f"objective.type 'dpo' puts both answers of a pair into one row, but model.name {spec.model.name!r} does "
-            f"not support packed rows: {why}; choose a model of another family"
+            f"objective.type {spec.objective.type!r} puts both answers of a pair into one row, but model.name "
+            f"{spec.model.name!r} does not support packed rows: {why}; choose a model of another family"
         )
     raise ValueError(
         f"data.packing is true, but model.name {spec.model.name!r} does not support packed rows: {why}; set "
@@ -90,7 +91,7 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
 
 def _shares_rows(data: Data, objective: Objective) -> bool:
     """Whether a row holds several sequences."""
-    return data.packing or objective.type == "dpo"
+    return data.packing or objective.type in PAIRED
 
 
 def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from strata_platform.spec import RunSpec
 from strata_platform.spec import objectives as settings
 from tasks.runtime.models.build import has_router_loss
+from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
+from tasks.runtime.objectives.orpo import Orpo
+from tasks.runtime.objectives.simpo import Simpo
 
 __all__ = [
     "Custom",
@@ -29,6 +32,12 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
     match spec.objective:
         case settings.Dpo():
             return Dpo(spec.objective, spec.adapter, fused=fused)
+        case settings.Orpo():
+            return Orpo(spec.objective, fused=fused)
+        case settings.Simpo():
+            return Simpo(spec.objective, fused=fused)
+        case settings.Cpo():
+            return Cpo(spec.objective, fused=fused)
         case settings.Distill():
             return Distill(spec, fused=fused)
         case settings.Custom():

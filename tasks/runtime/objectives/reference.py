@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset
+from strata_platform.spec.model import Lora
+from strata_platform.spec.run_spec import Adapter
+from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.objectives.objective import ObjectiveContext
@@ -24,6 +27,31 @@ log = logging.getLogger(__name__)
 
 # Sums of log-probabilities for each answer of a batch, in order; the values after them are ignored: [D].
 Score = Callable[[Batch], Tensor]
+
+
+def disables_adapter(reference: str, adapter: Adapter) -> bool:
+    """Whether the reference is the model with its adapter disabled. `reference`: of the objective's settings."""
+    is_reference = isinstance(adapter, Lora) and adapter.starts_from_base
+    return is_reference and reference != "precomputed"
+
+
+def with_initial_log_probs(context: ObjectiveContext, score: Score) -> PreparedData:
+    """Add the log-probabilities of the model before training to all rows that training reads. A collective."""
+    data = with_reference_log_probs(context, score)
+    if context.spec.evaluation.every is None:
+        return data
+    return with_reference_log_probs(replace(context, data=data), score, split="validation")
+
+
+def with_validation_log_probs(data: PreparedData, spec: RunSpec, score: Score) -> PreparedData:
+    """Add log-probabilities to the validation rows that evaluation reads; drop the other rows. For one process."""
+    rows, size = data.validation, spec.training.micro_batch_size
+    limit = spec.evaluation.max_batches
+    # With several sources, evaluation reads the first rows of each.
+    read = len(rows) if limit is None or data.manifest.sources else min(len(rows), size * limit)
+    found = score_rows(rows, read, score, Processes(), size, collator(spec.model.attention))
+    assert found is not None
+    return data.with_reference_log_probs(validation=found)
 
 
 def with_reference_log_probs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -31,3 +32,14 @@ def token_losses(model: nn.Module, batch: Batch, *, fused: bool, max_targets: in
     output: Any = model(**model_inputs(batch), head_loss=losses)
     result: Tensor = output.loss
     return result
+
+
+@torch.no_grad()
+def frozen_log_probs(model: nn.Module, batch: Batch, *, fused: bool, max_targets: int | None = None) -> Tensor:
+    """Log-probability of the label that each position predicts, without gradients and dropout: [B, T], fp32."""
+    training = model.training
+    model.eval()
+    try:
+        return -token_losses(model, batch, fused=fused, max_targets=max_targets)
+    finally:
+        model.train(training)

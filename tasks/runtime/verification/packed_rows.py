@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from strata_platform.spec.objectives import PAIRED
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.objectives.objective import next_labels
 from tasks.runtime.objectives.token_losses import token_losses
@@ -21,7 +22,7 @@ _ROUNDINGS = 16
 
 def does_not_apply(subject: Subject) -> str | None:
     """Why the check does not apply, or None."""
-    if not (subject.spec.data.packing or subject.spec.objective.type == "dpo"):
+    if not (subject.spec.data.packing or subject.spec.objective.type in PAIRED):
         return "data.packing is false: no two documents share a row"
     if _shared_row(subject) is None:
         return "no row of the sample holds two documents with targets; raise data.sequence_length to pack any"

@@ -235,6 +235,27 @@ def test_a_long_value_is_shortened():
         ),
         ({"data": {"format": "preference", "source": "a.jsonl"}}, "data.format", "objective.type 'sft'"),
         ({"objective": {"type": "dpo"}}, "data.source", "objective.type 'dpo' needs"),
+        ({"objective": {"type": "orpo"}}, "data.source", "objective.type 'orpo' needs"),
+        (
+            {"objective": {"type": "simpo"}, "data": {"source": "a.jsonl", "format": "chat"}},
+            "data.format",
+            "objective.type 'simpo', which needs format 'preference'",
+        ),
+        (
+            {"objective": {"type": "dpo", "loss": "apo_zero", "label_smoothing": 0.1}, "data": {"source": "a.jsonl"}},
+            "objective.label_smoothing",
+            "set objective.loss to 'sigmoid' or 'exo_pair' or 'robust'",
+        ),
+        (
+            {"objective": {"type": "dpo", "loss": "exo_pair"}, "data": {"source": "a.jsonl"}},
+            "objective.label_smoothing",
+            "set it to 0.001",
+        ),
+        (
+            {"objective": {"type": "dpo", "discopop_tau": 0.1}, "data": {"source": "a.jsonl"}},
+            "objective.discopop_tau",
+            "objective.loss 'sigmoid' has none",
+        ),
         (
             {"objective": {"type": "dpo"}, "data": {"source": "a.jsonl", "format": "chat"}},
             "data.format",

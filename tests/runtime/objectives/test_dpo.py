@@ -1,24 +1,22 @@
 """DPO: the loss against a plain derivation in fp64, whatever the packing, the head and the source of the reference."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, logsigmoid
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn.functional import logsigmoid
 
-from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import collate, collate_flat
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.models.lora import add_adapter, without_adapter
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.reference import reference_file, score_rows
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.run_folder.folder import data_folder
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs
+from tests.runtime.helpers.small_answers import answers_of, data_of, log_prob, small_model
 
 PAIRS = ALL[:12]
 
@@ -34,11 +32,6 @@ def make_spec(folder, objective=None, **changes):
     )
 
 
-def data_of(spec):
-    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-    return prepare(recipe, data_folder(spec.output, recipe), report=print)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dpo")
@@ -52,39 +45,6 @@ def rows(folder):
     train = data_of(make_spec(folder)).train
     assert 3 < len(train) < len(PAIRS) - 2
     return [train[index] for index in range(len(train))]
-
-
-def small_model(moved=0.0):
-    """The same each time, or `moved` by some training."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, use_cache=False, attn_implementation="sdpa",
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += moved * torch.randn(parameter.shape)
-    return model
-
-
-def answers_of(rows):
-    """Token ids and labels of each answer, the chosen and the rejected one in turn."""
-    found = []
-    for row in rows:
-        starts = [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), row["input_ids"].numel()]
-        found += [
-            (row["input_ids"][begin:end], row["labels"][begin:end])
-            for begin, end in pairwise(starts)
-            if row["sides"][begin] != 0
-        ]
-    return found
-
-
-def log_prob(model, ids, labels):
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    return -cross_entropy(logits, labels[1:], reduction="sum")
 
 
 def derived(policy, reference, rows, settings):

@@ -1,0 +1,123 @@
+"""Rules of the objectives that learn which answers are better, and of the rows that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, get_args
+
+from strata_platform.spec.data import BUILTIN_SOURCES
+from strata_platform.spec.objectives import PAIRED, PREFERENCES, WITH_REFERENCE, Dpo, DpoLoss
+from strata_platform.spec.problems import Contradiction
+
+if TYPE_CHECKING:
+    from strata_platform.spec.data import Data, Reading
+    from strata_platform.spec.run_spec import Objective, RunSpec
+
+_PAIR_FORMATS = ("preference", "preference_chat")
+# Losses of `dpo` that read `label_smoothing`.
+_SMOOTHED = ("sigmoid", "robust", "exo_pair")
+
+
+def preference_rules(spec: RunSpec) -> Iterator[Contradiction]:
+    """Every rule, broken or not."""
+    yield from _data(spec.objective, spec.data)
+    for index, source in enumerate(spec.data.sources):
+        yield from _rows(spec.objective, source, f"data.sources[{index}]")
+    if not spec.data.sources:
+        yield from _rows(spec.objective, spec.data, "data")
+    yield from _reference(spec)
+    if isinstance(spec.objective, Dpo):
+        yield from _losses(spec.objective)
+
+
+def _data(objective: Objective, data: Data) -> Iterator[Contradiction]:
+    kind = objective.type
+    compared = "both answers" if kind in PAIRED else "whole answers"
+    yield Contradiction(
+        kind in PREFERENCES and data.train_on is not None,
+        ("data.train_on", "objective.type"),
+        f"set, but objective.type '{kind}' compares {compared} and nothing else; leave data.train_on out",
+    )
+    yield Contradiction(
+        data.streaming and kind in WITH_REFERENCE,
+        ("data.streaming", "objective.type"),
+        f"begins before all rows are prepared, but objective.type '{kind}' reads all "
+        f"{'pairs' if kind in PAIRED else 'rows'} first; set data.streaming to false",
+    )
+
+
+def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradiction]:
+    """Rules for the rows that an objective needs, of one source."""
+    name, format, kind = source.source, source.format, objective.type
+    paired = kind in PAIRED
+    yield Contradiction(
+        (format in _PAIR_FORMATS) != paired and format != "auto",
+        (f"{path}.format", "objective.type"),
+        f"'{format}' does not fit objective.type '{kind}', which needs format 'preference', pairs of answers; set "
+        f"{path}.format to 'auto', or another objective.type"
+        if paired
+        else f"'{format}' does not fit objective.type '{kind}': only {', '.join(map(repr, PAIRED))} read pairs of "
+        f"answers; set {path}.format to 'auto', or another objective.type",
+    )
+    yield Contradiction(
+        paired and source.template is not None,
+        (f"{path}.template", "objective.type"),
+        f"renders the prompt of one answer, but objective.type '{kind}' compares two; leave it out",
+    )
+    yield Contradiction(
+        paired and name in BUILTIN_SOURCES,
+        (f"{path}.source", "objective.type"),
+        f"'{name}' has no pairs of answers, which objective.type '{kind}' needs; set {path}.source to a Hub data set "
+        "or to files with the columns prompt, chosen and rejected",
+    )
+
+
+def _reference(spec: RunSpec) -> Iterator[Contradiction]:
+    reference = getattr(spec.objective, "reference", None)
+    yield Contradiction(
+        reference == "adapter" and spec.adapter.type == "none",
+        ("objective.reference", "adapter.type"),
+        "'adapter' disables the adapter for the reference, but adapter.type is 'none'; set adapter.type to 'lora', or "
+        "objective.reference to 'precomputed'",
+    )
+    yield from (
+        Contradiction(
+            reference == "adapter" and spec.adapter.type == "lora" and bool(getattr(spec.adapter, field)),
+            ("objective.reference", f"adapter.{field}"),
+            f"'adapter' takes the model without its adapter for the reference, but adapter.{field} makes that another "
+            "model than the initial one; set objective.reference to 'precomputed'",
+        )
+        for field in ("modules_to_save", "init_from")
+    )
+    yield Contradiction(
+        reference is not None
+        and spec.parallel.type == "deepspeed"
+        and spec.parallel.stage == 3
+        and spec.adapter.type != "none"
+        and spec.training.gradient_checkpointing == "per_op",
+        ("training.gradient_checkpointing", "parallel.stage", "adapter.type", "objective.type"),
+        f"'per_op' does not work with parallel.stage 3 and an adapter: objective.type '{spec.objective.type}' leaves "
+        "frozen weights gathered after the reference's forward pass, so that the recomputed pass differs; set "
+        "training.gradient_checkpointing to 'full' or 'selective', or parallel.type to 'fsdp'",
+    )
+
+
+def _losses(objective: Dpo) -> Iterator[Contradiction]:
+    loss, others = objective.loss, [name for name in get_args(DpoLoss) if name in _SMOOTHED]
+    yield Contradiction(
+        objective.label_smoothing > 0 and loss not in _SMOOTHED,
+        ("objective.label_smoothing", "objective.loss"),
+        f"set, but objective.loss '{loss}' has none; leave objective.label_smoothing out, or set objective.loss to "
+        f"{' or '.join(map(repr, others))}",
+    )
+    yield Contradiction(
+        loss == "exo_pair" and objective.label_smoothing == 0,
+        ("objective.label_smoothing", "objective.loss"),
+        "0, but objective.loss 'exo_pair' takes its logarithm; set it to 0.001, as its authors do",
+    )
+    yield Contradiction(
+        objective.discopop_tau is not None and loss != "discopop",
+        ("objective.discopop_tau", "objective.loss"),
+        f"set, but objective.loss '{loss}' has none; leave objective.discopop_tau out, or set objective.loss to "
+        "'discopop'",
+    )

@@ -1,0 +1,40 @@
+"""`orpo`: learn the chosen of two answers, and make its odds larger than the rejected one's, without a reference.
+
+The formulas are those of `preference_losses`. Both terms are means over pairs, and the first is the cross entropy per
+token of the answer, as in the paper; TRL's covers the prompt, too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from strata_platform.spec.objectives import Orpo as Settings
+from tasks.runtime.objectives.pairs import PairObjective
+from tasks.runtime.objectives.preference_losses import Pairs, log_odds
+
+
+class Orpo(PairObjective):
+    """Cross entropy of the chosen answer and the log odds ratio, averaged over pairs."""
+
+    def __init__(self, settings: Settings, *, fused: bool) -> None:
+        super().__init__(fused=fused)
+        self._beta = settings.beta
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """The loss of each pair."""
+        return -pairs.per_token()[0] - self._beta * logsigmoid(_log_odds_ratio(pairs))
+
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """`beta` times the log-probability per token."""
+        chosen, rejected = pairs.per_token()
+        return self._beta * chosen, self._beta * rejected
+
+    def metrics(self, pairs: Pairs) -> dict[str, Tensor]:
+        """The two parts of the loss."""
+        return {"next_token_loss": -pairs.per_token()[0], "log_odds_ratio": _log_odds_ratio(pairs)}
+
+
+def _log_odds_ratio(pairs: Pairs) -> Tensor:
+    chosen, rejected = map(log_odds, pairs.per_token())
+    return chosen - rejected

@@ -1,0 +1,30 @@
+"""`simpo`: prefer one answer by its log-probability per token, without a reference.
+
+The formula is that of `preference_losses`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from strata_platform.spec.objectives import Simpo as Settings
+from tasks.runtime.objectives.pairs import PairObjective
+from tasks.runtime.objectives.preference_losses import Pairs, smoothed
+
+
+class Simpo(PairObjective):
+    """The SimPO loss, averaged over pairs."""
+
+    def __init__(self, settings: Settings, *, fused: bool) -> None:
+        super().__init__(fused=fused)
+        self._settings, self._beta = settings, settings.beta
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """The loss of each pair."""
+        chosen, rejected = self.rewards(pairs)
+        return smoothed(chosen - rejected - self._settings.gamma, self._settings.label_smoothing)
+
+    def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """`beta` times the log-probability per token."""
+        chosen, rejected = pairs.per_token()
+        return self._beta * chosen, self._beta * rejected
