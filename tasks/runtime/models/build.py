@@ -37,6 +37,8 @@ from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained, readable
+from tasks.runtime.models.recurrent_layers import isolate_sequences
+from tasks.runtime.models.sequence_masks import mask_sequences
 from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
@@ -180,7 +182,14 @@ def build_model(
             _resize_embeddings(model, load_config(settings).get_text_config().vocab_size, seed)
     model.config.use_cache = False  # no cache in training; generation asks for its own
     _reset_unused_settings(model.generation_config)
+    support_packed_rows(model)
     return model
+
+
+def support_packed_rows(model: PreTrainedModel) -> None:
+    """Make `model` keep the sequences of a packed row apart where its family does not. Changes it in place."""
+    isolate_sequences(model)
+    mask_sequences(model)
 
 
 def _freeze_as_the_class_does(model: PreTrainedModel) -> None:
@@ -243,6 +252,7 @@ def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str)
         )
     model.config.use_cache = False
     model.tie_weights()
+    support_packed_rows(model)
     return model
 
 

@@ -1,7 +1,8 @@
 """Whether a model supports packed rows, and how many positions it has learned.
 
 In a packed row, each sequence starts again at position 0; nothing else marks its start. Attention in transformers
-honors that. State-space layers, convolutions and a few families with their own masks do not.
+honors that. Recurrent layers and the masks of a few families do not by themselves; `build.support_packed_rows` makes
+them. What is left, such as positions that a family computes itself, is found by a probe and rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
-from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config
+from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
+from tasks.runtime.models.recurrent_layers import recurrent_layers
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,12 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
     """Raises ValueError if rows hold several sequences and `model` mixes them. Skips a model on the meta device."""
     if not _shares_rows(spec.data, spec.objective) or model.config.model_type in SUPPORTS_PACKING or is_on_meta(model):
         return
+    recurrent = {type(layer).__name__ for layer in recurrent_layers(model).values()}
+    if recurrent and spec.training.compile:
+        raise ValueError(
+            f"training.compile: {', '.join(sorted(recurrent))} of model.name {spec.model.name!r} gets each sequence of "
+            "a packed row by itself, so its sizes differ from batch to batch; set training.compile to false"
+        )
     if supports_packing(model):
         return
     why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
@@ -115,6 +123,7 @@ def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
             # A pass finds sizes that do not fit together.
             model(input_ids=torch.zeros(1, _FIRST + _SECOND, dtype=torch.int64), use_cache=False)
+        support_packed_rows(model)
     # Configurations have rules of their own, and their models any kind of error.
     except Exception as error:
         log.debug("no small model of %s: %s", config.model_type, error)
@@ -141,7 +150,7 @@ def supports_packing(model: PreTrainedModel) -> bool:
         choose_attention("auto", model.config) if attention.startswith("flash") else attention
     )
     try:
-        states = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False)[0][:, _FIRST:]
+        states = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, _FIRST:]
         weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)
         (gradient,) = torch.autograd.grad((states * weights).sum(), embedded)
     finally:

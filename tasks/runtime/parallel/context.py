@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import context_chunks
+from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import load_config
 from tasks.runtime.models.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
 from tasks.runtime.parallel.collectives import AllGather, Group
@@ -41,6 +42,8 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
     """The operation of the model that needs more of a row than the keys and values of attention; None if there
     is none.
     """
+    # A multimodal model has its text configuration in a part of its own.
+    config = config.get_text_config()
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"} or any(
         name.startswith(("mamba", "linear_attn", "ssm")) for name in config.to_dict()
     ):
@@ -48,6 +51,8 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
     reason = unsupported_reason(config)
     if reason is not None:
         return reason
+    if choose_attention("auto", config) != "sdpa":
+        return "has attention that PyTorch's sdpa does not compute"
     rope = getattr(config, "rope_parameters", None) or {}
     # One set for all layers, or one for each layer type.
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

@@ -44,6 +44,8 @@ def configure_logging() -> None:
         # In a file, every update of a progress bar is a line. Libraries read these when they are imported.
         for variable in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
             os.environ.setdefault(variable, "1")
+    # The log of a run names missing kernels of recurrent layers once, with their price.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     # Libraries import bitsandbytes where it is installed, and it looks for a package that the folder kernels/ hides.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

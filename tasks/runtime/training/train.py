@@ -48,6 +48,7 @@ from tasks.runtime.models.pissa import (
     set_initial_matrices,
 )
 from tasks.runtime.models.quantization import quantize_linear_layers
+from tasks.runtime.models.recurrent_layers import missing_fast_paths, recurrent_layers
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
@@ -423,6 +424,11 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
     if step.varlen:
         log.info("attention: varlen, without masks")
+    if recurrent := recurrent_layers(model):
+        missing = missing_fast_paths(model)
+        slow = f"; without {' and '.join(missing)}, PyTorch computes them, many times slower" if missing else ""
+        names = ", ".join(sorted({type(layer).__name__ for layer in recurrent.values()}))
+        log.log(logging.WARNING if missing else logging.INFO, "recurrent layers: %d %s%s", len(recurrent), names, slow)
     unfused = patched is not None and not patched.replaced
     log.log(logging.WARNING if unfused else logging.INFO, "kernels: %s", patched.summary() if patched else "off")
     log.info(

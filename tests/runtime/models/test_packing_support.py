@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     DeepseekV3Config,
     GPT2Config,
     GptOssConfig,
@@ -39,9 +40,9 @@ from tests.runtime.helpers.train_only import train_spec
 GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=48)
 
 
-def mamba():
-    config = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=2, state_size=4)
-    return AutoModelForCausalLM.from_config(config)
+def bloom(vocab_size=512):
+    """Its masks tell positions by the distance of tokens in a row."""
+    return AutoModelForCausalLM.from_config(BloomConfig(vocab_size=vocab_size, hidden_size=32, n_layer=2, n_head=4))
 
 
 @pytest.mark.parametrize("family", sorted(SUPPORTS_PACKING))
@@ -51,24 +52,25 @@ def test_families_that_are_not_probed_keep_texts_apart(family):
 
 def test_a_family_of_the_kernel_layer_that_does_not_is_probed():
     model = build("falcon_h1").train()
+    # Built without `support_packed_rows`.
     assert not supports_packing(model)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_state_that_goes_on_is_refused_where_rows_are_shared():
-    packed = RunSpec.model_validate({"model": {"name": "org/mamba"}, "kernels": {"enabled": False}})
+def test_a_model_that_mixes_sequences_is_refused_where_rows_are_shared():
+    packed = RunSpec.model_validate({"model": {"name": "org/bloom"}, "kernels": {"enabled": False}})
     with pytest.raises(
-        ValueError, match=r"data\.packing is true.*'org/mamba'.*MambaForCausalLM mixes the sequences.*false"
+        ValueError, match=r"data\.packing is true.*'org/bloom'.*BloomForCausalLM mixes the sequences.*false"
     ):
-        require_packing_support(mamba(), packed)
+        require_packing_support(bloom(), packed)
     alone = RunSpec.model_validate({**packed.model_dump(), "data": {"packing": False}})
-    require_packing_support(mamba(), alone)
+    require_packing_support(bloom(), alone)
     pairs = {
         "objective": {"type": "dpo", "reference": "precomputed"},
         "data": {"packing": False, "source": "rows.jsonl"},
     }
     with pytest.raises(ValueError, match=r"objective\.type 'dpo' puts both answers.*another family"):
-        require_packing_support(mamba(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
+        require_packing_support(bloom(), RunSpec.model_validate({**packed.model_dump(), **pairs}))
 
 
 @pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora", "quantization": "nf4"}], ids=["whole", "nf4"])
@@ -76,8 +78,7 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path, adapter):
     if adapter["type"] == "lora":
         pytest.importorskip("bitsandbytes")
     folder = save_pretrained(tmp_path / "model")
-    config = MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, state_size=4)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    bloom(4096).save_pretrained(folder)
     spec = {
         "model": {"name": str(folder), "attention": "eager"},
         "kernels": {"enabled": False},
@@ -88,12 +89,19 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path, adapter):
         train_spec(RunSpec.model_validate({**spec, **few, "adapter": adapter}))
 
 
+def test_layers_of_other_sizes_in_each_batch_are_not_compiled(tmp_path):
+    """A graph has fixed sizes; sequences of a packed row have not."""
+    spec = {"model": folder_of(tmp_path, Qwen3NextConfig()), "training": {"compile": True}}
+    with pytest.raises(ValueError, match=r"training\.compile: Qwen3NextGatedDeltaNet of .* set .* to false"):
+        require_planned_packing_support(RunSpec.model_validate(spec))
+
+
 def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
-    mamba().save_pretrained(tmp_path / "mamba")
-    teacher = {"type": "distill", "teacher": str(tmp_path / "mamba")}
+    bloom().save_pretrained(tmp_path / "bloom")
+    teacher = {"type": "distill", "teacher": str(tmp_path / "bloom")}
     spec = RunSpec.model_validate({"objective": teacher, "model": {"attention": "eager"}})
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer([""]), manifest=SimpleNamespace(largest_token_id=9))
-    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/mamba'"):
+    with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/bloom'"):
         build_objective(spec, fused=False).prepare(SimpleNamespace(processes=Processes(), data=data))
 
 
@@ -131,9 +139,10 @@ def folder_of(tmp_path, config):
 @pytest.mark.parametrize(
     ("config", "packing"),
     [
-        (GptOssConfig(), False),
-        (Qwen3NextConfig(), False),
-        (MambaConfig(), False),
+        (BloomConfig(), False),
+        (GptOssConfig(), True),
+        (Qwen3NextConfig(), True),
+        (MambaConfig(), True),
         (GraniteMoeConfig(), True),
         (DeepseekV3Config(), True),
     ],
