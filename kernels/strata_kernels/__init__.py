@@ -15,6 +15,7 @@ from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.experts.experts import experts
+from .ops.experts.experts_arguments import LowRank
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LossAndPredictions",
+    "LowRank",
     "PatchReport",
     "Rounding",
     "Shard",

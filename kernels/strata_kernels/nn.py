@@ -17,7 +17,8 @@ from .ops.activation.relu_squared import relu_squared
 from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.cross_entropy import cross_entropy
 from .ops.cross_entropy.reduction import Reduction
-from .ops.experts.experts import Function, Gate, experts
+from .ops.experts.experts import experts
+from .ops.experts.experts_arguments import Function, Gate
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import Cast, add_rms_norm, rms_norm

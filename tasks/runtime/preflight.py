@@ -96,6 +96,13 @@ CHECKS = (
         "the model's class supports model.attention",
     ),
     Check(
+        "adapter",
+        ("plan", "launch"),
+        "models.lora:require_adapter",
+        ("spec",),
+        "the model has what the adapter names, and PEFT can read it if export.formats has 'adapter'",
+    ),
+    Check(
         "packed rows",
         ("plan", "launch"),
         "models.packing_support:require_planned_packing_support",

@@ -20,7 +20,7 @@ FILES = {
     ],
     "rotary": ["test_rope.py", "test_qk_norm_rope.py"],
     "activations": ["test_swiglu.py", "test_geglu.py", "test_relu_squared.py", "test_activation_linear.py"],
-    "experts": ["test_experts.py"],
+    "experts": ["test_experts.py", "test_experts_adapters.py"],
     "optimizer": ["test_adamw.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
     "layouts": ["test_layouts.py"],

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.experts.experts import Gate
-from .forwards import experts_forward
+from ..ops.experts.experts_arguments import Gate
+from .experts_forward import experts_forward
 from .small_copy import WIDTH, NotEqual, copy_of, is_equal, seeded
 from .structure import activation_function, original_class
 from .table import Experts

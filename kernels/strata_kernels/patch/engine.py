@@ -18,16 +18,16 @@ from typing import Any
 from torch import nn
 
 from .discover import Found, discover
+from .experts_forward import experts_adapter_forward, experts_forward
 from .forwards import (
     causal_lm_forward,
-    experts_forward,
     mlp_forward,
     norm_forward,
     with_parameters_of,
     with_rope,
 )
 from .structure import activation_options, activations_of, is_hooked, is_own, linear_head, original_class, unwrap
-from .table import OPERATORS, ROWS, Experts, Head, Mlp, Norm, Recipe, Rope, Row
+from .table import OPERATORS, ROWS, Experts, ExpertsAdapter, Head, Mlp, Norm, Recipe, Rope, Row
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
         for _, module, recipe in modules:
             cls: Any = type(module)
             module.__class__ = _patched(cls, recipe)
+    _patch_adapters(base, {id(module): recipe for _, module, recipe in replacements.get("experts", [])})
     return PatchReport(
         model_type=model_type,
         replaced={name: tuple(path or "(model)" for path, *_ in modules) for name, modules in replacements.items()},
@@ -129,6 +130,18 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
         kept={name: tuple(reasons) for name, reasons in kept.items()},
         by_structure=row is None,
     )
+
+
+def _patch_adapters(model: nn.Module, experts: dict[int, Recipe]) -> None:
+    """Patch PEFT's wrappers of a weight of patched `experts`, by id, to pass on their factors."""
+    for module in model.modules():
+        if not type(module).__module__.startswith("peft.") or not hasattr(module, "parameter_name"):
+            continue
+        wrapper: Any = module
+        recipe = experts.get(id(wrapper.get_base_layer()))
+        if isinstance(recipe, Experts) and wrapper.parameter_name in (recipe.gate_up, recipe.down):
+            cls: Any = type(module)
+            module.__class__ = _patched(cls, ExpertsAdapter())
 
 
 def unpatch_model(model: nn.Module) -> None:
@@ -246,6 +259,8 @@ def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
             return with_parameters_of(cls.forward, mlp_forward(recipe))
         case Experts():
             return with_parameters_of(cls.forward, experts_forward(cls.forward, recipe))
+        case ExpertsAdapter():
+            return experts_adapter_forward(cls.forward)
         case Rope():
             return with_rope(cls.forward, recipe)
         case Head():

@@ -16,15 +16,14 @@ from torch import Tensor
 from ..ops.activation.geglu import geglu, geglu_packed
 from ..ops.activation.relu_squared import relu_squared
 from ..ops.activation.swiglu import swiglu, swiglu_packed
-from ..ops.experts.experts import experts
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
 from ..ops.norm.layer_norm import layer_norm
 from ..ops.norm.rms_norm import rms_norm
 from ..ops.rotary.heads import Layout
 from ..ops.rotary.rope import rope
-from .structure import activate_and_project, activation_function, activation_options, linear_head
-from .table import Experts, Head, Mlp, Norm, Rope
+from .structure import activate_and_project, activation_options, linear_head
+from .table import Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
 # What callers pass on to the loss alone.
@@ -77,40 +76,9 @@ def mlp_forward(mlp: Mlp) -> Forward:
     return forward
 
 
-def experts_forward(original: Forward, recipe: Experts) -> Forward:
-    """The weighted sum of a token's experts; the family's own code where a strategy has split the weights."""
-
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights = [getattr(self, recipe.gate_up), getattr(self, recipe.down)]
-        biases = [getattr(self, f"{name}_bias", None) for name in (recipe.gate_up, recipe.down)]
-        if any(is_dtensor(w) for w in weights):
-            own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
-            return own
-        dtype = _product_dtype(hidden_states, weights[0])
-        gate_up, down = ((w.transpose(1, 2) if recipe.transposed else w).to(dtype) for w in weights)
-        gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in biases)
-        y = experts(
-            hidden_states.to(dtype), gate_up, down, top_k_index, top_k_weights,
-            gate_up_bias=gate_up_bias, down_bias=down_bias,
-            activation="silu" if recipe.activation is None else activation_function(getattr(self, recipe.activation)),
-            gate=recipe.gate, alpha=recipe.alpha, limit=recipe.limit, offset=recipe.offset,
-        )  # fmt: skip
-        return y.to(hidden_states.dtype)
-
-    return forward
-
-
-def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """In which matrix products with `weight` are taken: autocast's dtype where it is on, else that of the weight."""
-    # On meta tensors autocast cannot be asked for, nor be on.
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return weight.dtype
-
-
 def with_parameters_of(original: Forward, forward: Forward) -> Forward:
     """`forward` with the names that `original` gives its arguments, by which a family may pass them."""
-    names, ours = (tuple(inspect.signature(inspect.unwrap(f)).parameters)[1:] for f in (original, forward))
+    names, ours = (_names_of(inspect.unwrap(f))[1:] for f in (original, forward))
     if names == ours:
         return forward
 
@@ -120,6 +88,12 @@ def with_parameters_of(original: Forward, forward: Forward) -> Forward:
         return y
 
     return renamed
+
+
+def _names_of(function: Forward) -> tuple[str, ...]:
+    """Its parameters but those by keyword alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY)
 
 
 def with_rope(original: Forward, rotation: Rope) -> Forward:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.experts.experts import Function
+from ..ops.experts.experts_arguments import Function
 
 # Modules of the decorators in modeling files. Those of the package `kernels` replace a function by a module.
 _DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..ops.experts.experts import Gate
+from ..ops.experts.experts_arguments import Gate
 from ..ops.norm.rms_norm import Cast
 
 # Activations of feed-forward layers; a family has one of them.
@@ -79,6 +79,11 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class ExpertsAdapter:
+    """PEFT's wrapper of experts that adapts one of their weights (`target_parameters`)."""
+
+
+@dataclass(frozen=True)
 class Rope:
     """The functions by which an attention's forward rotates queries and keys, each with the kind of its rotation."""
 
@@ -106,7 +111,7 @@ class Head:
 
 
 # What a patched module computes.
-Recipe = Norm | Mlp | Experts | Rope | Head
+Recipe = Norm | Mlp | Experts | ExpertsAdapter | Rope | Head
 
 
 @dataclass(frozen=True)

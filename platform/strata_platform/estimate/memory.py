@@ -141,7 +141,8 @@ def _rows_and_columns(work: Workload) -> int:
     """Rows and columns of all trained matrices, and elements of vectors: the numbers that Adafactor keeps."""
     shape = work.shape
     if work.lora is not None:
-        return shape.layers * sum(inner + outer + 2 * work.lora.r for inner, outer in shape.linear_layers)
+        experts = sum(rows + columns for rows, columns in work.expert_adapters)
+        return shape.layers * (sum(inner + outer + 2 * work.lora.r for inner, outer in shape.linear_layers) + experts)
     matrices = sum(inner * outer for inner, outer in shape.linear_layers)
     vectors = shape.layers * (shape.layer_parameters - matrices) + shape.hidden
     tables = (1 if shape.tied else 2) * (shape.vocabulary + shape.hidden)
@@ -154,7 +155,8 @@ def _weights_with_8bit_moments(work: Workload) -> int:
     if work.lora:
         # Only LoRA's A has rows of the layer's input size; the rows of B have the rank.
         adapted = [inner for inner, _ in shape.adapted_layers if inner % _MOMENT_BLOCK == 0]
-        return shape.layers * sum(work.lora.r * inner for inner in adapted)
+        experts = sum(rows * columns for rows, columns in work.expert_adapters if columns % _MOMENT_BLOCK == 0)
+        return shape.layers * (sum(work.lora.r * inner for inner in adapted) + experts)
     linear_layers = [(inner, outer) for inner, outer in shape.stored_layers if inner % _MOMENT_BLOCK == 0]
     head = 0 if shape.tied or shape.hidden % _MOMENT_BLOCK else shape.head_parameters
     return shape.layers * sum(inner * outer for inner, outer in linear_layers) + head

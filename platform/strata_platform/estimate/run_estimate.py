@@ -134,6 +134,10 @@ class Estimate:
                     bool(lora.target_modules),
                     "adapter.target_modules: the estimate assumes adapters for all linear layers but the head",
                 ),
+                (
+                    bool(lora.target_parameters),
+                    "adapter.target_parameters: the estimate assumes adapters for all weights of experts",
+                ),
             )
             if used
         )

@@ -131,6 +131,13 @@ class ModelShape:
         """Parameters of LoRA matrices of all linear layers but the head."""
         return self.layers * sum(rank * (a + b) for a, b in self.adapted_layers)
 
+    def expert_adapters(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices that adapt all experts of a layer."""
+        if not self.experts:
+            return ()
+        ranks, inner = self.experts * rank, (self.intermediate - self.shared + self.idle) // self.experts
+        return (ranks, self.hidden), ((1 + self.gated) * inner, ranks), (ranks, inner), (self.hidden, ranks)
+
     def part(self, ways: int) -> ModelShape:
         """The shape of one tensor-parallel shard: its heads, columns and vocabulary at the same hidden size.
 

@@ -50,7 +50,9 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
         # Recomputation stops at the last tensor that the backward pass reads, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
     else:
-        layer_flops += 6 * shape.lora_parameters(work.lora.r) / shape.layers
+        experts = sum(rows * columns for rows, columns in work.expert_adapters)
+        used = shape.active_experts / shape.experts if shape.experts else 0.0
+        layer_flops += 6 * (shape.lora_parameters(work.lora.r) / shape.layers + used * experts)
     head_flops = 2 * shape.head_parameters * (2 if work.lora else 3)
     products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
     attention_rate = gpu.masked if work.masked else gpu.causal

@@ -99,7 +99,16 @@ class Workload:
     @property
     def trained_parameters(self) -> int:
         """Parameters that are trained, before FSDP shards them."""
-        return self.shape.parameters if self.lora is None else self.shape.lora_parameters(self.lora.r)
+        if self.lora is None:
+            return self.shape.parameters
+        experts = self.shape.layers * sum(rows * columns for rows, columns in self.expert_adapters)
+        return self.shape.lora_parameters(self.lora.r) + experts
+
+    @property
+    def expert_adapters(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices that adapt the experts of a layer; empty where those are not adapted."""
+        adapted = self.lora is not None and self.lora.target_parameters
+        return self.shape.expert_adapters(self.lora.r) if self.lora and adapted else ()
 
     @property
     def nf4_weights(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ def adapter_rules(adapter: Adapter, objective: Objective) -> Iterator[Contradict
     """Every rule, broken or not."""
     yield from _quantization(adapter)
     yield from _pissa(adapter, objective)
+    yield from _experts(adapter)
 
 
 def _quantization(adapter: Adapter) -> Iterator[Contradiction]:
@@ -48,3 +49,19 @@ def _pissa(adapter: Adapter, objective: Objective) -> Iterator[Contradiction]:
         f"'adapter' takes the model without its adapter for the reference, but {field} {value} takes a part of the "
         "weights out of it; set objective.reference to 'precomputed'",
     )
+
+
+def _experts(adapter: Adapter) -> Iterator[Contradiction]:
+    if adapter.type != "lora":
+        return
+    for field, off, used in (
+        ("use_dora", "false", adapter.use_dora),
+        ("lora_dropout", "0", adapter.lora_dropout > 0),
+        ("init_lora_weights", "'default'", adapter.is_pissa),
+    ):
+        yield Contradiction(
+            bool(adapter.target_parameters) and used,
+            ("adapter.target_parameters", f"adapter.{field}"),
+            f"adapts experts, and PEFT has no adapter.{field} for them; set adapter.{field} to {off}, or leave "
+            "adapter.target_parameters out",
+        )

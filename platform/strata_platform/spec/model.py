@@ -88,6 +88,11 @@ class Lora(Section):
         description="How the matrices begin: `default` has no effect at first; `pissa` is the principal part of each "
         "weight, which is taken out of it; `pissa_niter_4` and `_16` compute that part roughly, in seconds.",
     )
+    target_parameters: tuple[Text, ...] = Field(
+        (),
+        description="Weights of experts to adapt, by the ends of their names, such as `gate_up_proj` and `down_proj`; "
+        "empty: none. They are no linear layers, so `target_modules` does not reach them.",
+    )
     use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
     modules_to_save: tuple[Text, ...] = Field(
         (),

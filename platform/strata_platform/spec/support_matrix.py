@@ -52,6 +52,7 @@ FEATURES: dict[str, Settings] = {
     "optimizer.paged": {"optimizer": {"paged": True}},
     "optimizer.in_backward": {"optimizer": {"in_backward": True, "max_grad_norm": 0}},
     "adapter.type: lora": {"adapter": {"type": "lora"}},
+    "adapter.target_parameters": {"adapter": {"type": "lora", "target_parameters": ["gate_up_proj", "down_proj"]}},
     "adapter.use_dora": {"adapter": {"type": "lora", "use_dora": True}},
     "adapter.init_lora_weights: pissa": {"adapter": {"type": "lora", "init_lora_weights": "pissa"}},
     "adapter.quantization: nf4": {"adapter": {"type": "lora", "quantization": "nf4"}},

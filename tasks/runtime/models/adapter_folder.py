@@ -46,7 +46,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, True, None),
     "megatron_config": (None,),
     "trainable_token_indices": (None,),
-    "target_parameters": ([], None),
 }
 # Names that an error lists.
 _SHOWN = 3
@@ -119,10 +118,16 @@ def _as_lora(tensors: dict[str, Tensor], initial: dict[str, Tensor]) -> dict[str
 
 
 def _adapted(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all layers that have an adapter."""
+    """The last parts of the names of all linear layers that have an adapter."""
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
-    return sorted({path.rpartition(".")[2] for path, layer in model.named_modules() if isinstance(layer, LoraLayer)})
+    layers = [
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
+    ]
+    return sorted({path.rpartition(".")[2] for path in layers})
 
 
 def file_name(name: str) -> str:
@@ -233,8 +238,8 @@ def _require_same_tensors(found: dict[str, Tensor], wanted: dict[str, tuple[int,
     if any(differences):
         raise ValueError(
             f"adapter.init_from {name!r} does not fit: {'; '.join(filter(None, differences))}. Set "
-            "adapter.target_modules and adapter.modules_to_save as they were for that adapter, and model.name to its "
-            "base model"
+            "adapter.target_modules, adapter.target_parameters and adapter.modules_to_save as they were for that "
+            "adapter, and model.name to its base model"
         )
 
 

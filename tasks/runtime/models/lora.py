@@ -19,8 +19,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from strata_kernels import PatchReport
+from strata_kernels.patch.discover_experts import has_experts
+from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
+from tasks.runtime.models.build import build_model_on_meta
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
@@ -43,19 +47,19 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
         PEFT's view of the same model, or None if `adapter.type` is none.
 
     Raises:
-        ValueError: `adapter.target_modules` names no layer that can have an adapter, or `adapter.modules_to_save` no
-            module.
+        ValueError: `adapter.target_modules` names no layer that can have an adapter, `adapter.target_parameters` no
+            weight of experts, or `adapter.modules_to_save` no module.
     """
     if not isinstance(settings, Lora):
         return None
     from peft.tuners.lora import LoraModel
 
-    _require_targets(model, settings)
-    _require_saved_modules(model, settings)
-    config = lora_config(settings, target_modules=list(settings.target_modules) or "all-linear")
+    _require_names(model, settings)
+    # By their paths: what PEFT calls "all-linear" has experts and routers in it for some mixtures, and not for others.
+    config = lora_config(settings, target_modules=list(settings.target_modules) or list(_linear_layers(model)))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
-    with init_empty_weights(include_buffers=False) if empty else nullcontext():
+    with init_empty_weights(include_buffers=False) if empty else nullcontext(), _renaming_nothing():
         adapted = LoraModel(model, config, "default")
     # PEFT's own `modules_to_save` trains a copy beside the module, which fused operators and tied weights do not know.
     for path, module in saved_modules(model, settings):
@@ -73,7 +77,85 @@ def lora_config(settings: Lora, **options: Any) -> LoraConfig:
     from peft import LoraConfig
 
     own = {"r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"}
-    return LoraConfig(**settings.model_dump(include=own), **options)
+    experts = list(settings.target_parameters) or None
+    return LoraConfig(**settings.model_dump(include=own), target_parameters=experts, **options)
+
+
+def require_adapter(spec: RunSpec) -> None:
+    """Raises ValueError if the adapter names what the model does not have, or PEFT could not read its export.
+
+    Reads no weights.
+    """
+    if not isinstance(spec.adapter, Lora):
+        return
+    model = build_model_on_meta(spec.model)
+    _require_names(model, spec.adapter)
+    renamed = _renamed(model.config.model_type)
+    adapted = {path.rpartition(".")[2] for path in _linear_layers(model) if not spec.adapter.target_modules}
+    adapted |= {name.rpartition(".")[2] for name in spec.adapter.target_modules}
+    if "adapter" in spec.export.formats and (clash := sorted(renamed.keys() & adapted)):
+        raise ValueError(
+            f"export.formats has 'adapter', but in a {model.config.model_type} PEFT takes {', '.join(clash)} for "
+            "experts, not for linear layers, and could not read it; set adapter.target_modules to other layers, such "
+            "as those of the attention, or leave 'adapter' out"
+        )
+
+
+def _renamed(model_type: str) -> dict[str, str]:
+    """What PEFT takes for experts of transformers 4 in mixtures of this type: a name in `target_modules` → today's."""
+    try:
+        from peft.utils import transformers_weight_conversion as peft_names
+
+        family = peft_names._MODEL_TO_CONVERSION_PATTERN.get(model_type, "")
+        found: dict[str, str] = peft_names._MOE_TARGET_MODULE_MAPPING.get(family, {})
+    except (ImportError, AttributeError):
+        # A version that renames nothing.
+        return {}
+    return found
+
+
+@contextmanager
+def _renaming_nothing() -> Iterator[None]:
+    """Within the block, PEFT takes targets by the names that they have."""
+    try:
+        from peft.utils import transformers_weight_conversion as peft_names
+
+        names = peft_names._MOE_TARGET_MODULE_MAPPING
+    except (ImportError, AttributeError):
+        names = {}
+    kept = dict(names)
+    names.clear()
+    try:
+        yield
+    finally:
+        names.update(kept)
+
+
+def expert_weights(model: nn.Module) -> list[str]:
+    """The names of the weights of experts, [E, ...]: parameters of one module for all experts of a layer."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if has_experts(module)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+
+
+def describe_experts(model: nn.Module, settings: Lora, patched: PatchReport | None) -> str | None:
+    """What the adapter does with the experts of `model`, for a line of the log; None without experts."""
+    names = expert_weights(model)
+    if not names:
+        return None
+    ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    if not settings.target_parameters:
+        return f"adapter: experts are frozen; adapter.target_parameters [{ends}] adapts them"
+    if patched is None or "experts" not in patched.replaced:
+        return (
+            "adapter: experts are adapted without the fused operator, so PEFT adds the adapter to a copy of all "
+            "experts of a layer in every forward pass; see the line on kernels"
+        )
+    return "adapter: experts are adapted, and no sum of weights and adapter is made"
 
 
 def saved_modules(model: PreTrainedModel, settings: Lora) -> list[tuple[str, nn.Module]]:
@@ -156,11 +238,29 @@ def require_base(found: str, expected: str, name: str) -> None:
         )
 
 
+def _require_names(model: PreTrainedModel, settings: Lora) -> None:
+    _require_targets(model, settings)
+    _require_target_parameters(model, settings)
+    _require_saved_modules(model, settings)
+
+
+def _require_target_parameters(model: PreTrainedModel, settings: Lora) -> None:
+    """Raises ValueError for a name that matches a parameter that belongs to no experts, or none at all."""
+    experts = expert_weights(model)
+    for target in settings.target_parameters:
+        matched = [name for name, _ in model.named_parameters() if f".{name}".endswith(f".{target}")]
+        if not matched or not set(matched) <= set(experts):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in experts))
+            raise ValueError(
+                f"adapter.target_parameters: {target!r} is not the weight of experts; "
+                + (f"choose from {known}" if known else "the model has none, so leave adapter.target_parameters out")
+            )
+
+
 def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
     """Raises ValueError for a name that matches no layer; PEFT ignores it as long as another name matches."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    layers += [name for name, module in model.named_modules() if module is embeddings]
+    embeddings = model.get_input_embeddings()
+    layers = [*_linear_layers(model), *(name for name, module in model.named_modules() if module is embeddings)]
     for target in settings.target_modules:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
@@ -168,3 +268,9 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
                 f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, or is its "
                 f"head; choose from {known}"
             )
+
+
+def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """The paths of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    return tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head)

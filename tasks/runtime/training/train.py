@@ -39,7 +39,7 @@ from tasks.runtime.models.build import (
     saved_dtype,
     set_special_tokens,
 )
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, describe_experts, require_base
 from tasks.runtime.models.pissa import (
     INITIAL,
     InitialMatrices,
@@ -420,6 +420,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
     if run.spec.adapter.type != "none":
         learning = model.num_parameters(only_trainable=True)
         log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
+        if line := describe_experts(model, run.spec.adapter, patched):
+            log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
     if step.varlen:

@@ -42,6 +42,7 @@ def test_parameters_are_counted_as_the_model_has_them(kind):
         shape = from_config(json.loads(config.to_json_string()))
         assert shape.parameters == model.num_parameters()
         assert shape.lora_parameters(4) == adapters(model, 4)
+        assert shape.layers * sum(a * b for a, b in shape.expert_adapters(4)) == of_experts(model, 4)
 
 
 def adapters(model, rank):
@@ -49,6 +50,12 @@ def adapters(model, rank):
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     return sum(rank * (layer.in_features + layer.out_features) for layer in linear)
+
+
+def of_experts(model, rank):
+    """Parameters of PEFT's LoRA on all experts: of each, as many as on a matrix of its shape."""
+    weights = [p for name, p in model.named_parameters() if p.dim() == 3]
+    return sum(rank * w.shape[0] * (w.shape[1] + w.shape[2]) for w in weights)
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,7 @@ def test_what_a_person_reads_is_what_the_docs_show():
         ({"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora"),
         ({"adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"adapter": {"type": "lora", "target_modules": ["q_proj"]}}, "adapter.target_modules"),
+        ({"adapter": {"type": "lora", "target_parameters": ["down_proj"]}}, "adapter.target_parameters"),
     ],
 )
 def test_what_is_not_counted_is_said(sections, part, tmp_path):

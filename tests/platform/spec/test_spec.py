@@ -377,6 +377,17 @@ def test_a_long_value_is_shortened():
         ({"schedule": {"num_cycles": 3}}, "schedule.num_cycles", "'cosine_with_restarts'"),
         ({"schedule": {"type": "constant", "min_lr_ratio": 0.1}}, "schedule.min_lr_ratio", "schedule.type"),
         ({"model": {"freeze": ["a"], "trainable": ["b"]}}, "model.freeze", "model.trainable"),
+        *(
+            (
+                {
+                    "model": {"name": "a/b"},
+                    "adapter": {"type": "lora", "target_parameters": ["down_proj"], field: value},
+                },
+                "adapter.target_parameters",
+                f"adapter.{field}",
+            )
+            for field, value in (("use_dora", True), ("lora_dropout", 0.1), ("init_lora_weights", "pissa"))
+        ),
         (
             {"model": {"name": "a/b", "freeze": ["mlp"]}, "adapter": {"type": "lora"}},
             "model.freeze",

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._launch import DTYPES, describe, has_dtype, takes_kernel
+from .._launch import takes_kernel
 from .._operator import Operator, is_transformed, operator, plain_gradients
 from . import experts_launch as kernels
 from . import experts_reference as reference
-from .experts_launch import Activation, Routing, inner_of
-
-Gate = Literal["halves", "interleaved", "none"]
-Function = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+from .experts_arguments import Function, Gate, LowRank, check, check_adapters
+from .experts_launch import Activation, Routing
 
 _BETWEEN = "str gate, str activation, float alpha, float limit, float offset, str precision"
 _ROUTING = "Tensor positions, Tensor rows, Tensor starts, Tensor tiles"
+_LOW_RANK = "Tensor? low_a, Tensor? low_b, float scale"
 
 
 def _steps(x: Tensor) -> Any:
@@ -36,15 +35,15 @@ def _steps(x: Tensor) -> Any:
 
 
 @operator(f"experts_hidden_bwd(Tensor do, Tensor h, Tensor down, Tensor? down_bias, Tensor index, Tensor router, "
-          f"{_ROUTING}, {_BETWEEN}) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+          f"Tensor? dv, Tensor? low_a, {_ROUTING}, {_BETWEEN}) -> (Tensor, Tensor, Tensor)")  # fmt: skip
 class _HiddenBackward(Operator):
-    """dh, router · a, and the gradient of the router."""
+    """dh, router · a, and the gradient of the router; dv is scale · do · low_b."""
 
     @staticmethod
     def forward(do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor,
-                *rest: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                dv: Tensor | None, low_a: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         found: tuple[Tensor, Tensor, Tensor] = _steps(do).hidden_bwd(
-            do, h, down, bias, index, router, Routing(*rest[:4]), Activation(*rest[4:9]), rest[9]
+            do, h, down, bias, index, router, Routing(*rest[:4]), Activation(*rest[4:9]), rest[9], _beside(dv, low_a)
         )
         return found
 
@@ -84,22 +83,74 @@ class _BiasBackward(Operator):
         return bias.new_empty(bias.shape)
 
 
-@operator(f"experts_x_bwd(Tensor dh, Tensor gate_up, {_ROUTING}, str precision) -> Tensor")
+@operator(f"experts_x_bwd(Tensor dh, Tensor gate_up, Tensor? du, Tensor? low_a, {_ROUTING}, str precision) -> Tensor")
 class _XBackward(Operator):
-    """dh · gate_up, summed over the slots of each token."""
+    """dh · gate_up + du · low_a, summed over the slots of each token."""
 
     @staticmethod
-    def forward(dh: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
+    def forward(dh: Tensor, gate_up: Tensor, du: Tensor | None, low_a: Tensor | None, *rest: Any) -> Tensor:
         routing, steps = Routing(*rest[:4]), _steps(dh)
-        dx: Tensor = steps.token_sums(steps.rows(dh, gate_up.transpose(1, 2), None, routing, rest[4]), None, routing)
+        y = steps.rows(dh, gate_up.transpose(1, 2), None, routing, rest[4], beside=_beside(du, low_a))
+        dx: Tensor = steps.token_sums(y, None, routing)
         return dx
 
     @staticmethod
-    def fake(dh: Tensor, gate_up: Tensor, positions: Tensor, *_: Any) -> Tensor:
+    def fake(dh: Tensor, gate_up: Tensor, du: Tensor | None, low_a: Tensor | None, positions: Tensor,
+             *_: Any) -> Tensor:  # fmt: skip
         return dh.new_empty(positions.shape[0], gate_up.shape[2])
 
 
-@operator("experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, str precision) "
+@operator(f"experts_rank(Tensor x, Tensor factor, bool of_tokens, float scale, {_ROUTING}, str precision) -> Tensor")
+class _Rank(Operator):
+    """scale · x · factorᵀ, [S, R]: rows between the two factors of an adapter."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: Tensor, of_tokens: bool, scale: float, *rest: Any) -> Tensor:
+        u: Tensor = _steps(x).rows(
+            x, factor, None, Routing(*rest[:4]), rest[4], of_tokens=of_tokens, scale=scale
+        )  # fmt: skip
+        return u
+
+    @staticmethod
+    def fake(x: Tensor, factor: Tensor, of_tokens: bool, scale: float, positions: Tensor, *_: Any) -> Tensor:
+        return x.new_empty(positions.numel(), factor.shape[1])
+
+
+@operator(f"experts_factor_bwd(Tensor x, Tensor u, str of_tokens, {_ROUTING}, str precision) -> Tensor")
+class _FactorBackward(Operator):
+    """Σ xᵀ · u over the rows of each expert, [E, N, R]."""
+
+    @staticmethod
+    def forward(x: Tensor, u: Tensor, of_tokens: str, *rest: Any) -> Tensor:
+        routing = Routing(*rest[:4])
+        factor = x.new_empty(routing.starts.shape[0] - 1, x.shape[1], u.shape[1])
+        _steps(x).weight_bwd(factor, x, u, of_tokens, routing, rest[4])
+        return factor
+
+    @staticmethod
+    def fake(x: Tensor, u: Tensor, of_tokens: str, positions: Tensor, rows: Tensor, starts: Tensor,
+             *_: Any) -> Tensor:  # fmt: skip
+        return x.new_empty(starts.shape[0] - 1, x.shape[1], u.shape[1])
+
+
+def _beside(u: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """u · factor as `rows` adds it to another product."""
+    return None if u is None or factor is None else (u, factor.transpose(1, 2))
+
+
+def _adapted(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low_a: Tensor | None, low_b: Tensor | None, scale: float,
+    routing: Routing, precision: str, *, of_tokens: bool = False,
+) -> Tensor:  # fmt: skip
+    """x · (weight + scale · low_b · low_a)ᵀ + bias."""
+    steps, beside = _steps(x), None
+    if low_a is not None and low_b is not None:
+        beside = steps.rows(x, low_a, None, routing, precision, of_tokens=of_tokens, scale=scale), low_b
+    y: Tensor = steps.rows(x, weight, bias, routing, precision, of_tokens=of_tokens, beside=beside)
+    return y
+
+
+@operator(f"experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, {_LOW_RANK}, str precision) "
           "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
 class _Up(Operator):
     """h and the routing.
@@ -108,10 +159,11 @@ class _Up(Operator):
     """
 
     @staticmethod
-    def forward(x: Tensor, gate_up: Tensor, index: Tensor, bias: Tensor | None, precision: str) -> tuple[Tensor, ...]:
-        steps = _steps(x)
-        routing = steps.route(index, gate_up.shape[0], x.dtype)
-        return steps.rows(x, gate_up, bias, routing, precision, of_tokens=True), *routing
+    def forward(x: Tensor, gate_up: Tensor, index: Tensor, bias: Tensor | None, low_a: Tensor | None,
+                low_b: Tensor | None, scale: float, precision: str) -> tuple[Tensor, ...]:  # fmt: skip
+        routing = _steps(x).route(index, gate_up.shape[0], x.dtype)
+        h = _adapted(x, gate_up, bias, low_a, low_b, scale, routing, precision, of_tokens=True)
+        return h, *routing
 
     @staticmethod
     def fake(x: Tensor, gate_up: Tensor, index: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -120,39 +172,47 @@ class _Up(Operator):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gate_up, _, bias, ctx.precision = inputs
-        ctx.save_for_backward(x, gate_up, bias, *output[1:])
+        x, gate_up, _, bias, low_a, low_b, ctx.scale, ctx.precision = inputs
+        ctx.save_for_backward(x, gate_up, bias, low_a, low_b, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if dh is None:
-            return (None,) * 5
-        x, gate_up, bias, *routing = ctx.saved_tensors
+            return (None,) * 8
+        x, gate_up, bias, low_a, low_b, *routing = ctx.saved_tensors
         if torch.is_grad_enabled():
-            function = partial(reference.rows, routing=Routing(*routing), of_tokens=True)
-            dx, d_gate_up, d_bias = plain_gradients(function, (x, gate_up, bias), dh)
-            return dx, d_gate_up, None, d_bias, None
-        dh, d_bias, dx, d_gate_up = dh.contiguous(), None, None, None
+            function = partial(reference.adapted_rows, scale=ctx.scale, routing=Routing(*routing), of_tokens=True)
+            dx, d_gate_up, *others = plain_gradients(function, (x, gate_up, bias, low_a, low_b), dh)
+            return dx, d_gate_up, None, *others, None, None
+        dh, d_bias, dx, d_gate_up, du, da, db = dh.contiguous(), *(None,) * 6
+        if low_a is not None:
+            du = _Rank.apply(dh, low_b.transpose(1, 2), False, ctx.scale, *routing, ctx.precision)
         if ctx.needs_input_grad[3]:
             d_bias = _BiasBackward.apply(dh, None, bias, *routing)
+        if ctx.needs_input_grad[5]:
+            u = _Rank.apply(x, low_a, True, ctx.scale, *routing, ctx.precision)
+            db = _FactorBackward.apply(dh, u, "", *routing, ctx.precision)
         if ctx.needs_input_grad[0]:
-            dx = _XBackward.apply(dh, gate_up, *routing, ctx.precision)
+            dx = _XBackward.apply(dh, gate_up, du, low_a, *routing, ctx.precision)
         if ctx.needs_input_grad[1]:
             d_gate_up = _WeightBackward.apply(dh, x, gate_up, "x", *routing, ctx.precision)
-        return dx, d_gate_up, None, d_bias, None
+        if ctx.needs_input_grad[4]:
+            da = _FactorBackward.apply(x, du, "dy", *routing, ctx.precision).transpose(1, 2)
+        return dx, d_gate_up, None, d_bias, da, db, None, None
 
 
-@operator(f"experts_down(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_ROUTING}, {_BETWEEN}) "
-          "-> Tensor")  # fmt: skip
+@operator(f"experts_down(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, {_ROUTING}, "
+          f"{_BETWEEN}) -> Tensor")  # fmt: skip
 class _Down(Operator):
     """The result of h."""
 
     @staticmethod
-    def forward(h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    def forward(h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None, low_a: Tensor | None,
+                low_b: Tensor | None, scale: float, *rest: Any) -> Tensor:  # fmt: skip
         routing, between, steps = Routing(*rest[:4]), Activation(*rest[4:9]), _steps(h)
-        y = steps.rows(steps.gate(h, routing, between), down, bias, routing, rest[9])
+        y = _adapted(steps.gate(h, routing, between), down, bias, low_a, low_b, scale, routing, rest[9])
         out: Tensor = steps.token_sums(y, router, routing)
         return out
 
@@ -162,25 +222,35 @@ class _Down(Operator):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.settings = inputs[9:]
-        ctx.save_for_backward(*inputs[:9])
+        ctx.scale, ctx.settings = inputs[7], inputs[12:]
+        ctx.save_for_backward(*inputs[:7], *inputs[8:12])
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        h, down, index, router, bias, *routing = ctx.saved_tensors
-        none = (None,) * (4 + len(ctx.settings))
+        h, down, index, router, bias, low_a, low_b, *routing = ctx.saved_tensors
+        none = (None,) * (5 + len(ctx.settings))
         if torch.is_grad_enabled():
-            function = partial(reference.down, routing=Routing(*routing), between=Activation(*ctx.settings[:5]))
-            dh, d_down, d_router, d_bias = plain_gradients(function, (h, down, router, bias), do)
-            return dh, d_down, None, d_router, d_bias, *none
+            between = Activation(*ctx.settings[:5])
+            function = partial(reference.down, scale=ctx.scale, routing=Routing(*routing), between=between)
+            dh, d_down, *others = plain_gradients(function, (h, down, router, bias, low_a, low_b), do)
+            return dh, d_down, None, *others, *none
         do, precision = _with_rows(do), ctx.settings[5]
-        dh, wa, d_router = _HiddenBackward.apply(do, h, down, bias, index, router, *routing, *ctx.settings)
-        d_down = d_bias = None
+        d_down = d_bias = dv = da = db = None
+        if low_a is not None:
+            dv = _Rank.apply(do, low_b.transpose(1, 2), True, ctx.scale, *routing, precision)
+        dh, wa, d_router = _HiddenBackward.apply(
+            do, h, down, bias, index, router, dv, low_a, *routing, *ctx.settings
+        )  # fmt: skip
         if ctx.needs_input_grad[1]:
             d_down = _WeightBackward.apply(do, wa, down, "dy", *routing, precision)
         if ctx.needs_input_grad[4]:
             d_bias = _BiasBackward.apply(do, router, bias, *routing)
-        return dh, d_down, None, d_router, d_bias, *none
+        if ctx.needs_input_grad[5]:
+            da = _FactorBackward.apply(wa, dv, "", *routing, precision).transpose(1, 2)
+        if ctx.needs_input_grad[6]:
+            v = _Rank.apply(wa, low_a, False, ctx.scale, *routing, precision)
+            db = _FactorBackward.apply(do, v, "dy", *routing, precision)
+        return dh, d_down, None, d_router, d_bias, da, db, *none
 
 
 def experts(
@@ -192,6 +262,8 @@ def experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_adapter: LowRank | None = None,
+    down_adapter: LowRank | None = None,
     activation: Function = "silu",
     gate: Gate = "halves",
     alpha: float = 1.0,
@@ -207,8 +279,9 @@ def experts(
         y = (f(g) * u) @ down[e].T + down_bias[e]
         result[t] = sum(weight[t, j] * y for j, e in enumerate(index[t]))
 
-    with f(g) = activation(alpha * g) / alpha. Kept for the backward pass are x and h, [T * K, 2 * I], whatever the
-    number of experts; no copy of gathered tokens, of the activation or of y.
+    with f(g) = activation(alpha * g) / alpha. With an adapter, `gate_up[e] + scale * b[e] @ a[e]` stands for
+    `gate_up[e]`, and likewise for `down`; that sum is not made. Kept for the backward pass are x and h, [T * K, 2 * I],
+    whatever the number of experts; no copy of gathered tokens, of the activation or of y.
 
     Args:
         x: [T, H], bf16 | fp16 | fp32 | fp64.
@@ -219,6 +292,8 @@ def experts(
         weight: [T, K], any floating dtype: what the router gives each of them.
         gate_up_bias: [E, 2 * I] or [E, I], or None.
         down_bias: [E, H], or None.
+        gate_up_adapter: of `gate_up`, or None. Weights that need no gradient get none.
+        down_adapter: of `down`, or None.
         activation: of the gate: "silu", "gelu", "gelu_tanh" or "relu2", the squared ReLU.
         gate: "halves" if h is the gate and then what it multiplies, "interleaved" if every other feature is the gate
             (gpt-oss), "none" for an activation of all of h.
@@ -239,20 +314,26 @@ def experts(
         tensor([[0.7311],
                 [3.5232]])
     """
-    _check(x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, gate)
+    check(x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, gate)
+    check_adapters(x, ("gate_up", gate_up, gate_up_adapter), ("down", down, down_adapter))
     if gate == "none" and (limit is not None or offset or alpha != 1.0):
         raise ValueError(f"alpha, limit and offset are those of a gate, got gate='none' and {alpha}, {limit}, {offset}")
     precision = "tf32" if x.dtype == torch.float32 and _takes_tf32() else "ieee"
     x = _with_rows(x)
     gate_up_bias, down_bias = (None if b is None else _with_rows(b) for b in (gate_up_bias, down_bias))
     between = Activation(gate, activation, float(alpha), inf if limit is None else float(limit), float(offset))
+    of_up, of_down = (adapter or (None, None, 1.0) for adapter in (gate_up_adapter, down_adapter))
     if is_transformed():
         routing = reference.route(index, gate_up.shape[0], x.dtype)
-        h = reference.rows(x, gate_up, gate_up_bias, routing, of_tokens=True)
-        return reference.down(h, down, weight, down_bias, routing, between)
+        h = reference.adapted_rows(
+            x, gate_up, gate_up_bias, *of_up[:2], scale=of_up[2], routing=routing, of_tokens=True
+        )  # fmt: skip
+        return reference.down(
+            h, down, weight, down_bias, *of_down[:2], scale=of_down[2], routing=routing, between=between
+        )  # fmt: skip
     index, weight = index.contiguous(), weight.contiguous()
-    h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, precision)
-    out: Tensor = _Down.apply(h, down, index, weight, down_bias, *routed, *between, precision)
+    h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, *of_up, precision)
+    out: Tensor = _Down.apply(h, down, index, weight, down_bias, *of_down, *routed, *between, precision)
     return out
 
 
@@ -268,36 +349,3 @@ _takes_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _with_rows(x: Tensor) -> Tensor:
     """x with features that are neighbors in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _check(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, activation: str, gate: str,
-) -> None:  # fmt: skip
-    for name, value, known in (("activation", activation, Function), ("gate", gate, Gate)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {value!r}")
-    if x.dim() != 2 or not has_dtype(x):
-        raise ValueError(f"x must be {DTYPES} of shape [T, H], got {describe(x)}")
-    if index.dim() != 2 or index.is_floating_point() or index.shape[0] != x.shape[0] or index.shape[1] == 0:
-        raise ValueError(f"index must hold integers of shape [{x.shape[0]}, K], got {describe(index)}")
-    if weight.shape != index.shape or not weight.is_floating_point():
-        raise ValueError(f"weight must be floating-point of shape {list(index.shape)}, got {describe(weight)}")
-    if gate_up.dim() != 3 or gate_up.shape[2] != x.shape[1] or (gate != "none" and gate_up.shape[1] % 2):
-        size = "I" if gate == "none" else "2 * I"
-        raise ValueError(f"gate_up must have the shape [E, {size}, {x.shape[1]}], got {describe(gate_up)}")
-    experts, width, inner = gate_up.shape[0], gate_up.shape[1], inner_of(gate_up.shape[1], gate)
-    shapes = (
-        ("down", down, (experts, x.shape[1], inner)),
-        ("gate_up_bias", gate_up_bias, (experts, width)),
-        ("down_bias", down_bias, (experts, x.shape[1])),
-    )
-    for name, tensor, shape in shapes:
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} must have the shape {list(shape)}, got {describe(tensor)}")
-    for name, tensor in (("gate_up", gate_up), *((name, tensor) for name, tensor, _ in shapes)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise ValueError(f"{name} must have the dtype of x, {x.dtype}, got {describe(tensor)}")
-    for name, tensor in (("index", index), ("weight", weight), ("gate_up", gate_up), ("down", down)):
-        if tensor.device != x.device:
-            raise ValueError(f"x is on {x.device} and {name} on {tensor.device}: move one of them")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -26,6 +26,11 @@ class Tile:
     warps: int
     stages: int
 
+    def of_width(self, width: int) -> Tile:
+        """For a result with so few features, such as the rank of an adapter: no wider than they are."""
+        bn = max(_power_of_2(width), 16)
+        return self if bn >= min(self.bn, 128) else replace(self, bn=bn, warps=4)
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -42,6 +47,8 @@ _FP32 = Tiles(rows=Tile(64, 64, 32, 4, 2), weight_bwd=Tile(64, 64, 32, 4, 2))
 _FEW_ROWS = 256
 # Rows of tiles that are taken together.
 _GROUP = 16
+# Features of an adapter that are summed at a time.
+_RANK = 64
 # Rows and features that a program of the gate takes at a time.
 _ROWS, _COLUMNS = 4, 256
 
@@ -119,21 +126,27 @@ def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
 
 
 def rows(
-    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str, *, of_tokens: bool = False
-) -> Tensor:
-    """a · weightᵀ + bias, [S, N], for weight [E, N, K]: each row with the weight of its expert.
+    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str, *, of_tokens: bool = False,
+    scale: float = 1.0, beside: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]: each row with the weight of its expert.
 
     of_tokens: a is [T, K] with the rows of the tokens, not [S, K].
+    beside: u [S, R], contiguous, and v [E, N, R].
     """
     experts, width, size = weight.shape
     slots, top_k = routing.rows.shape[0], routing.positions.shape[1]
-    tile = tiles_of(slots, experts, a.dtype).rows
+    tile = tiles_of(slots, experts, a.dtype).rows.of_width(width)
     y, n_tiles, columns = a.new_empty(slots, width), routing.tiles.shape[0], -(-width // tile.bn)
+    u, v = (None, None) if beside is None else beside
+    rank, strides = (0, (0, 0, 0)) if v is None else (v.shape[2], v.stride())
     launch(
         rows_kernel, (n_tiles * columns,),
-        a, weight, bias, y, *routing[1:], size, width, n_tiles, columns, a.stride(0), *weight.stride(), _row(bias),
+        a, weight, bias, u, v, y, *routing[1:], size, width, rank, n_tiles, columns, a.stride(0), *weight.stride(),
+        _row(bias), *strides, scale,
         TOP_K=top_k, GATHER=of_tokens, EVEN=size % tile.bk == 0, PRECISION=precision, GROUP=_GROUP, BM=tile.bm,
-        BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+        BN=tile.bn, BK=tile.bk, BR=min(max(_power_of_2(rank), 16), _RANK), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -163,11 +176,11 @@ def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
 
 def hidden_bwd(
     do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
-    between: Activation, precision: str,
+    between: Activation, precision: str, beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dh, router · a, and the gradient of the router."""
+    """dh, router · a, and the gradient of the router; `beside` is that of do · down."""
     experts, width, inner = down.shape
-    a = rows(do, down.transpose(1, 2), None, routing, precision, of_tokens=True)
+    a = rows(do, down.transpose(1, 2), None, routing, precision, of_tokens=True, beside=beside)
     # 0 for slots without an expert.
     dh, d_router = torch.empty_like(h), torch.zeros_like(router)
     launch(
@@ -182,21 +195,21 @@ def hidden_bwd(
 def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routing, precision: str) -> None:
     """dw [E, N, K] = Σ dyᵀ · x over the rows of each expert.
 
-    dy: [S, N] and x: [S, K], of which the one that `of_tokens` names, "dy" or "x", is [T, ...] instead: its rows are
-    those of the tokens.
+    dy: [S, N] and x: [S, K]. The one that `of_tokens` names, "dy", "x" or "" for none, is [T, ...] instead: its rows
+    are those of the tokens.
     """
-    tile = tiles_of(routing.rows.shape[0], dw.shape[0], x.dtype).weight_bwd
-    strides = (dw.stride(1), dw.stride(2))
-    left, right, gathers_left = dy, x, of_tokens == "dy"
+    strides, gather = (dw.stride(1), dw.stride(2)), {"dy": "l", "x": "r", "": ""}[of_tokens]
+    left, right = dy, x
     if strides[1] != 1:
         # Features that are neighbors in memory are the columns of a tile.
-        left, right, gathers_left, strides = right, left, not gathers_left, strides[::-1]
+        left, right, gather, strides = right, left, {"l": "r", "r": "l", "": ""}[gather], strides[::-1]
+    tile = tiles_of(routing.rows.shape[0], dw.shape[0], x.dtype).weight_bwd.of_width(right.shape[1])
     n_l, n_r = -(-left.shape[1] // tile.bm), -(-right.shape[1] // tile.bn)
     launch(
         weight_bwd_kernel, (dw.shape[0] * n_l * n_r,),
         left, right, dw, routing.rows, routing.starts, left.shape[1], right.shape[1], n_l, n_r, left.stride(0),
         right.stride(0), dw.stride(0), *strides,
-        TOP_K=routing.positions.shape[1], GATHER_L=gathers_left, PRECISION=precision, GROUP=_GROUP, BM=tile.bm,
+        TOP_K=routing.positions.shape[1], GATHER=gather, PRECISION=precision, GROUP=_GROUP, BM=tile.bm,
         BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

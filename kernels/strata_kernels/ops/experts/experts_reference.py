@@ -75,16 +75,30 @@ def tokens_of(routing: Routing) -> Tensor:
 
 
 def rows(
-    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str = "", *, of_tokens: bool = False
-) -> Tensor:
-    """a · weightᵀ + bias, [S, N], for weight [E, N, K]; a is [T, K] if its rows are those of the tokens."""
+    a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str = "", *, of_tokens: bool = False,
+    scale: float = 1.0, beside: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]; a is [T, K] if its rows are the tokens'."""
     del precision
     a = a[tokens_of(routing)] if of_tokens else a
-    parts = [
-        functional.linear(a[part], weight[e], None if bias is None else bias[e]) for e, part in of_experts(routing)
-    ]
+    parts = []
+    for e, part in of_experts(routing):
+        y = functional.linear(a[part], weight[e], None if bias is None else bias[e])
+        y = y if scale == 1.0 else scale * y
+        parts.append(y if beside is None else torch.addmm(y, beside[0][part], beside[1][e].t()))
     found = sum(part.shape[0] for part in parts)
     return torch.cat((*parts, a.new_zeros(a.shape[0] - found, weight.shape[1])))
+
+
+def adapted_rows(
+    a: Tensor, weight: Tensor, bias: Tensor | None, low_a: Tensor | None, low_b: Tensor | None, *, scale: float,
+    routing: Routing, of_tokens: bool = False,
+) -> Tensor:  # fmt: skip
+    """a · (weight + scale · low_b · low_a)ᵀ + bias, [S, N], differentiable any number of times."""
+    beside = None
+    if low_a is not None and low_b is not None:
+        beside = rows(a, low_a, None, routing, of_tokens=of_tokens, scale=scale), low_b
+    return rows(a, weight, bias, routing, of_tokens=of_tokens, beside=beside)
 
 
 def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
@@ -97,20 +111,22 @@ def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
 
 
 def down(
-    h: Tensor, weight: Tensor, router: Tensor, bias: Tensor | None, routing: Routing, between: Activation
-) -> Tensor:
+    h: Tensor, weight: Tensor, router: Tensor, bias: Tensor | None, low_a: Tensor | None, low_b: Tensor | None, *,
+    scale: float, routing: Routing, between: Activation,
+) -> Tensor:  # fmt: skip
     """The result of h, differentiable any number of times."""
-    return token_sums(rows(gate(h, routing, between), weight, bias, routing), router, routing)
+    y = adapted_rows(gate(h, routing, between), weight, bias, low_a, low_b, scale=scale, routing=routing)
+    return token_sums(y, router, routing)
 
 
 def hidden_bwd(
     do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
-    between: Activation, precision: str,
+    between: Activation, precision: str, beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dh, router · a, and the gradient of the router."""
+    """dh, router · a, and the gradient of the router; `beside` is that of do · down."""
     del index, precision
     exact, do = accumulator(h.dtype), do[tokens_of(routing)]
-    da = rows(do, down.transpose(1, 2), None, routing).to(exact)
+    da = rows(do, down.transpose(1, 2), None, routing, beside=beside).to(exact)
     weights = router.flatten()[routing.rows.long()].to(exact)[:, None]
     dh, a = gate_bwd(da * weights, h, between), gate(h, routing, between).to(exact)
     dot = (da * a).sum(1)
@@ -125,7 +141,7 @@ def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routi
     """dw [E, N, K] = Σ dyᵀ · x over the rows of each expert."""
     del precision
     tokens = tokens_of(routing)
-    dy, x = (dy[tokens], x) if of_tokens == "dy" else (dy, x[tokens])
+    dy, x = dy[tokens] if of_tokens == "dy" else dy, x[tokens] if of_tokens == "x" else x
     dw.zero_()
     for e, part in of_experts(routing):
         dw[e] = dy[part].t() @ x[part]

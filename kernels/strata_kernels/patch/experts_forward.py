@@ -1,0 +1,97 @@
+"""The forward functions of patched experts, and of PEFT's adapters around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.experts.experts import experts
+from ..ops.experts.experts_arguments import LowRank
+from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
+from .structure import activation_function
+from .table import Experts
+
+Forward = Callable[..., Any]
+# The name of a weight → (left, right, scale) of its adapter scale · left · right, in the layout of the weight.
+Adapters = dict[str, tuple[Tensor, Tensor, float]]
+
+
+def experts_forward(original: Forward, recipe: Experts) -> Forward:
+    """The weighted sum of a token's experts; the family's own code where a strategy has split the weights."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
+        weights = [getattr(self, recipe.gate_up), getattr(self, recipe.down)]
+        biases = [getattr(self, f"{name}_bias", None) for name in (recipe.gate_up, recipe.down)]
+        adapters = adapters or {}
+        if any(is_dtensor(w) for w in weights):
+            if adapters:
+                raise ValueError("adapters of experts need whole weights, and a strategy has split these")
+            own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
+            return own
+        dtype = _product_dtype(hidden_states, weights[0])
+        gate_up, down = ((w.transpose(1, 2) if recipe.transposed else w).to(dtype) for w in weights)
+        gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in biases)
+        of_up, of_down = (_low_rank(adapters.get(name), recipe, dtype) for name in (recipe.gate_up, recipe.down))
+        y = experts(
+            hidden_states.to(dtype), gate_up, down, top_k_index, top_k_weights,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_adapter=of_up, down_adapter=of_down,
+            activation="silu" if recipe.activation is None else activation_function(getattr(self, recipe.activation)),
+            gate=recipe.gate, alpha=recipe.alpha, limit=recipe.limit, offset=recipe.offset,
+        )  # fmt: skip
+        return y.to(hidden_states.dtype)
+
+    return forward
+
+
+def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """In which matrix products with `weight` are taken: autocast's dtype where it is on, else that of the weight."""
+    # On meta tensors autocast cannot be asked for, nor be on.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight.dtype
+
+
+def _low_rank(adapter: tuple[Tensor, Tensor, float] | None, recipe: Experts, dtype: torch.dtype) -> LowRank | None:
+    if adapter is None:
+        return None
+    left, right, scale = adapter
+    a, b = (left.transpose(1, 2), right.transpose(1, 2)) if recipe.transposed else (right, left)
+    # PEFT's B lies in memory as [N, R, E], which every tile of the product would gather one value at a time.
+    return LowRank(a.to(dtype), b.to(dtype).contiguous(), float(scale))
+
+
+def experts_adapter_forward(original: Forward) -> Forward:
+    """PEFT's `ParamWrapper` of a weight of patched experts: they get the two factors, and no sum is made.
+
+    Wrappers of several weights are nested; each adds its own.
+    """
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or len(active) != 1 or kwargs.get("adapter_names") is not None:
+            return original(self, x, *args, **kwargs)
+        adapters = {**kwargs.pop("adapters", {}), self.parameter_name: _factors(self, active[0])}
+        return self.base_layer(x, *args, adapters=adapters, **kwargs)
+
+    return forward
+
+
+def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
+    """PEFT's A, [E · R, in], and B, [out, R · E], as factors of the weight in its own layout."""
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    a = a.view(wrapper.num_experts, -1, a.shape[1])
+    b = b.view(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    # Earlier versions of PEFT take the first dimension of every weight for its inputs.
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)
+    left, right = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
+    return left, right, wrapper.scaling[adapter]
