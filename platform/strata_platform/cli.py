@@ -12,25 +12,20 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from strata_platform import commands
 from strata_platform.client import BackendName, prices_of_cluster
-from strata_platform.doctor import TARGETS, checks_of, examine
-from strata_platform.doctor import render_findings as findings
+from strata_platform.doctor.targets import TARGETS, checks_of
 from strata_platform.errors import SpecError, StrataError
-from strata_platform.estimate import GPUS, Price, cheapest, estimate, read_prices, render, shape_of
-from strata_platform.estimate.gpus import gpu_kind
-from strata_platform.estimate.host_estimate import estimate_on_host
-from strata_platform.estimate.prices import CONFIG_MAP
-from strata_platform.estimate.remedies import combined, proposals
-from strata_platform.spec import RunSpec, dump_spec, load_spec
-from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_places, load_spec_argument
-from strata_platform.spec.local_files import local_file_problems
-from strata_platform.spec.overrides import OPTION
-from strata_platform.spec.schema import json_schema
+from strata_platform.estimate.gpus import GPUS, gpu_kind
+
+# The spec's models take longer to import than most commands take: functions import what they use.
+if TYPE_CHECKING:
+    from strata_platform.estimate import Price
+    from strata_platform.spec import RunSpec
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(commands.app)
@@ -74,6 +69,9 @@ def spec(
     ] = "local",
 ) -> None:
     """Check a spec, and that the files it names exist, and print it with its defaults filled in."""
+    from strata_platform.spec import dump_spec
+    from strata_platform.spec.schema import json_schema
+
     if checks:
         if file is not None or schema or overrides:
             raise typer.BadParameter("--checks lists the checks of every run; leave FILE, --schema and --set out")
@@ -89,6 +87,9 @@ def spec(
 
 def _read_with_files(file: Path, overrides: list[str] | None, backend: BackendName) -> RunSpec:
     """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
+    from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_places
+    from strata_platform.spec.local_files import local_file_problems
+
     try:
         checked, composed = load_argument_with_places(file, overrides or ())
     except SpecError as error:
@@ -148,6 +149,10 @@ def estimate_(
     A run that does not fit gets a table of changes that save memory, with the price of each. A spec with
     resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit.
     """
+    from strata_platform.estimate import Price, cheapest, estimate, render, shape_of
+    from strata_platform.estimate.host_estimate import estimate_on_host
+    from strata_platform.estimate.remedies import combined, proposals
+
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
     asked = _read(file, overrides)
@@ -187,6 +192,9 @@ def doctor(
 
     Exit code 1 if there is a problem; warnings do not count.
     """
+    from strata_platform.doctor import examine
+    from strata_platform.doctor import render_findings as findings
+
     if target not in TARGETS:
         raise typer.BadParameter(f"{target!r} is not one of {', '.join(TARGETS)}", param_hint="TARGET")
     found = list(examine(checks_of(target)))
@@ -206,6 +214,8 @@ def verify(
 
     Exit code 1 if a check fails, 68 if the Hugging Face Hub cannot be reached.
     """
+    from strata_platform.spec.overrides import OPTION
+
     if importlib.util.find_spec("tasks") is None:
         typer.echo("error: the training runtime is not installed beside this command; install strata, whole", err=True)
         raise typer.Exit(2)
@@ -232,6 +242,9 @@ def _kind(gpu_type: str | None) -> str:
 
 def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
     """The price in the table of `file` or of the cluster; None without one. Warns if the price cannot be read."""
+    from strata_platform.estimate import read_prices
+    from strata_platform.estimate.prices import CONFIG_MAP
+
     source, table = str(file), None
     if file is not None:
         table = read_prices(file)
@@ -254,6 +267,8 @@ def _warn(message: str) -> None:
 
 def _read(file: Path | str, overrides: list[str] | None) -> RunSpec:
     """The spec in a file, on standard input, or in a text."""
+    from strata_platform.spec.load import load_spec, load_spec_argument
+
     try:
         return (load_spec if isinstance(file, str) else load_spec_argument)(file, overrides or ())
     except SpecError as error:

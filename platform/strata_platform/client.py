@@ -18,16 +18,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from strata_platform.backends.backend import Backend, Pause, Retry
-from strata_platform.backends.local import LocalBackend
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
-from strata_platform.estimate import Estimate, Gpu, Prices, cheapest, estimate, parse_prices, shape_of
-from strata_platform.estimate.prices import CONFIG_MAP, KEY
-from strata_platform.estimate.render import describe_layout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
-from strata_platform.spec import RunSpec
+
+# The spec's models take longer to import than a look at a run takes.
+if TYPE_CHECKING:
+    from strata_platform.estimate import Estimate, Gpu, Prices
+    from strata_platform.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +39,23 @@ _SHOW_SECONDS = 2.0
 _PROJECT_AND_DOMAIN = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "development"}
 
 
-def connect(backend: BackendName = "local", *, image: str | None = None, poll: float = 1.0) -> Client:
+def connect(
+    backend: BackendName = "local", *, image: str | None = None, version: str | None = None, poll: float = 1.0
+) -> Client:
     """A client of this machine, or of the cluster that the environment names.
 
     For Flyte, FLYTECTL_CONFIG and KUBECONFIG name the cluster, as for Flyte's and Kubernetes' own tools; STRATA_PROJECT
-    and STRATA_DOMAIN default to flytesnacks and development. `image`: see FlyteBackend.
+    and STRATA_DOMAIN default to flytesnacks and development. `image` and `version`: see FlyteBackend.
 
     Raises BackendError if the packages for a cluster are not installed.
     """
     if backend == "local":
-        return Client(LocalBackend(), poll=poll)
+        return Client(poll=poll)
     try:
         from strata_platform.backends.flyte import FlyteBackend
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
-    return Client(FlyteBackend(*project_and_domain(), image=image), poll=poll)
+    return Client(FlyteBackend(*project_and_domain(), image=image, version=version), poll=poll)
 
 
 def _not_installed(error: ModuleNotFoundError) -> BackendError:
@@ -71,6 +73,8 @@ def prices_of_cluster() -> Prices | None:
 
     Raises SpecError if the table is not valid, BackendError if the cluster does not answer.
     """
+    from strata_platform.estimate.prices import CONFIG_MAP, KEY, parse_prices
+
     try:
         from strata_platform.backends.kubernetes_objects import Namespace
     except ModuleNotFoundError as error:
@@ -83,7 +87,11 @@ class Client:
     """Submits runs and follows them. `poll` is the number of seconds between two looks at a run."""
 
     def __init__(self, backend: Backend | None = None, *, poll: float = 1.0) -> None:
-        self.backend = backend or LocalBackend()
+        if backend is None:
+            from strata_platform.backends.local import LocalBackend
+
+            backend = LocalBackend()
+        self.backend = backend
         self._poll = poll
 
     def submit(self, spec: RunSpec, *, force: bool = False) -> Run:
@@ -163,12 +171,14 @@ class Client:
 
         Raises SpecError if the model's shape is unknown.
         """
+        from strata_platform.estimate import estimate, shape_of
+
         gpu = gpu or self.backend.gpu(spec.resources)
         return None if gpu is None else estimate(spec, shape_of(spec.model.name), gpu)
 
-    def list(self) -> list[Run]:
-        """All runs, the newest first."""
-        return self.backend.list()
+    def list(self, *, limit: int | None = None, owner: str | None = None) -> list[Run]:
+        """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
+        return self.backend.list(limit, owner)
 
     def _require_fit(self, spec: RunSpec) -> None:
         try:
@@ -182,6 +192,9 @@ class Client:
             log.warning("whether the run fits is not known: %s", reason)
         if reason or found.fits:
             return
+        from strata_platform.estimate import cheapest
+        from strata_platform.estimate.render import describe_layout
+
         best = cheapest(spec, found.shape, found.gpu, 64)
         advice = f"this layout fits: {describe_layout(best.spec)}" if best else "no layout fits"
         raise DoesNotFit(

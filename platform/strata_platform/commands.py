@@ -18,9 +18,8 @@ from pydantic_core import to_json
 from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
+from strata_platform.owner import this_user
 from strata_platform.runs import MetricPoint, Phase, Run
-from strata_platform.spec.load import load_spec_argument
-from strata_platform.spec.local_files import require_local_files
 
 app = typer.Typer()
 
@@ -58,14 +57,24 @@ def submit(
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit.")] = False,
     image: Annotated[
-        str | None, typer.Option(help="On a cluster: first register this folder's workflow to run in this image.")
+        str | None,
+        typer.Option(help="On a cluster: run this folder's workflow in this image; registers it if it changed."),
+    ] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(help="On a cluster: the registered version to run; without it or --image, the active release."),
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
     """Start a run, or continue one that was stopped. The run outlives this command."""
+    if image is not None and version is not None:
+        raise typer.BadParameter("--image registers a version of its own; leave --version out")
+    from strata_platform.spec.load import load_spec_argument
+    from strata_platform.spec.local_files import require_local_files
+
     with _errors():
-        client = _connect(backend, image=image, poll=poll)
+        client = _connect(backend, image=image, version=version, poll=poll)
         spec = load_spec_argument(file, overrides or ())
         if backend == "local":
             require_local_files(spec)
@@ -94,6 +103,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
         **{kind: value and _clock(value) for kind, value in times.items()},
         "restarts": run.restarts,
         "queue": run.queue,
+        "owner": run.owner,
         "folder" if run.backend == "local" else "execution": run.where,
     }
     typer.echo(run.name)
@@ -103,16 +113,35 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
 
 
 @app.command("list")
-def list_(format: _Format = "text", backend: _Backend = "local") -> None:
-    """List all runs, the newest first."""
+def list_(
+    mine: Annotated[bool, typer.Option("--mine", help="Only runs that you submitted.")] = False,
+    owner: Annotated[str | None, typer.Option(help="Only runs that this person submitted.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Show so many of the newest runs; 0 shows all.")] = 100,
+    format: _Format = "text",
+    backend: _Backend = "local",
+) -> None:
+    """List the newest runs."""
+    if mine and owner is not None:
+        raise typer.BadParameter("--mine and --owner both choose runs; leave one out")
     with _errors():
-        runs = _connect(backend).list()
+        # One more, to know whether there are more.
+        runs = _connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
+    more, runs = bool(limit) and len(runs) > limit, runs[: limit or None]
     if format == "json":
         _echo_json(runs, indent=2)
-        return
-    rows = [(run.name, str(run.phase), _progress(run) or str(run.stage or ""), _clock(run.submitted)) for run in runs]
-    table = [("NAME", "PHASE", "PROGRESS", "SUBMITTED"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    else:
+        _print_table(runs)
+    if more:
+        typer.echo(f"these are the newest {limit}; --limit shows more, --limit 0 all", err=True)
+
+
+def _print_table(runs: list[Run]) -> None:
+    rows = [
+        (run.name, str(run.phase), _progress(run) or str(run.stage or ""), run.owner, _clock(run.submitted))
+        for run in runs
+    ]
+    table = [("NAME", "PHASE", "PROGRESS", "OWNER", "SUBMITTED"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
     for row in table:
         typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
 
@@ -205,10 +234,12 @@ def outputs(
             typer.echo(f"{kind:<8}{path}")
 
 
-def _connect(backend: BackendName, *, image: str | None = None, poll: float = 1.0) -> Client:
+def _connect(
+    backend: BackendName, *, image: str | None = None, version: str | None = None, poll: float = 1.0
+) -> Client:
     """A client for a terminal."""
-    client = clients.connect(backend, image=image, poll=poll)
-    # Errors arrive as exceptions; flytekit's log would add a traceback for each open connection at exit.
+    client = clients.connect(backend, image=image, version=version, poll=poll)
+    # Errors arrive as exceptions; flytekit, if it logs in, would add a traceback for each open connection at exit.
     logging.getLogger("flytekit").setLevel(logging.CRITICAL)
     return client
 

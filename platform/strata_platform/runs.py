@@ -74,6 +74,8 @@ class Run:
     queue: str | None = None
     position: int | None = None
     """Number of runs before it in the queue."""
+    owner: str = ""
+    """Who submitted it, by their own account; empty if nobody said so."""
     where: str = ""
     """The run's folder, or the URL of its execution."""
 

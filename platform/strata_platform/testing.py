@@ -139,9 +139,10 @@ class FakeBackend:
             copy.mkdir() if kind == "model" else copy.touch()
         return Outputs(**{kind: str(copy) for kind, copy in copies.items()})
 
-    def list(self) -> list[Run]:
-        """All runs, the newest first."""
-        return sorted((self._run(name) for name in self._runs), key=lambda run: run.submitted or 0.0, reverse=True)
+    def list(self, limit: int | None, owner: str | None) -> list[Run]:
+        """The newest runs. They have no owner."""
+        found = [run for run in map(self._run, self._runs) if owner in (None, run.owner)]
+        return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
 
     def _find(self, name: str) -> _FakeRun:
         if name not in self._runs:

@@ -51,13 +51,13 @@ def undisturbed(cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def strata(undisturbed):
-    """The client, of the version of the workflow that the undisturbed run has registered."""
+def strata(cluster, undisturbed):
+    """The client, of the workflow of this checkout, which its first submission registers."""
     from strata_platform.backends.flyte import FlyteBackend
     from strata_platform.client import Client
-    from tests.e2e.helpers.cluster import DOMAIN, PROJECT
+    from tests.e2e.helpers.cluster import DOMAIN, PROJECT, ROOT
 
-    return Client(FlyteBackend(PROJECT, DOMAIN), poll=0.5)
+    return Client(FlyteBackend(PROJECT, DOMAIN, image=cluster.image, source=ROOT), poll=0.5)
 
 
 @pytest.fixture(scope="session")

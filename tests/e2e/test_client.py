@@ -8,12 +8,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.errors import RunExists
 from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -92,8 +93,29 @@ def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(clust
 
 
 @pytest.mark.slow
+def test_of_two_submissions_at_once_one_trains(cluster, strata):
+    spec = named("twin")
+
+    def submit(_):
+        try:
+            return strata.submit(spec)
+        except RunExists as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(submit, range(2)))
+    assert sorted(isinstance(result, RunExists) for result in results) == [False, True]
+    cluster.until_settled(spec.name)
+    assert strata.get(spec.name).where.endswith(f"/{spec.name}")
+    assert strata.cancel(spec.name).phase is Phase.ABORTED
+
+
+@pytest.mark.slow
 def test_the_notebook_submits_through_the_client_and_through_flytes_own(tmp_path):
-    FlyteBackend(PROJECT, DOMAIN, image=os.environ["STRATA_E2E_IMAGE"], source=ROOT).register()
+    place = ["--project", PROJECT, "--domain", DOMAIN, "--version", f"release-{time.time_ns()}"]
+    release = [*place, "--copy", "all", "--destination-dir", ".", "--image", os.environ["STRATA_E2E_IMAGE"]]
+    pyflyte = [Path(sys.executable).with_name("pyflyte"), "register", *release, "--activate-launchplans"]
+    subprocess.run([*pyflyte, "workflows/finetune.py"], cwd=ROOT, check=True, timeout=300)
     own = {"STRATA_BACKEND": "flyte", "STRATA_PROJECT": PROJECT, "STRATA_DOMAIN": DOMAIN, "TMPDIR": str(tmp_path)}
     program, notebook = ROOT / "tests/helpers/run_notebook.py", ROOT / "examples/submit.ipynb"
     command = [sys.executable, program, notebook, tmp_path / "shown.json"]

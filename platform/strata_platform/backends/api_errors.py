@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-from flytekit.exceptions.base import FlyteException
-from kubernetes.client import ApiException
-from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
 from strata_platform.errors import BackendError, Refused, RunNotFound, StrataError, Unreachable
+from strata_platform.kubernetes_api import ApiError, NoConfiguration
 
 # gRPC codes as HTTP statuses; any other code is 500.
 _STATUS = {
@@ -41,41 +38,23 @@ def translated_errors(what: str) -> Iterator[None]:
     """Translate the errors of the block; `what` completes the sentence "Flyte refused", as in "to submit x"."""
     try:
         yield
-    except (ApiException, ConfigException, HTTPError, FlyteException, grpc.RpcError) as error:
+    except (ApiError, NoConfiguration, HTTPError, grpc.RpcError) as error:
         raise translate(error, what) from error
 
 
 def translate(error: Exception, what: str) -> StrataError:
-    """The StrataError for an error of Kubernetes, gRPC or flytekit, with its status, reason and message."""
-    if isinstance(error, ApiException):
-        return _error(f"Kubernetes refused {what}", int(error.status or 503), error.reason or "Unknown", _body(error))
-    if isinstance(error, ConfigException):
+    """The StrataError for an error of Kubernetes or gRPC, with its status, reason and message."""
+    if isinstance(error, ApiError):
+        return _error(f"Kubernetes refused {what}", error.status, error.reason, str(error))
+    if isinstance(error, NoConfiguration):
         text = f"{error}; set KUBECONFIG to the cluster's file"
         return BackendError(f"there is no configuration of Kubernetes {what}: {text}", reason="NoConfiguration")
     if isinstance(error, HTTPError):
         return Unreachable(f"Kubernetes does not answer the request {what}: {error}")
-    call = _call(error)
-    if call is not None:
-        code = call.code().name
-        return _error(f"Flyte refused {what}", _STATUS.get(code, 500), code, call.details() or code)
-    return BackendError(f"Flyte failed {what}: {error}", reason=type(error).__name__)
+    assert isinstance(error, grpc.Call), error
+    code = error.code().name
+    return _error(f"Flyte refused {what}", _STATUS.get(code, 500), code, error.details() or code)
 
 
 def _error(what: str, status: int, reason: str, message: str) -> StrataError:
     return _KINDS.get(status, BackendError)(f"{what}: {message}", status=status, reason=reason)
-
-
-def _call(error: BaseException | None) -> grpc.Call | None:
-    """The gRPC call that caused flytekit's exception, if one did."""
-    while error is not None:
-        if isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call):
-            return error
-        error = error.__cause__
-    return None
-
-
-def _body(error: ApiException) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)

@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from strata_platform.errors import BackendError, Unreachable
-from strata_platform.estimate import GPUS, Gpu
-from strata_platform.estimate.gpus import gpu_by_name
+from strata_platform.estimate.gpus import GPUS, Gpu, gpu_by_name
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import EvaluationPoint, Event, LogLine, MetricPoint, Outputs, Run, Stage
-from strata_platform.spec import RunSpec
-from strata_platform.spec.run_spec import Resources
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources
 
 Pause = Callable[[], None]
 """Waits a moment. A backend calls it when it has nothing new to yield."""
@@ -75,8 +76,8 @@ class Backend(Protocol):
     def outputs(self, name: str, to: Path | None) -> Outputs:
         """Paths of the outputs of a run that succeeded; with `to`, of copies in that folder."""
 
-    def list(self) -> list[Run]:
-        """All runs, the newest first."""
+    def list(self, limit: int | None, owner: str | None) -> list[Run]:
+        """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
 
 
 def find_gpu(name: str) -> Gpu | None:

@@ -1,72 +1,65 @@
-"""Runs as executions of a Flyte workflow. FlyteRemote starts and ends them; Kubernetes shows what they are doing."""
+"""Runs as executions of a Flyte workflow. Flyte starts and ends them; Kubernetes shows what they are doing."""
 
 from __future__ import annotations
 
-import configparser
 import json
 import logging
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
-import yaml
-from flytekit.configuration import Config
-from flytekit.exceptions.user import FlyteEntityNotExistException
-from flytekit.models.common import Labels
-from flytekit.models.core.execution import WorkflowExecutionPhase as FlytePhase
-from flytekit.models.core.identifier import WorkflowExecutionIdentifier
-from flytekit.models.execution import Execution
-from flytekit.remote import FlyteRemote
-from flytekit.remote.executions import FlyteWorkflowExecution
-from flytekit.tools.translator import Options
-from kubernetes import client
+from flyteidl.admin.execution_pb2 import Execution
 
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, destinations, eval_loss, find_gpu, parse_points, with_progress
-from strata_platform.backends.kubernetes_objects import Namespace, shape_of
+from strata_platform.backends.flyte_admin import FlyteAdmin
+from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.backends.flyte_messages import (
+    LIVE,
+    NAME,
+    OWNER,
+    created,
+    execution_name,
+    message_of,
+    owner_of,
+    phase_of,
+    run_name,
+    spec_inputs,
+    started,
+)
+from strata_platform.backends.flyte_registration import Registration
+from strata_platform.backends.flyte_store import FlyteStore
+from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, shape_of
 from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read_log
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
-from strata_platform.estimate import Gpu
-from strata_platform.run_layout import METRICS, RunLayout
+from strata_platform.estimate.gpus import Gpu
+from strata_platform.kubernetes_api import Object
+from strata_platform.owner import this_user
+from strata_platform.run_layout import METRICS
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
-from strata_platform.spec import RunSpec
-from strata_platform.spec.run_spec import Resources
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources
 
 log = logging.getLogger(__name__)
 
-WORKFLOW = "workflows.finetune.finetune"
-NAME = "strata/run"
-"""Label of an execution that holds the name of its run."""
-
-PHASES = {
-    FlytePhase.UNDEFINED: Phase.QUEUED,
-    FlytePhase.QUEUED: Phase.QUEUED,
-    FlytePhase.RUNNING: Phase.RUNNING,
-    FlytePhase.SUCCEEDING: Phase.RUNNING,
-    FlytePhase.FAILING: Phase.RUNNING,
-    FlytePhase.ABORTING: Phase.RUNNING,
-    FlytePhase.SUCCEEDED: Phase.SUCCEEDED,
-    FlytePhase.FAILED: Phase.FAILED,
-    FlytePhase.TIMED_OUT: Phase.FAILED,
-    FlytePhase.ABORTED: Phase.ABORTED,
-}
+SUBMISSION = "strata/submission"
+"""Annotation of an execution: which call of `submit` made it, to know one's own after a lost answer."""
 
 
 class FlyteBackend:
     """Runs on the cluster of the Flyte configuration file `config`, by default the one that pyflyte and flytectl read.
 
-    A run is the newest of its executions: `NAME`, `NAME-x2` for its second submission, and so on. `submit` starts the
-    newest registered version of the workflow; with `image` it first registers the workflow of the folder `source` to
-    run in that image. Stages, logs and events come from the Kubernetes of KUBECONFIG and `context`; without it a run
-    only has phases.
+    A run is the newest of its executions: `NAME`, `NAME-x2` for its second submission, and so on, and those that
+    Flyte's console relaunched. `submit` starts the release of the workflow; `version` names another registration, and
+    `image` registers the workflow of the folder `source` to run in that image. Stages, logs and events come from the
+    Kubernetes of KUBECONFIG and `context`; without it a run only has phases.
     """
 
     name = "flyte"
@@ -79,68 +72,59 @@ class FlyteBackend:
         config: str | None = None,
         context: str | None = None,
         image: str | None = None,
+        version: str | None = None,
         source: Path = Path(),
     ) -> None:
-        self._remote = FlyteRemote(_configuration(config), project, domain, interactive_mode_enabled=False)
-        self._project, self._domain, self._config, self._context = project, domain, config, context
-        self._image, self._source = image, source
+        self._config = FlyteConfig.read(config)
+        self._admin = FlyteAdmin(self._config, project, domain)
+        self._store = FlyteStore(self._config)
+        self._registration = Registration(self._admin, image=image, version=version, source=source)
+        self._where, self._context = f"{project}-{domain}", context
         self._namespace: Namespace | None = None
         self._progress: dict[str, dict[str, Any]] = {}
+        self._newest_of: dict[str, Execution] = {}
+        self._looked: tuple[float, float] = (inf, -inf)
 
     def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU model that `resources.gpu_type` names."""
         return find_gpu(resources.gpu_type or "a GPU without resources.gpu_type") if resources.gpu else None
 
     def submit(self, spec: RunSpec) -> Run:
-        """Start an execution of the workflow."""
-        earlier = self._executions(spec.name)
-        if earlier and not _phase(earlier[-1]).is_end:
-            raise RunExists(
-                f"run {spec.name!r} has not ended, as execution {earlier[-1].id.name}; follow it with 'strata logs "
-                f"-f {spec.name}', end it with 'strata cancel {spec.name}', or choose another name"
-            )
-        version = self.register() if self._image else None
-        with translated_errors(f"to submit {spec.name}"):
-            try:
-                workflow = self._remote.fetch_workflow(name=WORKFLOW, version=version)
-            except FlyteEntityNotExistException as error:
-                raise BackendError(
-                    f"{WORKFLOW} is not registered in {self._project}-{self._domain}; name the image that it runs in "
-                    "(--image), or register it: pyflyte register --copy all --destination-dir . --image IMAGE "
-                    "workflows",
-                    status=404,
-                    reason="NotRegistered",
-                ) from error
-            execution = self._remote.execute(
-                workflow,
-                inputs={"spec": spec},
-                type_hints={"spec": RunSpec},
-                execution_name=self._free_name(spec.name),
-                options=Options(labels=Labels({NAME: spec.name})),
-            )
-        return self._run(execution)
+        """Start an execution of the workflow.
 
-    def register(self) -> str:
-        """Register the workflow of the source folder under a new version, and return that."""
-        version = time.strftime("%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06d}"
-        pyflyte = [
-            str(Path(sys.executable).with_name("pyflyte")),
-            *(["--config", self._config] if self._config else []),
-        ]
-        place = ["--project", self._project, "--domain", self._domain, "--version", version]
-        assert self._image is not None
-        # The working directory of the image, as `pyflyte run` uses; the default of `pyflyte register` is /root.
-        code = ["--copy", "all", "--destination-dir", ".", "--image", self._image, "workflows/finetune.py"]
-        command = [*pyflyte, "register", *place, *code]
-        if not (self._source / "workflows" / "finetune.py").is_file():
-            raise BackendError(
-                f"{self._source.absolute()} has no workflows/finetune.py to register; start in the project's folder, "
-                "or leave out the image to take the newest version that the cluster knows"
-            )
-        ended = subprocess.run(command, cwd=self._source, capture_output=True, text=True)
-        if ended.returncode:
-            raise BackendError(f"the workflow could not be registered:\n{(ended.stdout + ended.stderr)[-2000:]}")
-        return version
+        Flyte decides which of two submissions at once has the name: the other one gets RunExists.
+        """
+        self._require_ended(spec.name)
+        plan = self._registration.launch_plan()
+        mine = uuid4().hex
+        labels = {NAME: spec.name, OWNER: this_user()}
+        while True:
+            name = self._next_name(spec.name)
+            try:
+                with translated_errors(f"to submit {spec.name}"):
+                    self._admin.create(name, plan, spec_inputs(spec), labels, {SUBMISSION: mine})
+            except BackendError as error:
+                if error.reason != "ALREADY_EXISTS":
+                    raise
+                # Another run's, somebody else's submission of this one, or this call's own after a lost answer.
+                taken = self._fetch(name)
+                if taken.spec.annotations.values.get(SUBMISSION) != mine:
+                    if run_name(taken) == spec.name:
+                        raise self._exists(taken) from error
+                    continue
+            return self._run(self._fetch(name))
+
+    def _require_ended(self, name: str) -> None:
+        for execution in self._live(name):
+            raise self._exists(execution)
+
+    def _exists(self, execution: Execution) -> RunExists:
+        name, by = run_name(execution), owner_of(execution)
+        state = "was submitted at the same moment" if phase_of(execution).is_end else "has not ended"
+        return RunExists(
+            f"run {name!r} {state}, as execution {execution.id.name}{f' of {by}' if by else ''}; follow it with "
+            f"'strata logs -f {name}', end it with 'strata cancel {name}', or choose another name"
+        )
 
     def get(self, name: str) -> Run:
         """The newest execution of this name, with what its pods report."""
@@ -149,7 +133,7 @@ class FlyteBackend:
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
         """The logs of the pods that still exist; with `pause` also those of later pods."""
         execution = self._newest(name)
-        if _phase(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
+        if phase_of(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
             log.warning("the training pods of %s are removed, with their logs; the cluster may archive them", name)
         return (line for line in self._lines(execution, pause) if progress_line.decode(line.text) is None)
 
@@ -158,90 +142,108 @@ class FlyteBackend:
         return pods.so_far() if pause is None else pods.follow(lambda: self._is_over(execution), pause)
 
     def _is_over(self, execution: Execution) -> bool:
-        return _phase(self._fetch(execution.id.name)).is_end
+        return phase_of(self._fetch(execution.id.name)).is_end
 
     def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
         """The points that the training pods report; for a run that succeeded, those of its metrics file."""
         execution = self._newest(name)
-        if _phase(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
+        if phase_of(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
             return parse_points(map(json.loads, file.splitlines()))
         values = (progress_line.decode(line.text) or {} for line in self._lines(execution, pause))
         return parse_points(value["point"] for value in values if "point" in value)
 
     def _metrics_file(self, execution: Execution) -> str:
         """The text of the metrics file among the training task's outputs; empty if there is no such task."""
-        with translated_errors(f"to read the metrics of {execution.id.name}"), tempfile.TemporaryDirectory() as folder:
-            synced = self._remote.sync_execution(_promoted(execution), sync_nodes=True)
-            for node in synced.node_executions.values():
-                for inner in node.subworkflow_node_executions.values():
-                    outputs = inner.outputs.literals if inner.is_done and not inner.error and inner.outputs else {}
-                    if "weights" in outputs:
-                        copy = RunLayout(Path(folder)).metrics
-                        uri = outputs["weights"].scalar.blob.uri
-                        self._remote.file_access.get_data(f"{uri.rstrip('/')}/{METRICS}", str(copy))
-                        return copy.read_text(encoding="utf-8")
+        with translated_errors(f"to read the metrics of {execution.id.name}"):
+            for outputs in self._admin.inner_outputs(execution.id.name):
+                if "weights" in outputs:
+                    return self._store.read(f"{outputs['weights'].rstrip('/')}/{METRICS}").decode()
         return ""
 
     def events(self, name: str) -> list[Event]:
         """Flyte's phases of the execution, and the events that Kubernetes and Kueue recorded for its objects."""
         execution = self._newest(name)
-        closure = execution.closure
-        found = [Event(closure.created_at.timestamp(), "Submitted", f"as execution {execution.id.name}")]
-        if (started := _started(execution)) is not None:
-            found.append(Event(started, "Started", "Flyte began to run it"))
-        phase = _phase(execution)
+        by = owner_of(execution)
+        found = [Event(created(execution), "Submitted", f"as execution {execution.id.name}{f' by {by}' if by else ''}")]
+        if (began := started(execution)) is not None:
+            found.append(Event(began, "Started", "Flyte began to run it"))
+        phase = phase_of(execution)
         if phase.is_end:
-            at = closure.updated_at or closure.created_at
-            good = phase is Phase.SUCCEEDED
-            reason = phase.value.capitalize()
-            found.append(Event(at.timestamp(), reason, _message(execution), "normal" if good else "warning"))
+            at = execution.closure.updated_at.ToNanoseconds() / 1e9 or created(execution)
+            kind: Literal["normal", "warning"] = "normal" if phase is Phase.SUCCEEDED else "warning"
+            found.append(Event(at, phase.value.capitalize(), message_of(execution), kind))
         found += self._kubernetes().events(execution.id.name)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:
-        """Terminate the execution. Flyte deletes its pods, which have their grace period to end."""
-        execution = self._newest(name)
-        if not _phase(execution).is_end:
-            with translated_errors(f"to cancel {name}"):
-                self._remote.terminate(_promoted(execution), "canceled with strata")
+        """Terminate every execution of the run that has not ended. Their pods have their grace period to end."""
+        self._newest(name)
+        with translated_errors(f"to cancel {name}"):
+            for execution in self._live(name):
+                self._admin.terminate(execution.id.name, "canceled with strata")
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
         """Addresses of the execution's outputs in the object store."""
         execution = self._newest(name)
-        phase = _phase(execution)
+        phase = phase_of(execution)
         if phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {phase}: outputs exist once a run has succeeded")
         with translated_errors(f"to read the outputs of {name}"):
             found = self._output_uris(execution)
             if to is not None:
                 for kind, copy in destinations(to).items():
-                    self._remote.file_access.get_data(found[kind], str(copy), is_multipart=kind == "model")
+                    self._store.copy(found[kind], copy, folder=kind == "model")
                     found[kind] = str(copy)
         return Outputs(**found)
 
-    def _executions(self, name: str) -> list[Execution]:
-        """All executions of a run, the oldest first."""
+    def _submitted(self, name: str) -> list[Execution]:
+        """The executions that `submit` started for a run, the oldest first."""
         found: list[Execution] = []
         for number in count(1):
-            execution = self._find(_execution_name(name, number))
+            execution = self._find(execution_name(name, number))
             if execution is None:
                 return found
             # Another run may have taken the name of the next execution.
-            if number == 1 or _name(execution) == name:
+            if number == 1 or run_name(execution) == name:
                 found.append(execution)
         raise AssertionError
 
-    def _free_name(self, name: str) -> str:
-        names = (_execution_name(name, number) for number in count(1))
+    def _next_name(self, name: str) -> str:
+        names = (execution_name(name, number) for number in count(1))
         return next(name for name in names if self._find(name) is None)
 
+    def _live(self, name: str) -> list[Execution]:
+        """The executions of a run that have not ended, whoever started them; the newest first."""
+        with translated_errors(f"to look for {name}"):
+            found = {execution.id.name: execution for execution in self._admin.executions(filters=LIVE)}
+        found |= {execution.id.name: execution for execution in self._submitted(name)}
+        mine = [each for each in found.values() if run_name(each) == name and not phase_of(each).is_end]
+        return sorted(mine, key=created, reverse=True)
+
     def _newest(self, name: str) -> Execution:
-        found = self._executions(name)
+        """The newest execution of a run, as `list` shows it. Raises RunNotFound."""
+        found = self._submitted(name)
         if not found:
-            raise RunNotFound(
-                f"no run was submitted to {self._project}-{self._domain} as {name!r}; 'strata list' shows all"
-            )
+            raise RunNotFound(f"no run was submitted to {self._where} as {name!r}; 'strata list' shows all")
+        self._look_for_relaunched(since=created(found[-1]))
+        known = self._newest_of.get(name)
+        if known is not None and created(known) > created(found[-1]):
+            return self._fetch(known.id.name)
         return found[-1]
+
+    def _look_for_relaunched(self, since: float) -> None:
+        """Remember the newest execution of each run among those made after `since`. A second look reads what is new."""
+        oldest, newest = self._looked
+        until = newest if oldest <= since else since
+        with translated_errors("to list runs"):
+            for execution in self._admin.executions():
+                newest = max(newest, created(execution))
+                if created(execution) <= until:
+                    break
+                name = run_name(execution)
+                if name not in self._newest_of or created(execution) > created(self._newest_of[name]):
+                    self._newest_of[name] = execution
+        self._looked = (min(oldest, since), newest)
 
     def _find(self, name: str) -> Execution | None:
         try:
@@ -251,29 +253,29 @@ class FlyteBackend:
 
     def _fetch(self, name: str) -> Execution:
         with translated_errors(f"to look for {name}"):
-            found: Execution = self._remote.client.get_execution(
-                WorkflowExecutionIdentifier(self._project, self._domain, name)
-            )
-        return found
+            return self._admin.execution(name)
 
     def _kubernetes(self) -> Namespace:
         if self._namespace is None:
-            self._namespace = Namespace(f"{self._project}-{self._domain}", self._context)
+            self._namespace = Namespace(self._where, self._context)
         return self._namespace
 
     def _run(self, execution: Execution) -> Run:
         """The run as Flyte reports it."""
-        closure, phase, started = execution.closure, _phase(execution), _started(execution)
-        ended = started + closure.duration.total_seconds() if phase.is_end and started is not None else None
+        phase, began = phase_of(execution), started(execution)
+        seconds = execution.closure.duration.ToNanoseconds() / 1e9
+        identifier = execution.id
+        console = f"{self._config.console_url}/console/projects/{identifier.project}/domains/{identifier.domain}"
         return Run(
-            name=_name(execution),
+            name=run_name(execution),
             backend=self.name,
             phase=phase,
-            message=_message(execution),
-            submitted=closure.created_at and closure.created_at.timestamp(),
-            started=started,
-            ended=ended,
-            where=self._remote.generate_console_url(_promoted(execution)),
+            message=message_of(execution),
+            submitted=created(execution) or None,
+            started=began,
+            ended=began + seconds if phase.is_end and began is not None else None,
+            owner=owner_of(execution),
+            where=f"{console}/executions/{identifier.name}",
         )
 
     def _detailed(self, execution: Execution) -> Run:
@@ -285,29 +287,20 @@ class FlyteBackend:
             namespace = self._kubernetes()
             pods = namespace.pods(execution.id.name)
             status = namespace.status(execution.id.name, pods)
-            phase = Phase.QUEUED if status.stage is Stage.WAITING else run.phase
-            run = replace(
-                run,
-                phase=phase,
-                stage=status.stage,
-                message=status.message,
-                queue=status.queue,
-                position=status.position,
-            )
-            return self._with_training(run, namespace, pods, execution.id.name)
+            return self._with_training(_with_status(run, status), namespace, pods, execution.id.name)
         except BackendError as error:
             # Without rights to Kubernetes, or while the node of rank 0 does not answer, Flyte's phase remains.
             return replace(run, message="; ".join(filter(None, (run.message, str(error)))))
 
-    def _with_training(self, run: Run, namespace: Namespace, pods: Sequence[client.V1Pod], execution: str) -> Run:
+    def _with_training(self, run: Run, namespace: Namespace, pods: Sequence[Object], execution: str) -> Run:
         """The run with the progress that rank 0 reported; values that it reports only once are remembered."""
         known = self._progress.setdefault(execution, {})
         last: list[MetricPoint] = []
         for pod in main_pods(pods):
-            seen = known.get("pod") == pod.metadata.uid
+            seen = known.get("pod") == pod["metadata"]["uid"]
             if not seen:
-                known |= {"pod": pod.metadata.uid, "stage": Stage.STARTING}
-            with translated_errors(f"to read the log of {pod.metadata.name}"):
+                known |= {"pod": pod["metadata"]["uid"], "stage": Stage.STARTING}
+            with translated_errors(f"to read the log of {pod['metadata']['name']}"):
                 raws = read_log(namespace, pod, follow=False, last=200 if seen else None)
                 lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
             values = [value for value in map(progress_line.decode, lines) if value is not None]
@@ -328,10 +321,8 @@ class FlyteBackend:
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
         try:
-            with translated_errors(f"to read the record of {run.name}"), tempfile.TemporaryDirectory() as folder:
-                copy = RunLayout(Path(folder)).record
-                self._remote.file_access.get_data(self._output_uris(execution)["record"], str(copy))
-                record = json.loads(copy.read_text(encoding="utf-8"))
+            with translated_errors(f"to read the record of {run.name}"):
+                record = json.loads(self._store.read(self._output_uris(execution)["record"]))
         except BackendError as error:
             # The run succeeded, whether or not this machine can reach the object store.
             return replace(run, message=str(error))
@@ -349,86 +340,45 @@ class FlyteBackend:
 
     def _output_uris(self, execution: Execution) -> dict[str, str]:
         """Addresses of the outputs of an execution that succeeded."""
-        literals = self._remote.sync_execution(_promoted(execution)).outputs.literals
+        found = self._admin.outputs(execution.id.name)
         kinds = ("model", "report", "record")
-        if missing := [kind for kind in kinds if kind not in literals]:
+        if missing := [kind for kind in kinds if kind not in found]:
             raise BackendError(
                 f"the workflow of execution {execution.id.name} has no outputs {', '.join(missing)}; it has "
-                f"{', '.join(sorted(literals)) or 'none'}",
+                f"{', '.join(sorted(found)) or 'none'}",
                 status=404,
                 reason="NotFound",
             )
-        return {kind: literals[kind].scalar.blob.uri for kind in kinds}
+        return {kind: found[kind] for kind in kinds}
 
-    def list(self) -> list[Run]:
-        """The runs of the last hundred executions, each as its newest execution."""
-        with translated_errors("to list runs"):
-            recent = self._remote.recent_executions(limit=100)
+    def list(self, limit: int | None, owner: str | None) -> list[Run]:
+        """The newest runs, each as its newest execution, with the stage of those that have not ended."""
         newest: dict[str, Execution] = {}
-        for execution in recent:
-            newest.setdefault(_name(execution), execution)
-        return [self._run(execution) for execution in newest.values()]
+        with translated_errors("to list runs"):
+            for execution in self._admin.executions():
+                newest.setdefault(run_name(execution), execution)
+                mine = [each for each in newest.values() if owner is None or owner_of(each) == owner]
+                if limit is not None and len(mine) >= limit:
+                    break
+        runs = [self._run(each) for each in newest.values() if owner is None or owner_of(each) == owner]
+        live = {run.name: newest[run.name].id.name for run in runs if not run.is_done}
+        if not live:
+            return runs
+        try:
+            statuses = self._kubernetes().statuses(live.values())
+        except BackendError as error:
+            log.warning("which runs wait is not known: %s", error)
+            return runs
+        return [_with_status(run, statuses[live[run.name]]) if run.name in live else run for run in runs]
 
 
-def _configuration(file: str | None) -> Config:
-    """The configuration in `file`, or the one that flytekit finds.
-
-    Raises BackendError if a named file cannot be read: flytekit would silently use this machine instead.
-    """
-    named = file or os.environ.get("FLYTECTL_CONFIG")
-    if not named:
-        return Config.auto()
-    try:
-        text = Path(named).read_text(encoding="utf-8")
-        if named.endswith((".yaml", ".yml")) and not isinstance(yaml.safe_load(text), dict):
-            raise ValueError("it has no fields")
-        return Config.auto(file)
-    except (OSError, ValueError, yaml.YAMLError, configparser.Error) as error:
-        raise BackendError(
-            f"Flyte's configuration {named} cannot be read: {error}; write the file, or set FLYTECTL_CONFIG to another",
-            reason="NoConfiguration",
-        ) from error
-
-
-def _execution_name(name: str, number: int) -> str:
-    """The name of a run's `number`-th execution. Flyte requires names to begin with a letter."""
-    first = name if name[:1].isalpha() else f"run-{name}"
-    return first if number == 1 else f"{first}-x{number}"
-
-
-def _name(execution: Execution) -> str:
-    """The name of the run; for an execution that another client started, the execution's own."""
-    labels = execution.spec.labels.values or {}
-    return str(labels.get(NAME, execution.id.name))
-
-
-def _phase(execution: Execution) -> Phase:
-    return PHASES[execution.closure.phase]
-
-
-def _started(execution: Execution) -> float | None:
-    """When the execution started; None before, where flytekit has 1970."""
-    at = execution.closure.started_at
-    return at.timestamp() if at is not None and at.timestamp() > 0 else None
-
-
-def _message(execution: Execution) -> str:
-    closure = execution.closure
-    if closure.error is not None:
-        return error_text(closure.error.message)
-    if closure.abort_metadata is not None:
-        return str(closure.abort_metadata.cause)
-    return ""
-
-
-def error_text(message: str) -> str:
-    """The error in Flyte's message of a failure, without the traceback, the frame and the log lines around it."""
-    for start in ("\nMessage:\n", "\u256f\n"):
-        # flytekit writes the first before an error; the second is the last corner of the frame around a traceback.
-        message = message.rpartition(start)[2]
-    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith('{"asctime"')]
-    return "\n".join(lines[:20])
-
-
-def _promoted(execution: Execution) -> FlyteWorkflowExecution:
-    return FlyteWorkflowExecution.promote_from_model(execution)
+def _with_status(run: Run, status: RunStatus) -> Run:
+    """A run that has not ended, as its objects show it."""
+    return replace(
+        run,
+        phase=Phase.QUEUED if status.stage is Stage.WAITING else run.phase,
+        stage=status.stage,
+        message=status.message,
+        queue=status.queue,
+        position=status.position,
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from kubernetes import client, config
-
 from strata_platform.backends.api_errors import translated_errors
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 from strata_platform.runs import Event, Stage
 
 JOBS = ("kubeflow.org", "v1", "pytorchjobs")
@@ -24,8 +23,6 @@ _STAGES = {
     "tasks-export": Stage.EXPORTING,
 }
 _TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,31 @@ class Namespace:
     def __init__(self, namespace: str, context: str | None = None) -> None:
         self.namespace = namespace
         with translated_errors("to read its configuration"):
-            api = config.new_client_from_config(context=context)
-        self.core, self._custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
+            self.api = KubernetesApi(Access.of_environment(context))
+        self.core = f"/api/v1/namespaces/{namespace}"
 
-    def pods(self, execution: str) -> list[client.V1Pod]:
+    def pods(self, execution: str) -> list[Object]:
         """The pods of an execution, the oldest first."""
         with translated_errors(f"to list the pods of {execution}"):
-            found = self.core.list_namespaced_pod(self.namespace, label_selector=f"{EXECUTION}={execution}")
-        return sorted(found.items, key=lambda pod: pod.metadata.creation_timestamp)
+            found = self.api.items(f"{self.core}/pods", labelSelector=f"{EXECUTION}={execution}")
+        return sorted(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
-    def status(self, execution: str, pods: Sequence[client.V1Pod]) -> RunStatus:
+    def status(self, execution: str, pods: Sequence[Object]) -> RunStatus:
         """Stage of an execution that has these pods."""
         return status_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
+
+    def statuses(self, executions: Iterable[str]) -> dict[str, RunStatus]:
+        """Stages of many executions, in three requests."""
+        with translated_errors("to list the pods of all runs"):
+            pods = self.api.items(f"{self.core}/pods", labelSelector=EXECUTION)
+        pods.sort(key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+        jobs, workloads = self._list(JOBS, EXECUTION), self._list(WORKLOADS)
+        found = {}
+        for execution in executions:
+            mine = [pod for pod in pods if _labels(pod).get(EXECUTION) == execution]
+            uids = {item["metadata"]["uid"] for item in (*mine, *jobs) if _labels(item).get(EXECUTION) == execution}
+            found[execution] = status_of(mine, workloads, uids)
+        return found
 
     def events(self, execution: str) -> list[Event]:
         """Events that Kubernetes and Kueue recorded for an execution's objects, the oldest first, for about an hour.
@@ -67,22 +77,22 @@ class Namespace:
         mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
         gone = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
         with translated_errors(f"to list the events of {execution}"):
-            found = self.core.list_namespaced_event(self.namespace).items
-        about = ((item, item.involved_object) for item in found)
-        events = (_event(item) for item, its in about if its.uid in mine or gone.match(its.name))
+            found = self.api.items(f"{self.core}/events")
+        about = ((item, item["involvedObject"]) for item in found)
+        events = (_event(item) for item, its in about if its.get("uid") in mine or gone.match(its.get("name", "")))
         return sorted(events, key=lambda event: event.time)
 
-    def _uids(self, execution: str, pods: Sequence[client.V1Pod]) -> set[str]:
+    def _uids(self, execution: str, pods: Sequence[Object]) -> set[str]:
         """The uids of an execution's pods and jobs."""
         jobs = self._list(JOBS, f"{EXECUTION}={execution}")
-        return {pod.metadata.uid for pod in pods} | {job["metadata"]["uid"] for job in jobs}
+        return {item["metadata"]["uid"] for item in (*pods, *jobs)}
 
     def text(self, config_map: str, key: str) -> str | None:
         """The value of a ConfigMap's key; None if there is no such map or key."""
         with translated_errors(f"to read the config map {config_map}"):
             try:
-                data = self.core.read_namespaced_config_map(config_map, self.namespace).data
-            except client.ApiException as error:
+                data = self.api.get(f"{self.core}/configmaps/{config_map}").get("data")
+            except ApiError as error:
                 if error.status != 404:
                     raise
                 return None
@@ -92,53 +102,60 @@ class Namespace:
         group, version, plural = kind
         with translated_errors(f"to list {plural}"):
             try:
-                answer = self._custom.list_namespaced_custom_object(
-                    group, version, self.namespace, plural, label_selector=labels
+                return self.api.items(
+                    f"/apis/{group}/{version}/namespaces/{self.namespace}/{plural}", labelSelector=labels
                 )
-            except client.ApiException as error:
+            except ApiError as error:
                 # The kind is not installed: without Kueue nothing queues, without the operator there are no such jobs.
                 if error.status != 404:
                     raise
                 return []
-        items: list[Object] = answer["items"]
-        return items
 
 
-def shape_of(pod: client.V1Pod) -> tuple[int, int] | None:
+def _labels(item: Mapping[str, Any]) -> Mapping[str, str]:
+    return item["metadata"].get("labels") or {}
+
+
+def shape_of(pod: Object) -> tuple[int, int] | None:
     """Pods and processes per pod of the training job that the pod belongs to; None for any other pod."""
-    found = _TRAINING.match((pod.metadata.labels or {}).get(TASK, ""))
+    found = _TRAINING.match(_labels(pod).get(TASK, ""))
     return (int(found[1]), int(found[2])) if found else None
 
 
-def status_of(pods: Sequence[client.V1Pod], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
+def status_of(pods: Sequence[Object], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
     """Stage of a run, by its `pods`, all workloads of its namespace, and the uids of its own pods and jobs (`mine`)."""
     waiting = [workload for workload in workloads if _is_of(workload, mine) and _is_waiting(workload)]
     if waiting:
         return _in_queue(waiting[-1], workloads)
-    active = [pod for pod in pods if pod.status.phase in ("Pending", "Running") and not pod.metadata.deletion_timestamp]
+    active = [
+        pod
+        for pod in pods
+        if pod["status"].get("phase") in ("Pending", "Running") and "deletionTimestamp" not in pod["metadata"]
+    ]
     if not active:
         return RunStatus(Stage.STARTING)
-    task = active[-1].metadata.labels.get(TASK, "")
-    peers = [pod for pod in active if pod.metadata.labels.get(TASK) == task]
+    task = _labels(active[-1]).get(TASK, "")
+    peers = [pod for pod in active if _labels(pod).get(TASK) == task]
     for pod in peers:
-        if pod.status.phase == "Pending":
+        if pod["status"]["phase"] == "Pending":
             return _pending(pod)
     stages = (stage for start, stage in _STAGES.items() if task.startswith(start))
     return RunStatus(next(stages, Stage.STARTING))
 
 
-def _pending(pod: client.V1Pod) -> RunStatus:
+def _pending(pod: Object) -> RunStatus:
     """Stage of a run with a pending pod: gated, unscheduled, or about to start."""
-    if pod.spec.scheduling_gates:
+    name, status = pod["metadata"]["name"], pod["status"]
+    if pod["spec"].get("schedulingGates"):
         # Kueue gates a pod until it has made its workload.
         return RunStatus(Stage.WAITING)
-    for condition in pod.status.conditions or []:
-        if condition.type == "PodScheduled" and condition.status != "True":
-            return RunStatus(Stage.ADMITTED, f"{pod.metadata.name}: {condition.message or condition.reason}")
-    for status in pod.status.container_statuses or []:
-        waiting = status.state and status.state.waiting
-        if waiting and waiting.message:
-            return RunStatus(Stage.PULLING, f"{pod.metadata.name}: {waiting.reason}: {waiting.message}")
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] != "True":
+            return RunStatus(Stage.ADMITTED, f"{name}: {condition.get('message') or condition.get('reason')}")
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("message"):
+            return RunStatus(Stage.PULLING, f"{name}: {waiting.get('reason')}: {waiting['message']}")
     return RunStatus(Stage.PULLING)
 
 
@@ -176,8 +193,11 @@ def _condition(workload: Object, kind: str) -> Object | None:
     return next((condition for condition in conditions if condition["type"] == kind), None)
 
 
-def _event(item: client.CoreV1Event) -> Event:
-    at: datetime = item.last_timestamp or item.event_time or item.metadata.creation_timestamp
-    about = f"{item.involved_object.kind.lower()}/{item.involved_object.name}"
-    kind: Literal["normal", "warning"] = "warning" if item.type == "Warning" else "normal"
-    return Event(at.timestamp(), item.reason, item.message or "", kind, about)
+def _event(item: Mapping[str, Any]) -> Event:
+    its = item["involvedObject"]
+    at = item.get("lastTimestamp") or item.get("eventTime") or item["metadata"]["creationTimestamp"]
+    about = f"{its.get('kind', '').lower()}/{its.get('name', '')}"
+    kind: Literal["normal", "warning"] = "warning" if item.get("type") == "Warning" else "normal"
+    return Event(
+        datetime.fromisoformat(at).timestamp(), item.get("reason") or "", item.get("message") or "", kind, about
+    )

@@ -13,18 +13,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strata_platform.backends.backend import Pause, destinations, find_gpu, parse_points, with_progress
-from strata_platform.backends.run_state import RunFiles, State, read_last, tail
-from strata_platform.backends.supervisor import CANCEL, RESUBMIT
+from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State, read_last, tail
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
-from strata_platform.estimate import Gpu
+from strata_platform.estimate.gpus import Gpu
 from strata_platform.file_io import acquire_lock
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
-from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.run_spec import Resources
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class LocalBackend:
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, which outlives this process."""
+        from strata_platform.spec import dump_spec
+
         if spec.topology.nnodes > 1:
             raise BackendError(
                 f"topology.nnodes is {spec.topology.nnodes}, and this is one machine; set it to 1",
@@ -171,16 +174,17 @@ class LocalBackend:
                 found[kind] = Path(copy(found[kind], target))
         return Outputs(**{kind: str(path) for kind, path in found.items()})
 
-    def list(self) -> list[Run]:
-        """The runs of the registry whose folders are still there, the newest first."""
+    def list(self, limit: int | None, owner: str | None) -> list[Run]:
+        """The newest runs of the registry whose folders are still there."""
         links = self._registry.glob("[!.]*")
         runs = [self._run(files) for link in links if (files := RunFiles(link.resolve())).exists]
-        return sorted(runs, key=lambda run: run.submitted or 0.0, reverse=True)
+        found = [run for run in runs if owner in (None, run.owner)]
+        return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
 
     def _files(self, name: str) -> RunFiles:
         files = RunFiles((Path(name) if os.sep in name else self._registry / name).resolve())
         if not files.exists:
-            known = ", ".join(run.name for run in self.list()[:20]) or "none"
+            known = ", ".join(run.name for run in self.list(20, None)) or "none"
             raise RunNotFound(f"no run was submitted here as {name!r}; runs: {known}")
         return files
 
@@ -204,6 +208,7 @@ class LocalBackend:
             steps=state.steps,
             eval_loss=state.eval_loss,
             stopped_early=state.stopped_early,
+            owner=files.owner,
             where=str(files.run),
         )
         return with_progress(run, list(parse_points(read_last(files.metrics))))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 
-from kubernetes import client
 from urllib3.exceptions import HTTPError
 
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, Retry
 from strata_platform.backends.kubernetes_objects import REPLICA, Namespace, shape_of
 from strata_platform.errors import Unreachable
+from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.runs import LogLine
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Stamped:
     line: LogLine
 
 
-def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine] | None:
+def line_of(pod: Object, raw: str) -> tuple[str, LogLine] | None:
     """Timestamp and line of `raw`, as Kubernetes returns it from a pod's log; None without a timestamp.
 
     The kubelet mixes messages of its own into a log, and those have none. Processes of other ranks than the pod's first
@@ -54,15 +54,15 @@ def line_of(pod: client.V1Pod, raw: str) -> tuple[str, LogLine] | None:
     text = text.rstrip("\r\n").rpartition("\r")[2]
     shape, rank = shape_of(pod), None
     if shape is not None:
-        rank = int(pod.metadata.labels.get(REPLICA, 0)) * shape[1]
+        rank = int(pod["metadata"]["labels"].get(REPLICA, 0)) * shape[1]
         if found := _OF_RANK.match(text):
             rank, text = int(found[1]), text[found.end() :]
-    return stamp, LogLine(_seconds(stamp), rank, text, pod.metadata.name, _attempt(pod))
+    return stamp, LogLine(_seconds(stamp), rank, text, pod["metadata"]["name"], _attempt(pod))
 
 
-def _attempt(pod: client.V1Pod) -> int:
-    variables = pod.spec.containers[0].env or []
-    return next((int(item.value) for item in variables if item.name == "FLYTE_ATTEMPT_NUMBER"), 0)
+def _attempt(pod: Object) -> int:
+    variables = pod["spec"]["containers"][0].get("env") or []
+    return next((int(item["value"]) for item in variables if item["name"] == "FLYTE_ATTEMPT_NUMBER"), 0)
 
 
 def _utc(stamp: str) -> str | None:
@@ -116,7 +116,7 @@ class PodLogs:
         """The lines of the pods that still exist."""
         merged = TimeOrderedLines()
         for pod in filter(has_begun, self._namespace.pods(self._execution)):
-            with translated_errors(f"to read the log of {pod.metadata.name}"):
+            with translated_errors(f"to read the log of {pod['metadata']['name']}"):
                 for found in self._lines(pod, follow=False):
                     merged.add(*found)
         return merged.release(last=True)
@@ -144,12 +144,14 @@ class PodLogs:
         finally:
             self._closed.set()
 
-    def _start_readers(self, pods: list[client.V1Pod]) -> None:
+    def _start_readers(self, pods: list[Object]) -> None:
         """Start a reader for every pod that has a log and no reader."""
         for pod in pods:
-            if has_begun(pod) and pod.metadata.uid not in self._readers:
-                reader = threading.Thread(target=self._read_to_end, args=(pod,), daemon=True, name=pod.metadata.name)
-                self._readers[pod.metadata.uid] = reader
+            if has_begun(pod) and pod["metadata"]["uid"] not in self._readers:
+                reader = threading.Thread(
+                    target=self._read_to_end, args=(pod,), daemon=True, name=pod["metadata"]["name"]
+                )
+                self._readers[pod["metadata"]["uid"]] = reader
                 reader.start()
 
     def _join_readers(self) -> None:
@@ -158,11 +160,11 @@ class PodLogs:
         for reader in self._readers.values():
             reader.join(max(0.0, end - time.monotonic()))
 
-    def _read_to_end(self, pod: client.V1Pod) -> None:
+    def _read_to_end(self, pod: Object) -> None:
         """Read until the pod ends. After a lost connection, lines that were read before are skipped."""
         last = ""
         while not self._closed.is_set():
-            with contextlib.suppress(HTTPError, client.ApiException):
+            with contextlib.suppress(HTTPError, ApiError):
                 for stamp, line in self._lines(pod, follow=True):
                     if stamp > last:
                         self._arrived.put((stamp, line))
@@ -171,66 +173,60 @@ class PodLogs:
                 return
             self._closed.wait(1.0)
 
-    def _lines(self, pod: client.V1Pod, *, follow: bool) -> Iterator[tuple[str, LogLine]]:
+    def _lines(self, pod: Object, *, follow: bool) -> Iterator[tuple[str, LogLine]]:
         """The pod's lines with their timestamps. A message of the kubelet is logged as a warning, once for each pod."""
         for raw in read_log(self._namespace, pod, follow=follow):
             if (found := line_of(pod, raw)) is not None:
                 yield found
-            elif (said := (pod.metadata.name, raw.strip())) not in self._warned:
+            elif (said := (pod["metadata"]["name"], raw.strip())) not in self._warned:
                 self._warned.add(said)
                 log.warning("log of %s: %s", *said)
 
 
-def read_log(namespace: Namespace, pod: client.V1Pod, *, follow: bool, last: int | None = None) -> Iterator[str]:
+def read_log(namespace: Namespace, pod: Object, *, follow: bool, last: int | None = None) -> Iterator[str]:
     """A pod's log, each line with its timestamp; with `last`, only that many lines of its end."""
-    more = {} if last is None else {"tail_lines": last}
+    metadata = pod["metadata"]
     try:
-        answer = namespace.core.read_namespaced_pod_log(
-            pod.metadata.name,
-            pod.metadata.namespace,
-            container=pod.spec.containers[0].name,
+        lines = namespace.api.lines(
+            f"{namespace.core}/pods/{metadata['name']}/log",
             follow=follow,
-            timestamps=True,
-            _preload_content=False,
-            **more,
+            container=pod["spec"]["containers"][0]["name"],
+            timestamps="true",
+            tailLines=last,
         )
-    except client.ApiException as error:
+        for raw in lines:
+            yield raw.decode(errors="replace")
+    except ApiError as error:
         # The pod or its container was deleted after it was listed.
         if error.status not in (400, 404):
             raise
-        return
-    try:
-        for raw in answer:
-            yield raw.decode(errors="replace")
-    finally:
-        answer.close()
 
 
-def main_pods(pods: Iterable[client.V1Pod]) -> list[client.V1Pod]:
+def main_pods(pods: Iterable[Object]) -> list[Object]:
     """The pod that rank 0 trains in now, as a list of at most one."""
     return [
         pod
         for pod in pods
         if shape_of(pod) is not None
-        and pod.metadata.labels.get(REPLICA, "0") == "0"
-        and pod.status.phase == "Running"
+        and pod["metadata"]["labels"].get(REPLICA, "0") == "0"
+        and pod["status"].get("phase") == "Running"
         and has_begun(pod)
-        and not pod.metadata.deletion_timestamp
+        and "deletionTimestamp" not in pod["metadata"]
     ]
 
 
-def has_begun(pod: client.V1Pod) -> bool:
+def has_begun(pod: Object) -> bool:
     """Whether the pod has a log to read."""
-    states = [status.state for status in pod.status.container_statuses or []]
-    return any(state.running or state.terminated for state in states)
+    states = [status.get("state") or {} for status in pod["status"].get("containerStatuses") or []]
+    return any("running" in state or "terminated" in state for state in states)
 
 
-def has_ended(namespace: Namespace, pod: client.V1Pod) -> bool:
+def has_ended(namespace: Namespace, pod: Object) -> bool:
     """Whether the pod has printed its last line; False while Kubernetes does not answer."""
     try:
-        now = namespace.core.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
-    except client.ApiException as error:
+        now = namespace.api.get(f"{namespace.core}/pods/{pod['metadata']['name']}")
+    except ApiError as error:
         return bool(error.status == 404)
     except HTTPError:
         return False
-    return now.metadata.uid != pod.metadata.uid or now.status.phase in ("Succeeded", "Failed")
+    return now["metadata"]["uid"] != pod["metadata"]["uid"] or now["status"].get("phase") in ("Succeeded", "Failed")

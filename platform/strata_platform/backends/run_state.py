@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +18,11 @@ from typing import Any
 from strata_platform.file_io import write_atomic
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, Phase, Stage
+
+CANCEL = signal.SIGUSR1
+"""The signal that cancels the run. Not SIGTERM, which a machine sends when it shuts down."""
+RESUBMIT = "submit it again to continue from its last checkpoint"
+"""Advice for a run that ended before its last step."""
 
 # struct flock of Linux; native alignment pads it as the C compiler does.
 _FLOCK = "hhqqi4x"
@@ -93,6 +99,15 @@ class RunFiles:
     def is_active(self) -> bool:
         """Whether a run is here that has not ended."""
         return self.is_supervised and self.exists and not self.state().phase.is_end
+
+    @property
+    def owner(self) -> str:
+        """The user that submitted the run."""
+        try:
+            return self._layout.state.owner()
+        except KeyError:
+            # The user of a container may have no name.
+            return str(self._layout.state.stat().st_uid)
 
     def state(self) -> State:
         """The state that was last written."""

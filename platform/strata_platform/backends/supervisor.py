@@ -26,15 +26,10 @@ from typing import Any
 
 from strata_platform import progress_line
 from strata_platform.backends.backend import eval_loss
-from strata_platform.backends.run_state import RunFiles, State
+from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State
 from strata_platform.outcomes import Outcome, outcome_of_job
 from strata_platform.runs import Event, LogLine, Phase, Stage
 from strata_platform.spec import RunSpec, load_spec
-
-CANCEL = signal.SIGUSR1
-"""The signal that cancels the run. Not SIGTERM, which a machine sends when it shuts down."""
-RESUBMIT = "submit it again to continue from its last checkpoint"
-"""Advice for a run that ended before its last step."""
 
 _PR_SET_PDEATHSIG = 1
 # torchrun begins each line of a worker with the worker's rank, and its report has the exit code of each failed worker.

@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
 from strata_platform.doctor.network_policies import rendezvous
 from strata_platform.kubernetes_answers import PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
+from strata_platform.quantity import parse_quantity
+
+if TYPE_CHECKING:
+    from strata_platform.kubernetes_api import KubernetesApi
 
 _TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
 _DOCS = "docs/cluster.md has the values"
@@ -51,29 +55,18 @@ class ClusterReader:
     """Reads a cluster through its API server, each object once."""
 
     @cached_property
-    def api(self) -> Any:
+    def api(self) -> KubernetesApi:
         """A client of the kubeconfig's current context, or of the pod's own cluster.
 
         Raises ImportError if this package was installed without its extra `cluster`.
         """
-        from kubernetes import client, config
+        from strata_platform.kubernetes_api import Access, KubernetesApi
 
-        try:
-            config.load_kube_config()
-        except config.ConfigException:
-            config.load_incluster_config()
-        return client.ApiClient()
-
-    def request(self, path: str, **more: Any) -> Any:
-        """Send a request, and return the HTTP response."""
-        method = "POST" if "body" in more else "GET"
-        return self.api.call_api(
-            path, method, auth_settings=["BearerToken"], _preload_content=False, _request_timeout=20, **more
-        )
+        return KubernetesApi(Access.of_environment())
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
         """The object at `path`."""
-        found: dict[str, Any] = json.loads(self.request(path, query_params=list(query.items())).data)
+        found: dict[str, Any] = self.api.get(path, **query)
         return found
 
     def items(self, path: str, **query: str) -> list[dict[str, Any]]:
@@ -140,7 +133,7 @@ def _api_server(cluster: ClusterReader) -> Finding:
         version = cluster.get("/version")
     except ImportError as error:
         raise StopChecking(
-            f"the client of Kubernetes is not installed: {error}", "install strata-platform[cluster]"
+            f"a client of Kubernetes is not installed: {error}", "install strata-platform[cluster]"
         ) from None
     except Exception as error:
         raise StopChecking(
@@ -154,7 +147,7 @@ def _api_server(cluster: ClusterReader) -> Finding:
 
 
 def _clocks(cluster: ClusterReader) -> Finding:
-    date = cluster.request("/version").headers.get("Date")
+    date = cluster.api.request("GET", "/version").headers.get("Date")
     if date is None:
         return skipped("the API server sends no date")
     off = abs((datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds())
@@ -214,8 +207,6 @@ def _flyte_limits(cluster: ClusterReader) -> Finding:
     Flyte refuses to register a task that exceeds its limits. In a dynamic workflow, as training is, it silently lowers
     the task's resources to them.
     """
-    from kubernetes.utils.quantity import parse_quantity
-
     if not cluster.deployments_running("flyte"):
         return skipped("no deployment of Flyte was found")
     given = (cluster.flyte.get("task_resources") or {}).get("limits") or {}
@@ -242,8 +233,9 @@ def _flyte_rights(cluster: ClusterReader) -> Finding:
     for account in sorted(accounts):
         for verb in ("create", "get", "list", "watch", "delete"):
             review = access_review(account, verb, "kubeflow.org", "pytorchjobs")
-            answer = cluster.request("/apis/authorization.k8s.io/v1/subjectaccessreviews", body=review)
-            if not json.loads(answer.data)["status"]["allowed"]:
+            path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+            answer = json.loads(cluster.api.request("POST", path, review).data)
+            if not answer["status"]["allowed"]:
                 return problem(
                     f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: Flyte cannot start runs of "
                     "several pods",

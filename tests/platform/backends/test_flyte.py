@@ -3,138 +3,26 @@
 Whole runs on a cluster are in tests/e2e.
 """
 
-import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
-from urllib.parse import urlparse
+from datetime import UTC, datetime
 
 import grpc
 import pytest
-import yaml
-from flyteidl.admin import execution_pb2
 from flyteidl.core import execution_pb2 as core_pb2
-from flyteidl.core import identifier_pb2
-from flyteidl.service import admin_pb2_grpc
-from flytekit.configuration.file import get_config_file
-from kubernetes.client import ApiException
+from typer.testing import CliRunner
 
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translate
-from strata_platform.backends.flyte import PHASES, FlyteBackend, error_text
+from strata_platform.backends.flyte import FlyteBackend
+from strata_platform.backends.flyte_messages import PHASES, error_text
 from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, status_of
 from strata_platform.backends.pod_logs import TimeOrderedLines, line_of
-from strata_platform.client import Client, prices_of_cluster
+from strata_platform.cli import app
+from strata_platform.client import prices_of_cluster
 from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, SpecError, Unreachable
 from strata_platform.estimate import Prices
+from strata_platform.kubernetes_api import ApiError
 from strata_platform.runs import LogLine, Phase, Stage
-
-NAMESPACE = "flytesnacks-development"
-TRAIN = "tasks-topology-train-2x2"
-
-
-def pod(name, task=TRAIN, phase="Running", replica=None, **more):
-    """A pod as the API server sends it."""
-    labels = {"execution-id": "run", "task-name": task}
-    if replica is not None:
-        labels["training.kubeflow.org/replica-index"] = str(replica)
-    begun = {"state": {"running": {}} if phase == "Running" else {"terminated": {"exitCode": 0}}}
-    status = {"name": "pytorch", "image": "i", "imageID": "", "ready": True, "restartCount": 0, **begun}
-    return {
-        "metadata": {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}", "labels": labels,
-                     "creationTimestamp": "2026-11-22T00:00:00Z"},
-        "spec": {"containers": [{"name": "pytorch", "env": [{"name": "FLYTE_ATTEMPT_NUMBER", "value": "1"}]}]},
-        "status": {"phase": phase, "containerStatuses": [] if phase == "Pending" else [status], **more},
-    }  # fmt: skip
-
-
-def workload(name, owner=None, queue="research", priority=0, created="2026-11-22T00:00:00Z", **conditions):
-    """What Kueue keeps of a job, as the API server sends it."""
-    return {
-        "metadata": {"name": name, "uid": f"uid-{name}", "creationTimestamp": created,
-                     "ownerReferences": [{"uid": owner or name}]},
-        "spec": {"queueName": queue, "priority": priority},
-        "status": {"conditions": [{"type": kind, **value} for kind, value in conditions.items()]},
-    }  # fmt: skip
-
-
-class Kubernetes(BaseHTTPRequestHandler):
-    """Pods, their logs, one text for each connection, and lists of other kinds, from `server.content`."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        parts = urlparse(self.path).path.split("/")
-        content = self.server.content
-        match parts[parts.index("namespaces") + 2 :]:
-            case ["pods"]:
-                self.answer(200, {"items": content["pods"]})
-            case ["pods", name]:
-                found = next((item for item in content["pods"] if item["metadata"]["name"] == name), None)
-                self.answer(200 if found else 404, found or {"message": f"pods {name} not found"})
-            case ["pods", name, "log"]:
-                parts = content["logs"][name]
-                if isinstance(parts, tuple):
-                    return self.answer(parts[0], {"message": parts[1]})
-                self.send_response(200)
-                self.send_header("Connection", "close")
-                self.end_headers()
-                self.wfile.write((parts.pop(0) if len(parts) > 1 else parts[0]).encode())
-                self.close_connection = True
-                self.server.read.append(name)
-            case ["configmaps", name]:
-                status, data = content["configmaps"].get(name, (404, {}))
-                self.answer(status, {"data": data, "message": "you may not"})
-            case [kind]:
-                status, items = content[kind]
-                self.answer(status, {"items": items, "message": "you may not"})
-        self.server.after()
-
-    def answer(self, status, value):
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def kubernetes(tmp_path, monkeypatch):
-    """A server that answers as `content` says, and calls `after` then; `read` has the names of the logs it gave."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
-    server.content = {"pods": [], "logs": {}, "pytorchjobs": (200, []), "workloads": (200, []), "events": (200, [])}
-    server.content["configmaps"] = {}
-    server.after, server.read = lambda: None, []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    named = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-    context = {"name": "here", "context": {"cluster": "here", "user": "me"}}
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "clusters": [named],
-        "contexts": [context],
-        "users": [{"name": "me", "user": {}}],
-    }
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def pods_of(server, *items):
-    server.content["pods"] = list(items)
-    return Namespace(NAMESPACE).pods("run")
-
+from tests.platform.helpers.servers import NAMESPACE, TRAIN, pod, pods_of, workload
 
 RESERVED = {"QuotaReserved": {"status": "True"}, "Admitted": {"status": "True"}}
 UNSCHEDULABLE = [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available"}]
@@ -233,62 +121,6 @@ def test_a_cluster_without_kueue_and_without_the_operator_has_no_queue(kubernete
     assert Namespace(NAMESPACE).status("run", pods_of(kubernetes, pod("a"))) == RunStatus(Stage.STARTING)
 
 
-class Admin(admin_pb2_grpc.AdminServiceServicer):
-    """Executions of a project, in memory; `refusal` is what the next `refusals` calls are answered instead."""
-
-    def __init__(self):
-        self.executions, self.terminated = {}, []
-        self.refusal, self.refusals = None, 0
-
-    def add(self, name, phase, label=None, error=None):
-        spec = execution_pb2.ExecutionSpec(
-            launch_plan=identifier_pb2.Identifier(resource_type="LAUNCH_PLAN", name="workflows.finetune.finetune")
-        )
-        if label:
-            spec.labels.values["strata/run"] = label
-        closure = execution_pb2.ExecutionClosure(phase=phase)
-        closure.created_at.FromDatetime(datetime(2026, 11, 22) + timedelta(seconds=len(self.executions)))
-        if error:
-            closure.error.message = error
-        identifier = identifier_pb2.WorkflowExecutionIdentifier(project="flytesnacks", domain="development", name=name)
-        self.executions[name] = execution_pb2.Execution(id=identifier, spec=spec, closure=closure)
-
-    def GetExecution(self, request, context):
-        if self.refusals:
-            self.refusals -= 1
-            context.abort(*self.refusal)
-        if request.id.name not in self.executions:
-            context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
-        return self.executions[request.id.name]
-
-    def ListExecutions(self, request, context):
-        newest = sorted(self.executions.values(), key=lambda found: -found.closure.created_at.seconds)
-        return execution_pb2.ExecutionList(executions=newest)
-
-    def TerminateExecution(self, request, context):
-        self.terminated.append(request.id.name)
-        self.executions[request.id.name].closure.phase = core_pb2.WorkflowExecution.ABORTED
-        return execution_pb2.ExecutionTerminateResponse()
-
-
-@pytest.fixture
-def admin(tmp_path):
-    servicer = Admin()
-    server = grpc.server(ThreadPoolExecutor(2))
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    (tmp_path / "flyte.yaml").write_text(f"admin: {{endpoint: 'dns:///127.0.0.1:{port}', insecure: true}}\n")
-    servicer.stop = lambda: server.stop(None).wait()
-    yield servicer
-    servicer.stop()
-
-
-@pytest.fixture
-def client(admin, kubernetes, tmp_path):
-    return Client(FlyteBackend(config=str(tmp_path / "flyte.yaml")), poll=0.01)
-
-
 def test_every_phase_of_flyte_is_one_of_ours():
     assert set(PHASES) == set(core_pb2.WorkflowExecution.Phase.values())
 
@@ -360,7 +192,7 @@ def test_a_flyte_that_does_not_answer(client, admin):
 
 def test_who_waits_bears_that_flyte_is_away_for_a_while(client, admin, caplog, monkeypatch):
     admin.add("run", core_pb2.WorkflowExecution.FAILED)
-    # flytekit itself asks four times.
+    # A call is sent four times.
     admin.refusal, admin.refusals = (grpc.StatusCode.UNAVAILABLE, "starting"), 10
     assert client.wait("run").phase is Phase.FAILED
     assert caplog.messages == ["Flyte refused to look for run: starting; trying again"]
@@ -371,7 +203,7 @@ def test_who_waits_bears_that_flyte_is_away_for_a_while(client, admin, caplog, m
 
 
 def test_errors_of_kubernetes_without_a_body():
-    error = translate(ApiException(status=500, reason="Internal Server Error"), "to list pods")
+    error = translate(ApiError(500, "Internal Server Error", "Internal Server Error"), "to list pods")
     assert str(error) == "Kubernetes refused to list pods: Internal Server Error"
 
 
@@ -384,11 +216,10 @@ def log_of(*lines, minute=0):
     return "".join(stamped)
 
 
-def test_an_execution_of_another_workflow_has_no_outputs(client, admin, monkeypatch):
+def test_an_execution_of_another_workflow_has_no_outputs(client, admin):
     """A sweep leaves a table and the best spec."""
     admin.add("sweep", core_pb2.WorkflowExecution.SUCCEEDED)
-    outputs = SimpleNamespace(outputs=SimpleNamespace(literals={"table": None, "best": None}))
-    monkeypatch.setattr("flytekit.remote.FlyteRemote.sync_execution", lambda *arguments: outputs)
+    admin.outputs["sweep"] = {"table": "file:///table.csv", "best": "file:///best.yaml"}
     run = client.wait("sweep")
     assert run.phase is Phase.SUCCEEDED
     assert "has no outputs model, report, record; it has best, table" in run.message
@@ -524,7 +355,6 @@ def test_a_configuration_that_is_named_and_not_there_is_an_error(tmp_path, monke
         file.write_text(text)
     if by == "environment":
         monkeypatch.setenv("FLYTECTL_CONFIG", str(file))
-    get_config_file.cache_clear()
     with pytest.raises(BackendError, match=rf"configuration {file} cannot be read: .*{why}") as caught:
         FlyteBackend(config=str(file) if by == "argument" else None)
     assert caught.value.reason == "NoConfiguration"
@@ -542,3 +372,51 @@ def test_prices_are_those_of_the_namespace(kubernetes, monkeypatch):
     kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "gpus: {h2: 3}"})
     with pytest.raises(SpecError, match=r"the config map strata-prices has 1 problem:\n  gpus\.h2"):
         prices_of_cluster()
+
+
+def test_list_and_get_agree_on_what_waits(client, admin, kubernetes, caplog):
+    for name in ("waits", "trains", "ended"):
+        phase = core_pb2.WorkflowExecution.FAILED if name == "ended" else core_pb2.WorkflowExecution.RUNNING
+        admin.add(name, phase, name, owner="ada")
+    kubernetes.content["logs"] = {"w0": [log_of("hello")]}
+    kubernetes.content["pods"] = [pod("w0", replica=0) | {"metadata": pod("w0")["metadata"] | {
+        "labels": {"execution-id": "trains", "task-name": TRAIN}}}]  # fmt: skip
+    job = {"metadata": {"name": "job", "uid": "uid-job", "labels": {"execution-id": "waits"}}}
+    kubernetes.content["pytorchjobs"] = (200, [job])
+    kubernetes.content["workloads"] = (
+        200,
+        [workload("w", owner="uid-job", QuotaReserved={"status": "False", "message": "insufficient quota"})],
+    )
+    listed = {run.name: run for run in client.list()}
+    assert (listed["waits"].phase, listed["waits"].stage) == (Phase.QUEUED, Stage.WAITING)
+    assert (listed["waits"].message, listed["waits"].queue) == ("insufficient quota", "research")
+    assert (listed["trains"].phase, listed["trains"].stage) == (Phase.RUNNING, Stage.STARTING)
+    assert listed["ended"].stage is None
+    got = client.get("waits")
+    assert (got.phase, got.stage, got.message, got.position) == (
+        listed["waits"].phase, listed["waits"].stage, listed["waits"].message, listed["waits"].position,
+    )  # fmt: skip
+    # Without the right to see pods, runs are listed as Flyte knows them, and the reason is said.
+    kubernetes.content["workloads"] = (403, [])
+    assert {run.phase for run in client.list()} == {Phase.RUNNING, Phase.FAILED}
+    assert caplog.messages == ["which runs wait is not known: Kubernetes refused to list workloads: you may not"]
+
+
+def test_the_table_of_runs_has_their_owners_and_says_when_it_is_cut(client, admin, kubernetes, tmp_path, monkeypatch):
+    for number in range(3):
+        admin.add(f"run-{number}", core_pb2.WorkflowExecution.FAILED, owner="ada" if number else "bob")
+    monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
+    monkeypatch.setenv("STRATA_BACKEND", "flyte")
+    monkeypatch.setenv("STRATA_OWNER", "ada")
+
+    def rows(*options):
+        done = CliRunner().invoke(app, ["list", *options])
+        assert done.exit_code == 0, done.output
+        return [line.split()[:3] for line in done.stdout.splitlines()[1:]], done.stderr
+
+    assert rows("--mine") == ([["run-2", "failed", "ada"], ["run-1", "failed", "ada"]], "")
+    assert rows("--owner", "bob")[0] == [["run-0", "failed", "bob"]]
+    shown, said = rows("--limit", "2")
+    assert len(shown) == 2 and "these are the newest 2; --limit shows more, --limit 0 all" in said
+    assert len(rows("--limit", "0")[0]) == len(rows("--limit", "3")[0]) == 3
+    assert CliRunner().invoke(app, ["list", "--mine", "--owner", "bob"]).exit_code == 2

@@ -260,7 +260,7 @@ def cluster(tmp_path, monkeypatch):
                 }
             )
         )
-        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+        monkeypatch.setenv("KUBECONFIG", str(file))
         yield server
         server.shutdown()
 
@@ -447,7 +447,7 @@ def test_a_clock_that_is_off_is_reported(cluster):
 
 
 def test_without_a_cluster_there_is_one_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     (found,) = findings().values()
     assert found.status == "problem" and "no cluster answers" in found.message and "KUBECONFIG" in found.advice
 
@@ -469,5 +469,5 @@ def test_the_command_ends_with_1_for_a_problem(cluster):
 
 
 def test_the_client_of_kubernetes_is_loaded_for_a_cluster_alone():
-    said = "import sys, strata_platform.cli; print([m for m in ('kubernetes', 'torch') if m in sys.modules])"
+    said = "import sys, strata_platform.cli; print([m for m in ('kubernetes', 'urllib3', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", said], text=True, capture_output=True).stdout == "[]\n"

@@ -1,0 +1,103 @@
+"""CPU seconds of each command of `strata` against a Flyte and a Kubernetes in this process: user and system time.
+
+    python -m benchmarks.commands [--strata PATH] [--runs 5]
+
+`--strata` names another installation's command, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import grpc
+import yaml
+from flyteidl.core.execution_pb2 import WorkflowExecution
+from flyteidl.service import admin_pb2_grpc
+
+from tests.platform.helpers.servers import Admin, Kubernetes, content, kubeconfig, pod
+
+COMMANDS = {
+    "--version": [],
+    "spec": ["spec.yaml"],
+    "estimate": ["spec.yaml"],
+    "submit": ["spec.yaml", "--force"],
+    "list": [],
+    "get": ["run"],
+    "wait": ["done"],
+    "logs": ["run"],
+    "metrics": ["run"],
+    "events": ["run"],
+    "outputs": ["done"],
+    "cancel": ["ended"],
+}
+RECORD = {"steps": 4, "steps_asked": 4, "train_loss": 1.5, "eval_loss_after": 1.2, "tokens_per_second": 10.0}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strata", type=Path, default=Path(sys.executable).with_name("strata").absolute())
+    parser.add_argument("--runs", type=int, default=5)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        admin = _serve(folder)
+        (folder / "spec.yaml").write_text("name: fresh\n")
+        (folder / "record.json").write_text(json.dumps(RECORD | {"restarts": 0}))
+        admin.outputs["done"] = {kind: f"file://{folder}/record.json" for kind in ("model", "report", "record")}
+        places = {"KUBECONFIG": folder / "kubeconfig", "FLYTECTL_CONFIG": folder / "flyte.yaml"}
+        environment = os.environ | {key: str(path) for key, path in places.items()} | {"STRATA_BACKEND": "flyte"}
+        for command, arguments in COMMANDS.items():
+            seconds = [
+                _measure([asked.strata, command, *arguments], folder, environment, admin) for _ in range(asked.runs)
+            ]
+            print(f"{command:<10} {min(seconds):5.2f} s", flush=True)
+
+
+def _serve(folder: Path) -> Admin:
+    """Start both servers, and write the files that name them."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
+    server.content = content() | {"pods": [pod("w0", replica=0)], "logs": {"w0": ["2026-11-22T00:00:00Z hello\n"]}}
+    server.after, server.read = lambda: None, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (folder / "kubeconfig").write_text(yaml.safe_dump(kubeconfig(server.server_port)))
+    admin = Admin()
+    admin.active = "v1"
+    flyte = grpc.server(ThreadPoolExecutor(4))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, flyte)
+    port = flyte.add_insecure_port("127.0.0.1:0")
+    flyte.start()
+    admin.server = flyte
+    (folder / "flyte.yaml").write_text(f"admin: {{endpoint: 'dns:///127.0.0.1:{port}', insecure: true}}\n")
+    return admin
+
+
+def _measure(command: list[str | Path], folder: Path, environment: dict[str, str], admin: Admin) -> float:
+    admin.executions.clear()
+    for name, phase in (("done", "SUCCEEDED"), ("ended", "FAILED"), ("run", "RUNNING")):
+        admin.add(name, WorkflowExecution.Phase.Value(phase))
+    before = _seconds()
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    after = _seconds()
+    if ended.returncode:
+        print(f"{command[1]}: exit code {ended.returncode}: {ended.stderr.strip()}", file=sys.stderr)
+    return after - before
+
+
+def _seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Calls of Flyte's control plane, in its own messages (flyteidl), without flytekit: that takes a second to import.
+
+flytekit is imported if Flyte asks who calls, to log in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grpc
+from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, node_execution_pb2
+from flyteidl.core import identifier_pb2, literals_pb2
+from flyteidl.service import admin_pb2_grpc
+
+from strata_platform.backends.flyte_config import FlyteConfig
+
+_PAGE = 100
+_SECONDS = 60.0
+_MIB = 2**20
+# Flyte restarts; a call that did not reach it is sent again.
+_RETRY = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+# Flyte's messages hold whole workflows. The keepalive finds a connection that a load balancer has dropped.
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 256 * _MIB),
+    ("grpc.max_metadata_size", 32 * 1024),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", json.dumps(_RETRY)),
+)
+
+_LAUNCH_PLAN = identifier_pb2.LAUNCH_PLAN
+
+
+class FlyteAdmin:
+    """Flyte's AdminService for one project and domain. Every method raises grpc.RpcError."""
+
+    def __init__(self, config: FlyteConfig, project: str, domain: str) -> None:
+        self.config, self.project, self.domain = config, project, domain
+
+    @cached_property
+    def _stub(self) -> admin_pb2_grpc.AdminServiceStub:
+        return self._logged_in if self.config.proxied else admin_pb2_grpc.AdminServiceStub(_channel(self.config))
+
+    @cached_property
+    def _logged_in(self) -> admin_pb2_grpc.AdminServiceStub:
+        """Calls with the token of whoever calls; flytekit keeps tokens in the keyring and renews them."""
+        from flytekit.clients.auth_helper import (
+            get_channel,
+            upgrade_channel_to_authenticated,
+            upgrade_channel_to_proxy_authenticated,
+        )
+        from flytekit.configuration import PlatformConfig
+
+        config = PlatformConfig.auto(self.config.file)
+        channel = upgrade_channel_to_proxy_authenticated(config, get_channel(config, options=list(_OPTIONS)))
+        return admin_pb2_grpc.AdminServiceStub(upgrade_channel_to_authenticated(config, channel))
+
+    def _call(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED or self._stub is self._logged_in:
+                raise
+        self._stub = self._logged_in
+        return getattr(self._stub, method)(request, timeout=_SECONDS)
+
+    def execution_id(self, name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
+        """The identifier of an execution of this project and domain."""
+        return identifier_pb2.WorkflowExecutionIdentifier(project=self.project, domain=self.domain, name=name)
+
+    def execution(self, name: str) -> execution_pb2.Execution:
+        """The execution of this name."""
+        return self._call("GetExecution", execution_pb2.WorkflowExecutionGetRequest(id=self.execution_id(name)))
+
+    def executions(self, filters: str = "") -> Iterator[execution_pb2.Execution]:
+        """Executions that pass Flyte's `filters`, the newest first; pages are read as they are needed."""
+        scope = common_pb2.NamedEntityIdentifier(project=self.project, domain=self.domain)
+        newest = common_pb2.Sort(key="created_at", direction=common_pb2.Sort.DESCENDING)
+        token = ""
+        while True:
+            request = common_pb2.ResourceListRequest(
+                id=scope, limit=_PAGE, token=token, sort_by=newest, filters=filters
+            )
+            page = self._call("ListExecutions", request)
+            yield from page.executions
+            token = page.token
+            if not token or not page.executions:
+                return
+
+    def create(
+        self,
+        name: str,
+        launch_plan: identifier_pb2.Identifier,
+        inputs: literals_pb2.LiteralMap,
+        labels: dict[str, str],
+        annotations: dict[str, str],
+    ) -> None:
+        """Start an execution; ALREADY_EXISTS if one has this name."""
+        spec = execution_pb2.ExecutionSpec(
+            launch_plan=launch_plan,
+            metadata=execution_pb2.ExecutionMetadata(mode=execution_pb2.ExecutionMetadata.MANUAL, nesting=0),
+            notifications=execution_pb2.NotificationList(),
+            labels=common_pb2.Labels(values=labels),
+            annotations=common_pb2.Annotations(values=annotations),
+        )
+        request = execution_pb2.ExecutionCreateRequest(
+            project=self.project, domain=self.domain, name=name, spec=spec, inputs=inputs
+        )
+        self._call("CreateExecution", request)
+
+    def terminate(self, name: str, cause: str) -> None:
+        """End an execution."""
+        request = execution_pb2.ExecutionTerminateRequest(id=self.execution_id(name), cause=cause)
+        self._call("TerminateExecution", request)
+
+    def outputs(self, name: str) -> dict[str, str]:
+        """Names and addresses of the files and folders that an execution returned."""
+        request = execution_pb2.WorkflowExecutionGetDataRequest(id=self.execution_id(name))
+        return _addresses(self._call("GetExecutionData", request).full_outputs)
+
+    def inner_outputs(self, name: str) -> Iterator[dict[str, str]]:
+        """The outputs of each node that ended well in a dynamic task of an execution."""
+        for outer in self._nodes(name):
+            if outer.metadata.is_parent_node or outer.metadata.is_dynamic:
+                for node in self._nodes(name, outer.id.node_id):
+                    request = node_execution_pb2.NodeExecutionGetDataRequest(id=node.id)
+                    yield _addresses(self._call("GetNodeExecutionData", request).full_outputs)
+
+    def _nodes(self, name: str, parent: str = "") -> Iterator[node_execution_pb2.NodeExecution]:
+        token = ""
+        while True:
+            request = node_execution_pb2.NodeExecutionListRequest(
+                workflow_execution_id=self.execution_id(name), limit=_PAGE, token=token, unique_parent_id=parent
+            )
+            page = self._call("ListNodeExecutions", request)
+            yield from page.node_executions
+            token = page.token
+            if not token or not page.node_executions:
+                return
+
+    def launch_plan(self, name: str, version: str) -> launch_plan_pb2.LaunchPlan:
+        """The launch plan of this name and version."""
+        identifier = identifier_pb2.Identifier(
+            resource_type=_LAUNCH_PLAN, project=self.project, domain=self.domain, name=name, version=version
+        )
+        return self._call("GetLaunchPlan", common_pb2.ObjectGetRequest(id=identifier))
+
+    def active_launch_plan(self, name: str) -> launch_plan_pb2.LaunchPlan:
+        """The version of a launch plan that somebody activated; NOT_FOUND without one."""
+        identifier = common_pb2.NamedEntityIdentifier(project=self.project, domain=self.domain, name=name)
+        return self._call("GetActiveLaunchPlan", launch_plan_pb2.ActiveLaunchPlanRequest(id=identifier))
+
+
+def _channel(config: FlyteConfig) -> grpc.Channel:
+    if config.insecure:
+        return grpc.insecure_channel(config.endpoint, options=_OPTIONS)
+    roots = None
+    if config.skip_verify:
+        import ssl
+
+        host, _, port = config.endpoint.rpartition(":")
+        address = (host, int(port)) if port.isdigit() else (config.endpoint, 443)
+        roots = ssl.get_server_certificate(address).encode()
+    elif config.ca_file:
+        roots = Path(config.ca_file).read_bytes()
+    return grpc.secure_channel(config.endpoint, grpc.ssl_channel_credentials(roots), options=_OPTIONS)
+
+
+def _addresses(found: literals_pb2.LiteralMap) -> dict[str, str]:
+    """Names and addresses of files and folders; of values of other kinds an empty address."""
+    return {name: literal.scalar.blob.uri for name, literal in found.literals.items()}

@@ -1,0 +1,95 @@
+"""What Flyte's messages say of a run, and the messages that start one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import msgpack
+from flyteidl.admin.execution_pb2 import Execution
+from flyteidl.core import literals_pb2
+from flyteidl.core.execution_pb2 import WorkflowExecution
+
+from strata_platform.runs import Phase
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+
+NAME = "strata/run"
+"""Label of an execution that holds the name of its run."""
+OWNER = "strata/owner"
+"""Label of an execution that holds the name of whoever submitted it."""
+
+PHASES = {
+    WorkflowExecution.UNDEFINED: Phase.QUEUED,
+    WorkflowExecution.QUEUED: Phase.QUEUED,
+    WorkflowExecution.RUNNING: Phase.RUNNING,
+    WorkflowExecution.SUCCEEDING: Phase.RUNNING,
+    WorkflowExecution.FAILING: Phase.RUNNING,
+    WorkflowExecution.ABORTING: Phase.RUNNING,
+    WorkflowExecution.SUCCEEDED: Phase.SUCCEEDED,
+    WorkflowExecution.FAILED: Phase.FAILED,
+    WorkflowExecution.TIMED_OUT: Phase.FAILED,
+    WorkflowExecution.ABORTED: Phase.ABORTED,
+}
+LIVE = "value_in(phase,{})".format(
+    ";".join(WorkflowExecution.Phase.Name(phase) for phase, ours in PHASES.items() if not ours.is_end)
+)
+"""Flyte's filter of executions that have not ended."""
+
+
+def execution_name(name: str, number: int) -> str:
+    """The name of a run's `number`-th execution. Flyte requires names to begin with a letter."""
+    first = name if name[:1].isalpha() else f"run-{name}"
+    return first if number == 1 else f"{first}-x{number}"
+
+
+def run_name(execution: Execution) -> str:
+    """The name of the run; for an execution that another client started, the execution's own."""
+    return str(execution.spec.labels.values.get(NAME, execution.id.name))
+
+
+def owner_of(execution: Execution) -> str:
+    """Who submitted the run; empty if nobody said so."""
+    # flytekit's clients send "placeholder", which Flyte replaces if it asks who calls.
+    principal = execution.spec.metadata.principal
+    return execution.spec.labels.values.get(OWNER) or ("" if principal == "placeholder" else principal)
+
+
+def phase_of(execution: Execution) -> Phase:
+    """The phase of the run, as Flyte tells it."""
+    return PHASES[execution.closure.phase]
+
+
+def created(execution: Execution) -> float:
+    """When the execution was made, in seconds since the epoch."""
+    return float(execution.closure.created_at.ToNanoseconds() / 1e9)
+
+
+def started(execution: Execution) -> float | None:
+    """When the execution started; None before."""
+    return execution.closure.started_at.ToNanoseconds() / 1e9 or None
+
+
+def message_of(execution: Execution) -> str:
+    """Why the execution failed or was ended."""
+    closure = execution.closure
+    if closure.HasField("error"):
+        return error_text(closure.error.message)
+    return closure.abort_metadata.cause if closure.HasField("abort_metadata") else ""
+
+
+def error_text(message: str) -> str:
+    """The error in Flyte's message of a failure, without the traceback, the frame and the log lines around it."""
+    for start in ("\nMessage:\n", "\u256f\n"):
+        # flytekit writes the first before an error; the second is the last corner of the frame around a traceback.
+        message = message.rpartition(start)[2]
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith('{"asctime"')]
+    return "\n".join(lines[:20])
+
+
+def spec_inputs(spec: RunSpec) -> literals_pb2.LiteralMap:
+    """The inputs of the workflow, as flytekit's transformer of pydantic models writes them."""
+    value = msgpack.dumps(json.loads(spec.model_dump_json()))
+    binary = literals_pb2.Binary(value=value, tag="msgpack")
+    return literals_pb2.LiteralMap(literals={"spec": literals_pb2.Literal(scalar=literals_pb2.Scalar(binary=binary))})

@@ -1,0 +1,43 @@
+"""Files that tasks returned, in Flyte's object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strata_platform.backends.flyte_config import FlyteConfig
+
+
+class FlyteStore:
+    """Reads files of the store with this machine's own access, or with the keys of Flyte's configuration."""
+
+    def __init__(self, config: FlyteConfig) -> None:
+        self._config = config
+
+    def read(self, url: str) -> bytes:
+        """The content of a file."""
+        files, path = self._open(url)
+        content: bytes = files.cat_file(path)
+        return content
+
+    def copy(self, url: str, to: Path, *, folder: bool) -> None:
+        """Copy a file, or a folder with all that is in it."""
+        files, path = self._open(url)
+        if folder:
+            files.get(f"{path.rstrip('/')}/", f"{to}/", recursive=True)
+        else:
+            files.get_file(path, str(to))
+
+    def _open(self, url: str) -> tuple[Any, str]:
+        # Imported here: most commands read no file, and the clients of stores take long to import.
+        import fsspec
+
+        options: dict[str, Any] = {}
+        if url.startswith("s3:"):
+            config = self._config
+            given = {"key": config.store_key, "secret": config.store_secret}
+            options = {name: value for name, value in given.items() if value}
+            if config.store_endpoint:
+                options["client_kwargs"] = {"endpoint_url": config.store_endpoint}
+        files, path = fsspec.url_to_fs(url, **options)
+        return files, path

@@ -1,0 +1,56 @@
+"""Flyte's configuration is read as flytekit reads it."""
+
+import pytest
+from flytekit.configuration import DataConfig, PlatformConfig
+from flytekit.configuration.file import get_config_file
+
+from strata_platform.backends.flyte_config import FlyteConfig
+
+YAML = """
+admin: {endpoint: 'dns:///flyte.example:443', insecure: false, insecureSkipVerify: true, caCertFilePath: /ca.pem,
+        authType: Pkce, proxyCommand: [gcloud, token]}
+console: {endpoint: 'https://console.example'}
+storage: {connection: {endpoint: 'http://minio:9000', access-key: a, secret-key: b}}
+"""
+INI = """
+[platform]
+url = flyte.example
+insecure = True
+[aws]
+endpoint = http://minio:9000
+access_key_id = a
+"""
+VARIABLES = {
+    "FLYTE_PLATFORM_URL": "dns:///other",
+    "FLYTE_PLATFORM_INSECURE": "true",
+    "FLYTE_AWS_SECRET_ACCESS_KEY": "c",
+}
+
+
+@pytest.mark.parametrize("variables", [{}, VARIABLES, {"FLYTE_PLATFORM_INSECURE": "0"}], ids=["file", "all", "off"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.yaml", YAML), ("config.yaml", "admin: {endpoint: 'dns:///x', insecure: true}"), ("config", INI),
+     ("config.yaml", None), ("flytekit.config", INI)],
+    ids=["all fields", "few fields", "ini", "no file", "in this folder"],
+)  # fmt: skip
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+def test_flytekit_reads_the_same(tmp_path, monkeypatch, variables, name, text, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("FLYTECTL_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    file = tmp_path / name if name == "flytekit.config" else tmp_path / ".flyte" / name
+    file.parent.mkdir(exist_ok=True)
+    if text is not None:
+        file.write_text(text)
+        if named:
+            monkeypatch.setenv("FLYTECTL_CONFIG", str(file))
+    get_config_file.cache_clear()
+    ours, platform, data = FlyteConfig.read(), PlatformConfig.auto(), DataConfig.auto()
+    assert (ours.endpoint, ours.insecure) == (platform.endpoint, platform.insecure)
+    assert (ours.skip_verify, ours.ca_file) == (platform.insecure_skip_verify, platform.ca_cert_file_path)
+    assert (ours.console, ours.proxied) == (platform.console_endpoint, bool(platform.proxy_command))
+    theirs = (data.s3.endpoint, data.s3.access_key_id, data.s3.secret_access_key)
+    assert (ours.store_endpoint, ours.store_key, ours.store_secret) == theirs
