@@ -18,7 +18,7 @@ from tasks.runtime.export.export_model import export
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_evaluations
-from tests.runtime.helpers.preference_pairs import write_pairs
+from tests.runtime.helpers.preference_pairs import PAIRS, write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
@@ -28,8 +28,11 @@ STEPS, SAVED = 4, 2
 CELLS = {
     "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
     "orpo": [("hf", "ddp", "lora")],
+    # Without packing no two processes read the same number of tokens.
+    "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora")],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
 }
+DATA = {"distill": {"completion_column": "chosen", "packing": False}, "kto": {"packing": False}}
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
 
 
@@ -40,8 +43,12 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "name": name,
             "output": str(output),
             "model": {"name": f"{output}/pretrained"},
-            "data": {"source": f"{output}/pairs.jsonl", "sequence_length": 96, "validation_fraction": 0.2}
-            | ({"completion_column": "chosen", "packing": False} if objective == "distill" else {}),
+            "data": {
+                "source": f"{output}/{'answers' if objective == 'kto' else 'pairs'}.jsonl",
+                "sequence_length": 96,
+                "validation_fraction": 0.2,
+            }
+            | DATA.get(objective, {}),
             "objective": {"type": objective} | ({"teacher": f"{output}/teacher"} if objective == "distill" else {}),
             "adapter": {"type": adapter},
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
@@ -86,6 +93,11 @@ def output(output):
         teacher.lm_head.weight *= 4.0
     teacher.save_pretrained(output / "teacher")
     write_pairs(output / "pairs.jsonl")
+    # Mostly good ones: all answers become likelier, so that the divergence is above 0.
+    good = [{"prompt": pair["prompt"], "completion": pair["chosen"], "label": True} for pair in PAIRS[:18]]
+    bad = [{"prompt": pair["prompt"], "completion": pair["rejected"], "label": False} for pair in PAIRS[:6]]
+    rows = [*good, *bad]
+    write_pairs(output / "answers.jsonl", rows)
     return output
 
 
@@ -132,6 +144,14 @@ def test_dpo_learns_to_prefer(alone, adapter):
     assert points[-1][0] < points[0][0] - 0.01 and points[-1][3]["reward_accuracy"] > 0.8
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_kto_raises_good_answers_above_bad_ones(alone, adapter):
+    points = curve(alone["kto", adapter][0])
+    assert points[0][0] == pytest.approx(0.5, abs=1e-6)
+    assert points[-1][3]["reward_margin"] > 0 and points[-1][0] < 0.5
+    assert max(metrics["kl"] for *_, metrics in points) > 0.1
+
+
 def test_orpo_learns_one_answer_and_prefers_it(alone):
     points = curve(alone["orpo", "lora"][0])
     first, last = points[0][3], points[-1][3]
@@ -150,10 +170,15 @@ def test_distillation_comes_closer_to_the_teacher(alone, output, adapter):
     assert "Perplexity" in export(spec, record, data_of(spec), weights).report.read_text()
 
 
-def test_the_reference_is_computed_once_for_all_runs_of_the_same_rows(trained, alone, output):
-    train, validation = sorted((output / "reference").iterdir(), key=lambda file: len(file.name))
+def reference_files(alone, output):
+    """Those of DPO's rows, of the training split first."""
     rows = data_of(alone["dpo", "none"][0]).manifest.content_hash
-    assert train.name.startswith(f"{rows}-") and validation.name == f"{train.stem}-validation.safetensors"
+    return sorted((output / "reference").glob(f"{rows}-*"), key=lambda file: len(file.name))
+
+
+def test_the_reference_is_computed_once_for_all_runs_of_the_same_rows(trained, alone, output):
+    train, validation = reference_files(alone, output)
+    assert validation.name == f"{train.stem}-validation.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +187,7 @@ def test_the_reference_is_computed_once_for_all_runs_of_the_same_rows(trained, a
 )
 def test_a_run_does_not_go_on_without_its_reference(alone, output, split, told):
     spec, _ = alone["dpo", "none"]
-    file = sorted((output / "reference").iterdir(), key=lambda file: len(file.name))[split == "validation"]
+    file = reference_files(alone, output)[split == "validation"]
     file.rename(output / "moved")
     try:
         with pytest.raises(ValueError, match=told):

@@ -18,7 +18,8 @@ from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.divergence import distillation
 from tasks.runtime.objectives.head_sums import Head
-from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs
@@ -55,10 +56,15 @@ ROWS = {
     "bare": [
         {**pair, "prompt": "", "rejected": pair["rejected"][: 40 * (n % 2)] or "a"} for n, pair in enumerate(PAIRS)
     ],
+    "labelled": [
+        {"prompt": pair["prompt"], "completion": pair[("rejected", "chosen")[n % 3 > 0]], "label": n % 3 > 0}
+        for n, pair in enumerate(PAIRS)
+    ],
     "answers": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
     "chats": [chat_of(pair) for pair in PAIRS],
 }
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(PAIRS)}
+KTO = {"beta": 0.3, "undesirable_weight": 0.5}
 # Rows, objective and settings of the data; TRL's trainer and what it is told.
 RUNS = {
     "sft": ("answers", {"type": "sft"}, {}, "SFT", {"completion_only_loss": True}),
@@ -68,6 +74,12 @@ RUNS = {
     # TRL averages the cross entropy over the tokens of a micro-batch, and ORPO's over those of the prompt, too.
     "orpo": ("bare", {"type": "orpo", "beta": 0.3}, {}, "ORPO", {"beta": 0.3, **ONE_BY_ONE}),
     "cpo": ("pairs", {"type": "cpo", "label_smoothing": 0.1}, {}, "CPO", {"label_smoothing": 0.1, **ONE_BY_ONE}),
+    # Each prompt is mismatched with the completion of the row before it, of the first with that of the last.
+    "kto": ("labelled", {"type": "kto", **KTO}, {}, "KTO", {**KTO, "train_sampling_strategy": "sequential"}),
+    "apo": (
+        "labelled", {"type": "kto", "loss": "apo_zero_unpaired"}, {}, "KTO",
+        {"loss_type": "apo_zero_unpaired", "beta": 0.1},
+    ),
     "simpo": (
         "bare", {"type": "simpo", "gamma": 0.7}, {}, "CPO",
         {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0},
@@ -83,10 +95,9 @@ def output(output):
     return output
 
 
-def ours(output, name):
-    """Loss and gradient norm of each step."""
+def spec_of(output, name):
     rows, objective, data, *_ = RUNS[name]
-    spec = RunSpec.model_validate(
+    return RunSpec.model_validate(
         {
             "name": name,
             "output": str(output),
@@ -101,6 +112,11 @@ def ours(output, name):
             "runtime": {"framework": "hf"},
         }
     )
+
+
+def ours(output, name):
+    """Loss and gradient norm of each step."""
+    spec = spec_of(output, name)
     assert train_spec(spec).status == "complete"
     return [(loss, norm) for _, loss, norm, *_ in curve(spec)]
 
@@ -123,13 +139,24 @@ def trainer_of(output, kind, rows, options, model, **arguments):
     return getattr(module, f"{kind}Trainer")(model=model, args=args, train_dataset=Dataset.from_list(rows), **arguments)
 
 
+def in_our_order(output, name, tokenizer):
+    """The rows in the order in which they are prepared."""
+    spec = spec_of(output, name)
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    found = prepare(recipe, data_folder(spec.output, recipe), report=print).train
+    texts = [tokenizer.decode(found[n]["input_ids"], skip_special_tokens=True) for n in range(len(found))]
+    by_text = {row["prompt"] + row["completion"]: row for row in ROWS[RUNS[name][0]]}
+    return [by_text[text] for text in texts]
+
+
 def theirs(output, name):
     """As `ours`."""
     rows, _, data, kind, options = RUNS[name]
     tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
     if data:
         tokenizer.chat_template = MARKED
-    trainer = trainer_of(output, kind, ROWS[rows], options, pretrained(output), processing_class=tokenizer)
+    ordered = in_our_order(output, name, tokenizer) if kind == "KTO" else ROWS[rows]
+    trainer = trainer_of(output, kind, ordered, options, pretrained(output), processing_class=tokenizer)
     trainer.train()
     return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
 
@@ -140,7 +167,9 @@ def test_losses_and_norms_are_those_of_trl(output, name):
     assert len(found) == len(expected) == STEPS
     for step in range(STEPS):
         assert found[step] == pytest.approx(expected[step], rel=1e-5), f"step {step + 1}"
-    assert found[-1][0] < 0.8 * found[0][0]
+    assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo")
+    if name == "kto":
+        assert read_points(RunFolder.of(spec_of(output, name)).metrics)[-1].metrics["kl"] > 0.1
 
 
 @pytest.mark.parametrize(("divergence", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5)])

@@ -113,6 +113,11 @@ class Reading(Section):
     rejected_column: Text | None = Field(
         None, description="Column of `preference`: the other answer; by default `rejected`."
     )
+    label_column: Text | None = Field(
+        None,
+        description="Column that says whether an answer is good, for `kto`: true or false; by default `label` or "
+        "`kto_tag`.",
+    )
     ignore_columns: tuple[Text, ...] = Field(
         (),
         description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
@@ -215,8 +220,8 @@ class Data(Reading):
         None,
         description="Which tokens carry loss: `completions` (all turns of the assistant), `last_turn` (its last one), "
         "`all` tokens, or the messages of a list of roles, such as `[assistant, tool]`. By default `all` under "
-        "`pretrain`, `completions` under `sft` and `distill`, both answers of a pair. The assistant's messages with "
-        "`weight: 0` carry none.",
+        "`pretrain`, `completions` under `sft` and `distill`, whole answers for preferences. The assistant's messages "
+        "with `weight: 0` carry none.",
     )
     sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
     packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")

@@ -59,6 +59,31 @@ class Dpo(Section):
     reference: Reference = Field("auto", description=_REFERENCE)
 
 
+class Kto(Section):
+    """Kahneman-Tversky optimization: single answers, each of them good or bad.
+
+    An answer's reward is as in `dpo`. Good answers are raised above, and bad ones lowered below, an estimate of the
+    KL divergence from the reference model.
+    """
+
+    type: Literal["kto"] = Field("kto", description="Learn from answers that are good or bad.")
+    beta: Number = Field(0.1, gt=0, le=1e3, description="Scale of the rewards.")
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(
+        "kto",
+        description="`apo_zero_unpaired` leaves the estimate of the divergence out, for good answers that are better "
+        "than the model's own.",
+    )
+    desirable_weight: Number = Field(1.0, gt=0, le=1e3, description="Weight of good answers.")
+    undesirable_weight: Number = Field(
+        1.0,
+        gt=0,
+        le=1e3,
+        description="Weight of bad answers. Where one kind is rarer, raise its weight, so that numbers times weights "
+        "are about equal.",
+    )
+    reference: Reference = Field("auto", description=_REFERENCE)
+
+
 class Orpo(Section):
     """Odds-ratio preference optimization: learn the chosen answer, and make its odds larger than the rejected one's.
 
@@ -125,7 +150,9 @@ class Custom(Section):
 
 PAIRED = ("dpo", "orpo", "simpo", "cpo")
 """Objectives that compare the two answers of a pair."""
-WITH_REFERENCE = ("dpo",)
+LABELLED = ("kto",)
+"""Objectives that read single answers, each with a label."""
+WITH_REFERENCE = ("dpo", "kto")
 """Objectives that compare the model with the one before training."""
-PREFERENCES = PAIRED
+PREFERENCES = (*PAIRED, *LABELLED)
 """Objectives that learn which answers are better."""

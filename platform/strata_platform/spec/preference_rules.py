@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
 from strata_platform.spec.data import BUILTIN_SOURCES
-from strata_platform.spec.objectives import PAIRED, PREFERENCES, WITH_REFERENCE, Dpo, DpoLoss
+from strata_platform.spec.objectives import LABELLED, PAIRED, PREFERENCES, WITH_REFERENCE, Dpo, DpoLoss
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
@@ -58,6 +58,23 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         if paired
         else f"'{format}' does not fit objective.type '{kind}': only {', '.join(map(repr, PAIRED))} read pairs of "
         f"answers; set {path}.format to 'auto', or another objective.type",
+    )
+    yield Contradiction(
+        kind in LABELLED and format == "text",
+        (f"{path}.format", "objective.type"),
+        f"'text' has no answers, which objective.type '{kind}' needs; set {path}.format to 'prompt_completion' or "
+        "'chat'",
+    )
+    yield Contradiction(
+        kind in LABELLED and name in BUILTIN_SOURCES,
+        (f"{path}.source", "objective.type"),
+        f"'{name}' has no labels of answers, which objective.type '{kind}' needs; set {path}.source to a Hub data set "
+        "or to files with the columns prompt, completion and label",
+    )
+    yield Contradiction(
+        kind not in LABELLED and source.label_column is not None,
+        (f"{path}.label_column", "objective.type"),
+        f"set, but objective.type '{kind}' reads no labels; set objective.type to 'kto', or leave it out",
     )
     yield Contradiction(
         paired and source.template is not None,

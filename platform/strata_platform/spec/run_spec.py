@@ -33,7 +33,7 @@ from strata_platform.spec.fields import (
 )
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
-from strata_platform.spec.objectives import PREFERENCES, Cpo, Custom, Distill, Dpo, Orpo, Pretrain, Sft, Simpo
+from strata_platform.spec.objectives import PREFERENCES, Cpo, Custom, Distill, Dpo, Kto, Orpo, Pretrain, Sft, Simpo
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
 from strata_platform.spec.problems import check
 from strata_platform.spec.training import Optimizer, Schedule, Training
@@ -180,7 +180,7 @@ class Tracking(Section):
     )
 
 
-Objective = Annotated[Pretrain | Sft | Dpo | Orpo | Simpo | Cpo | Distill | Custom, Field(discriminator="type")]
+Objective = Annotated[Pretrain | Sft | Dpo | Kto | Orpo | Simpo | Cpo | Distill | Custom, Field(discriminator="type")]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
 

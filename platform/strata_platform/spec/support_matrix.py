@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.errors import SpecError
-from strata_platform.spec.objectives import PAIRED
+from strata_platform.spec.objectives import PREFERENCES
 from strata_platform.spec.run_spec import RunSpec
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -36,7 +36,7 @@ PARALLEL: dict[str, Settings] = {
 
 FEATURES: dict[str, Settings] = {
     **{f"runtime.framework: {name}": {"runtime": {"framework": name}} for name in ("hf", "lightning", "torch")},
-    **{f"objective.type: {name}": {"objective": {"type": name}} for name in ("pretrain", "sft", *PAIRED)},
+    **{f"objective.type: {name}": {"objective": {"type": name}} for name in ("pretrain", "sft", *PREFERENCES)},
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
     "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},

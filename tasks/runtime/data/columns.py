@@ -108,7 +108,10 @@ _MEANINGS: dict[str, _Meaning] = {
     ),
     # KTO's label of a single answer.
     "label": _Meaning(
-        (*_RAW, *CHATS), _is_negative, "marks a bad answer, which would be learned as good", "drop such rows"
+        (*_RAW, *CHATS),
+        _is_negative,
+        "marks a bad answer, which would be learned as good",
+        "set objective.type to 'kto', drop such rows",
     ),
     "train": _Meaning((*_RAW, *CHATS), _is_negative, "excludes the row from training", "drop such rows"),
     "weight": _Meaning((*_RAW, *CHATS), _is_other_than_one, "weighs the row", "drop the column"),
@@ -197,10 +200,11 @@ class Unread:
     """The columns that a format leaves unread.
 
     read: the columns that the format needs, and those that it reads if they are there.
+    score: the column with a number for each row, if the objective reads one.
     """
 
-    def __init__(self, name: str, columns: tuple[str, ...], data: Data) -> None:
-        self.read = {*columns, *optional_columns(name, columns, data)}
+    def __init__(self, name: str, columns: tuple[str, ...], data: Data, score: str | None = None) -> None:
+        self.read = {*columns, *optional_columns(name, columns, data), *((score,) if score else ())}
         meanings = {**_MEANINGS, **{synonym: _MEANINGS[known] for synonym, known in _SYNONYMS.items()}}
         if data.system_column is not None:
             meanings[data.system_column] = _MEANINGS["system"]

@@ -25,6 +25,9 @@ SAMPLES = "samples.json"
 IGNORE_INDEX = -100
 """Label of a token without loss; PyTorch: `F.cross_entropy(ignore_index=-100)`."""
 
+MISMATCHED = "mismatched_"
+"""Begins the names of columns with other completions."""
+
 Row = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
@@ -32,7 +35,8 @@ Batch = dict[str, Tensor]
 class ReferenceLogProbs(NamedTuple):
     """Log-probabilities of the reference model, one sum per document.
 
-    log_probs: [D], fp32. rows: [R + 1], int64; the documents of row i are `log_probs[rows[i] : rows[i + 1]]`.
+    log_probs: [D], fp32; or [D, 2], the second of the document with another completion. rows: [R + 1], int64; the
+    documents of row i are `log_probs[rows[i] : rows[i + 1]]`.
     """
 
     log_probs: Tensor
@@ -53,6 +57,10 @@ class RowDataset(Dataset[Row]):
     paired: each chosen answer is followed by the rejected one. `sides` [T], int64, is 1 for tokens of the chosen
     answer, -1 for those of the rejected one and 0 for padding.
     reference: `reference` [T], fp32, is the document's log-probability at its first token and 0 elsewhere.
+    longest: tokens of a row without `length`.
+
+    Documents with scores that are no pairs have `sides` 1 where the score is above 0, and -1 elsewhere. Their rows also
+    have columns whose names begin with `mismatched_`: the same prompts with other completions; see `mismatched`.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class RowDataset(Dataset[Row]):
         pad_token_id: int,
         paired: bool = False,
         reference: ReferenceLogProbs | None = None,
+        longest: int | None = None,
     ) -> None:
         self.shards = shards
         # Where the known shards end; more may follow while data is prepared.
@@ -71,6 +80,7 @@ class RowDataset(Dataset[Row]):
         self._pad_token_id = pad_token_id
         self._paired = paired
         self._reference = reference
+        self._longest = length or longest
 
     def __len__(self) -> int:
         """Rows of the shards that are known: all, unless the data is still being prepared."""
@@ -82,10 +92,23 @@ class RowDataset(Dataset[Row]):
         bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         tensors = self._tensors(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
-        if self._reference is not None:
-            tensors["reference"] = torch.zeros(end - begin)
-            tensors["reference"][bounds[:-1] - begin] = self._reference.for_row(index)
+        reference = None if self._reference is None else self._reference.for_row(index)
+        if "scores" in shard and not self._paired:
+            scores = shard["scores"][int(shard["rows"][row]) : int(shard["rows"][row + 1])]
+            tensors["sides"] = torch.where(scores > 0, 1, -1).repeat_interleave(bounds.diff())
+            return self._with_mismatched(tensors, mismatched(shard, row, self._longest), reference)
+        if reference is not None:
+            tensors["reference"] = _at_starts(reference, tensors["position_ids"])
         return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
+
+    def _with_mismatched(self, matched: Row, other: Row, reference: Tensor | None) -> Row:
+        """One row of both, padded to one length."""
+        if reference is not None:
+            for part, values in zip((matched, other), reference.unbind(dim=1), strict=True):
+                part["reference"] = _at_starts(values, part["position_ids"])
+        size = self._length or max(part["input_ids"].numel() for part in (matched, other))
+        padded = [_pad(part, size - part["input_ids"].numel(), self._pad_token_id) for part in (matched, other)]
+        return padded[0] | {f"{MISMATCHED}{name}": tensor for name, tensor in padded[1].items()}
 
     def _find(self, index: int) -> tuple[int, int]:
         """The shard with a row, and the row's place in it."""
@@ -111,15 +134,61 @@ class RowDataset(Dataset[Row]):
         return row
 
 
+def _at_starts(values: Tensor, position_ids: Tensor) -> Tensor:
+    """Each document's value at its first token, and 0 elsewhere."""
+    found = torch.zeros(position_ids.numel())
+    found[position_ids == 0] = values
+    return found
+
+
+def mismatched(shard: Row, row: int, longest: int | None) -> Row:
+    """Each prompt of a row with the completion of the document before it, of the first with that of the last.
+
+    A row of one document takes the completion of the row before it in the shard. So the documents depend on neither
+    micro-batches nor processes. What is longer than a row is cut off. `sides` is 1.
+    """
+    bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1].tolist()
+    documents = list(pairwise(bounds))
+    before = documents[-1]
+    if len(documents) == 1:
+        last = int(shard["rows"][row]) if row else shard["documents"].numel() - 1
+        before = (int(shard["documents"][last - 1]), int(shard["documents"][last]))
+    parts: dict[str, list[Tensor]] = {"input_ids": [], "targets": []}
+    positions: list[Tensor] = []
+    for own in documents:
+        pieces = (slice(own[0], _completion(shard, own)), slice(_completion(shard, before), before[1]))
+        for name, found in parts.items():
+            found += [shard[name][piece] for piece in pieces]
+        positions.append(torch.arange(sum(piece.stop - piece.start for piece in pieces)))
+        before = own
+    ids, targets, position_ids = (torch.cat(found)[:longest] for found in (*parts.values(), positions))
+    ids = ids.long()
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(~targets, IGNORE_INDEX),
+        "position_ids": position_ids,
+        "sides": torch.ones_like(ids),
+    }
+
+
+def _completion(shard: Row, document: tuple[int, int]) -> int:
+    """Where the completion of a document begins: at its first token with loss."""
+    return document[0] + int(shard["targets"][slice(*document)].to(torch.uint8).argmax())
+
+
 def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
     if padding == 0:
         return row
-    filled = {
-        name: torch.full((padding,), IGNORE_INDEX if name == "labels" else 0, dtype=tensor.dtype)
-        for name, tensor in row.items()
-    }
-    filled |= {"input_ids": torch.full((padding,), pad_token_id), "position_ids": torch.arange(padding)}
-    return {name: torch.cat([tensor, filled[name]]) for name, tensor in row.items()}
+    return {name: torch.cat([tensor, _filler(name, padding, tensor, pad_token_id)]) for name, tensor in row.items()}
+
+
+def _filler(name: str, size: int, like: Tensor, pad_token_id: int) -> Tensor:
+    """Padding of a column: a document of its own, without labels."""
+    column = name.removeprefix(MISMATCHED)
+    if column == "position_ids":
+        return torch.arange(size)
+    value = {"labels": IGNORE_INDEX, "input_ids": pad_token_id}.get(column, 0)
+    return torch.full((size,), value, dtype=like.dtype)
 
 
 def collate(batch: list[Row]) -> Batch:
@@ -225,6 +294,7 @@ class PreparedData:
             pad_token_id=manifest.pad_token_id,
             paired=manifest.format in PREFERENCES,
             reference=reference,
+            longest=manifest.sequence_length,
         )
 
     def cache(self) -> ShardCache | None:

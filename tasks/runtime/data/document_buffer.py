@@ -33,7 +33,7 @@ class DocumentBuffer:
         self._paths = folder / "ids.spool", folder / "targets.spool"
         self._ids, self._targets = (open(path, "wb") for path in self._paths)  # noqa: SIM115  # closed in __exit__
         self._lengths, self._samples = array("q"), array("q")
-        self._completion_spans = array("q")
+        self._completion_spans, self._scores = array("q"), array("f")
         self.tokens = self.held_tokens = 0
         self.largest_token_id = 0
 
@@ -55,6 +55,10 @@ class DocumentBuffer:
         self._lengths.append(len(encoded))
         self._samples.append(sample)
         self._completion_spans.extend(encoded.completion_span)
+        if encoded.score is not None:
+            self._scores.append(encoded.score)
+        # All documents have a score, or none.
+        assert len(self._scores) in (0, len(self._lengths))
         self.tokens += len(encoded)
         self.held_tokens += len(encoded)
         self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
@@ -65,6 +69,7 @@ class DocumentBuffer:
             file.seek(0)
             file.truncate()
         self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
+        self._scores = array("f")
         self.held_tokens = 0
 
     @property
@@ -108,7 +113,8 @@ class DocumentBuffer:
         them by the lengths of their documents.
 
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
-        (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row.
+        (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row; and `scores` [D]
+        (float32), if documents have them.
         """
         lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -120,6 +126,7 @@ class DocumentBuffer:
         order = np.argsort(row_of, kind="stable")
         documents, row_of = documents[order], row_of[order]
         ids, targets = self._memory_map()
+        scores = np.array(self._scores, dtype=np.float32)
         shards: list[Shard] = []
         target_tokens = 0
         row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
@@ -132,6 +139,8 @@ class DocumentBuffer:
                 "documents": np.concatenate([[0], np.cumsum(lengths[documents[in_shard]])]).astype(np.int64),
                 "rows": np.searchsorted(row_of[in_shard], np.arange(begin, end + 1)).astype(np.int64),
             }
+            if scores.size:
+                tensors["scores"] = scores[documents[in_shard]]
             path = folder / f"{name}-{first + len(shards):05d}.safetensors"
             save_file(tensors, path)
             shards.append(Shard(path.name, end - begin, path.stat().st_size, _digest(tensors)))

@@ -44,12 +44,14 @@ class Encoded:
 
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
     that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
+    `score`: that of the document.
     """
 
     ids: Ids
     targets: npt.NDArray[np.bool_]
     completion_span: tuple[int, int]
     complete: bool = True
+    score: float | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -153,7 +155,7 @@ class Encoder:
         learned = np.concatenate(targets)
         if document.begins:
             learned[:1] = False
-        return Encoded(ids, learned, completion_span)
+        return Encoded(ids, learned, completion_span, score=document.score)
 
     def _tokenize(self, texts: list[str], *, control: bool = True) -> list[Ids]:
         """Token ids of each text. control: special tokens that the texts contain are recognized as such."""
@@ -251,4 +253,4 @@ def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:
     ids, targets = encoded.ids[start:stop], encoded.targets[start:stop].copy()
     targets[:1] = False
     begin, end = (min(max(bound - start, 0), len(ids)) for bound in encoded.completion_span)
-    return Encoded(ids, targets, (begin, end))
+    return Encoded(ids, targets, (begin, end), score=encoded.score)

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
+from strata_platform.spec.objectives import LABELLED
 from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, templates_to_save
 from tasks.runtime.data.columns import (
     CHATS,
@@ -51,6 +52,7 @@ from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_
 from tasks.runtime.data.preferences import chat_answers, text_answers
 from tasks.runtime.data.prompt_template import PromptTemplate, prompt_shape
 from tasks.runtime.data.rows import Row, RowError, require_valid_unicode, suggestion
+from tasks.runtime.data.scores import with_scores
 from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
 from tasks.runtime.data.template_renderer import Span
 from tasks.runtime.data.tools import COLUMN, tools_of
@@ -76,6 +78,7 @@ class Document:
     """Segments in order.
 
     has_special_tokens: a template rendered the text, so no special tokens are added around it.
+    score: the number that the row gives to it; see `scores`.
     begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
     """
 
@@ -83,6 +86,7 @@ class Document:
     has_special_tokens: bool
     begins: bool = True
     ends: bool = True
+    score: float | None = None
 
 
 ToDocuments = Callable[[Row], list[Document]]
@@ -136,9 +140,9 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             f"{known_shapes(data)}; set data.messages_column, data.prompt_column and data.completion_column, or "
             "data.text_column"
         )
-    if shape.format == "text" and recipe.objective == "sft":
+    if shape.format == "text" and recipe.objective in ("sft", *LABELLED):
         raise ValueError(
-            f"objective.type 'sft' needs prompts and completions, but the data has only texts (column "
+            f"objective.type {recipe.objective!r} needs prompts and completions, but the data has only texts (column "
             f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
             "data.completion_column"
         )
@@ -196,10 +200,12 @@ def make_format(
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     first: Sequence[Row] = (),
+    score: str | None = None,
 ) -> Format:
     """The format of that name, with the chat template if it has chats.
 
     first: the first rows, by which `data.special_tokens: auto` decides.
+    score: the column with a label for the answer of each row; its last turn alone is learned then.
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
     """
@@ -209,12 +215,14 @@ def make_format(
             f"data.train_on {list(data.train_on)} names roles, but the data's format is {name}, which has none; set it "
             "to 'completions', or data.format to one of chats"
         )
-    unread = Unread(name, columns, data)
+    unread = Unread(name, columns, data, score)
     special = SpecialTokens(tokenizer, control=data.special_tokens == "control")
     # Nothing that a template is for was rendered beforehand.
     if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
-    build = _builder(name, columns, tokenizer, data, special)
+    build = _builder(name, columns, tokenizer, data, special, _labelled_chat if score else _chat)
+    if score is not None:
+        build = with_scores(build, score)
 
     def documents(row: Row) -> list[Document]:
         unread.require_harmless(row)
@@ -224,19 +232,24 @@ def make_format(
 
 
 def _builder(
-    name: str, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens
+    name: str,
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    special: SpecialTokens,
+    build_chat: Callable[[list[Messages], Row, Render], list[Document]],
 ) -> ToDocuments:
     if data.template is not None:
         template = PromptTemplate(data, columns)
         return lambda row: _templated(row, template, special)
     if is_own_chat(data):
         render = _renderer(tokenizer, data, special)
-        return lambda row: _chat([chat] if (chat := own_messages(row, data)) else [], row, render)
+        return lambda row: build_chat([chat] if (chat := own_messages(row, data)) else [], row, render)
     if is_own(name):
         return lambda row: _own(own_segments(row, data), row, special)
     if name in CHATS:
         render = _renderer(tokenizer, data, special)
-        build = _chat_preference if name == "preference_chat" else _chat
+        build = _chat_preference if name == "preference_chat" else build_chat
         return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "preference":
         return lambda row: _preference(row, columns, special)
@@ -376,6 +389,18 @@ def _only_last_turn(segments: list[Segment]) -> list[Segment]:
         for how, run in groupby(context, key=lambda segment: segment[1:])
     ]
     return [*merged, *segments[first:]]
+
+
+def _labelled_chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
+    """The chat whose last turn alone carries loss: the label is its."""
+    for chat in chats:
+        if chat[-1]["role"] != "assistant" or chat[-1].get("weight", 1) == 0:
+            raise RowError(
+                f"{row.where}: the label belongs to the last message, which must be the assistant's answer and have no "
+                f"weight 0, but its role is {chat[-1]['role']!r}"
+            )
+    last = [segments for chat in chats for segments in render(chat, row)][-1:]
+    return [Document(tuple(_only_last_turn(segments)), has_special_tokens=True) for segments in last if segments]
 
 
 def _prompt_completion_document(prompt: str, completion: str, control: bool) -> Document:

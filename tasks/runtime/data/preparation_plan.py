@@ -25,6 +25,7 @@ from tasks.runtime.data.prepare_part import numbered_rows
 from tasks.runtime.data.prepared_manifest import PLAN_KIND
 from tasks.runtime.data.readers import Span
 from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.scores import score_column
 from tasks.runtime.data.sources import Source, open_source
 from tasks.runtime.data.special_tokens import texts_in
 from tasks.runtime.data.text_files import pieces
@@ -50,6 +51,7 @@ class Plan:
 
     control: whether special tokens in the data are control tokens; see `data.special_tokens`.
     url: the place of the shards in an object store, if they are not in the folder.
+    score: the column with a number for each row; see `scores`.
     """
 
     recipe: dict[str, Any]
@@ -61,13 +63,14 @@ class Plan:
     parts: tuple[Part, ...]
     versions: dict[str, str]
     url: str | None = None
+    score: str | None = None
     version: int = format_versions.DATA
     kind: str = PLAN_KIND
 
     def format_for(self, recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Format:
         """The format of the rows, as it was chosen by the first ones."""
         data = recipe.data.model_copy(update={"special_tokens": "control" if self.control else "text"})
-        return make_format(self.format, self.columns, tokenizer, data)
+        return make_format(self.format, self.columns, tokenizer, data, score=self.score)
 
     @property
     def divided(self) -> bool:
@@ -81,7 +84,9 @@ class Plan:
 
     def to_json(self) -> bytes:
         """The contents of `plan.json`."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode()
+        # Plans of data without scores are those of earlier versions, whose runs continue.
+        values = {name: value for name, value in asdict(self).items() if name != "score" or value is not None}
+        return json.dumps(values, ensure_ascii=False).encode()
 
 
 def parse_plan(content: bytes | None) -> Plan | None:
@@ -114,12 +119,14 @@ def make_plan(
     if not first:
         raise ValueError(f"data.source {source.name!r} has no rows")
     name, columns = choose_format(recipe, first)
+    score = score_column(recipe, columns_of(first))
     extra = [column for column in optional_columns(name, columns, recipe.data) if column in columns_of(first)]
+    extra += [] if score is None else [score]
     by = "" if recipe.data.template is None else f", prompts by data.template {recipe.data.template[:60]!r}"
     report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
-    _report_unread(recipe, name, columns, first, report)
+    _report_unread(recipe, Unread(name, columns, recipe.data, score), name, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
-    row_format = make_format(name, columns, tokenizer, recipe.data, first)
+    row_format = make_format(name, columns, tokenizer, recipe.data, first, score)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if row_format.templates is not None:
@@ -134,6 +141,7 @@ def make_plan(
         parts=tuple(parts),
         versions=package_versions(recipe.data),
         url=url,
+        score=score,
     )
     return plan, tokenizer, row_format
 
@@ -154,12 +162,11 @@ def _first(rows: Iterator[Row]) -> list[Row]:
     return first
 
 
-def _report_unread(recipe: DataRecipe, name: str, columns: tuple[str, ...], first: list[Row], report: Report) -> None:
+def _report_unread(recipe: DataRecipe, unread: Unread, name: str, first: list[Row], report: Report) -> None:
     """Report the columns of the first rows that are not read. Raises ValueError if one changes what a row means.
 
     Warns of fields of `data` that name a column in vain.
     """
-    unread = Unread(name, columns, recipe.data)
     for field in unread.without_effect():
         warnings.warn(f"data.{field} has no effect: the data's format is {name}", stacklevel=5)
     for row in first:

@@ -9,6 +9,7 @@ from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
 from tasks.runtime.objectives.distill import Distill, require_same_tokens
 from tasks.runtime.objectives.dpo import Dpo
+from tasks.runtime.objectives.kto import Kto
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.orpo import Orpo
@@ -32,6 +33,8 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
     match spec.objective:
         case settings.Dpo():
             return Dpo(spec.objective, spec.adapter, fused=fused)
+        case settings.Kto():
+            return Kto(spec.objective, spec.adapter, fused=fused)
         case settings.Orpo():
             return Orpo(spec.objective, fused=fused)
         case settings.Simpo():

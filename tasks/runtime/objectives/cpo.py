@@ -1,15 +1,15 @@
 """`cpo`: prefer one answer by its log-probability, without a reference, and learn it by its cross entropy per token.
 
-The formula is that of `preference_losses`. Both terms are means over pairs.
+The formula is that of `strata_kernels.preference`. Both terms are means over pairs.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from strata_kernels.preference import cpo_losses
 from strata_platform.spec.objectives import Cpo as Settings
-from tasks.runtime.objectives.pairs import PairObjective
-from tasks.runtime.objectives.preference_losses import Pairs, smoothed
+from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 
 class Cpo(PairObjective):
@@ -21,9 +21,11 @@ class Cpo(PairObjective):
 
     def losses(self, pairs: Pairs) -> Tensor:
         """The loss of each pair."""
-        chosen, rejected = self.rewards(pairs)
-        preference = smoothed(chosen - rejected, self._settings.label_smoothing)
-        return preference - self._settings.alpha * pairs.per_token()[0]
+        settings = self._settings
+        preference = cpo_losses(
+            pairs.chosen, pairs.rejected, beta=settings.beta, label_smoothing=settings.label_smoothing
+        )
+        return preference - settings.alpha * pairs.per_token()[0]
 
     def metrics(self, pairs: Pairs) -> dict[str, Tensor]:
         """The cross entropy of the chosen answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tasks.runtime.objectives.objective import (
     next_labels,
     target_tokens,
 )
+from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,11 @@ class Custom:
         if isinstance(self._objective, TokenObjective):
             return target_tokens(batch)
         return self._objective.count(_own_batch(batch))
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing."""
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -117,6 +118,11 @@ class Distill:
     def count(self, batch: Batch) -> Tensor:
         """The number of target tokens."""
         return target_tokens(batch)
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing."""
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None

@@ -1,6 +1,6 @@
 """`dpo`: make the chosen of two answers likelier than under the reference model, and the rejected one less likely.
 
-The formulas of its losses are those of `preference_losses`.
+The formulas of its losses are those of `strata_kernels.preference`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from strata_kernels.preference import dpo_losses
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Dpo as Settings
 from strata_platform.spec.run_spec import Adapter
@@ -15,8 +16,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.lora import without_adapter
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext
-from tasks.runtime.objectives.pairs import PairObjective, pairs_of
-from tasks.runtime.objectives.preference_losses import Pairs, dpo_losses
+from tasks.runtime.objectives.pairs import PairObjective, Pairs, pairs_of
 from tasks.runtime.objectives.reference import (
     disables_adapter,
     with_initial_log_probs,
@@ -34,12 +34,25 @@ class Dpo(PairObjective):
 
     def __init__(self, settings: Settings, adapter: Adapter, *, fused: bool) -> None:
         super().__init__(fused=fused)
-        self._settings, self._beta = settings, settings.beta
+        self._beta = settings.beta
+        self._options = settings.model_dump(
+            include={"loss", "beta", "label_smoothing", "discopop_tau"}, exclude_none=True
+        )
         self._disables_adapter = disables_adapter(settings.reference, adapter)
 
     def losses(self, pairs: Pairs) -> Tensor:
         """The loss of each pair."""
-        return dpo_losses(pairs, self._settings)
+        # Log-ratios are log-probabilities against a reference that gives all answers the same.
+        same = torch.zeros_like(pairs.chosen)
+        return dpo_losses(
+            pairs.chosen,
+            pairs.rejected,
+            same,
+            same,
+            chosen_tokens=pairs.chosen_tokens,
+            rejected_tokens=pairs.rejected_tokens,
+            **self._options,
+        )
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Add the reference log-probabilities to the data, unless each step computes them without the adapter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tasks.runtime.objectives.objective import (
     next_labels,
     target_tokens,
 )
+from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import NATS
 
 
@@ -52,6 +54,11 @@ class NextToken:
     def count(self, batch: Batch) -> Tensor:
         """The number of target tokens."""
         return target_tokens(batch)
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing."""
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None

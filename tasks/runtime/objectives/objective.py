@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -73,6 +73,15 @@ class Objective(Protocol):
 
     def count(self, batch: Batch) -> Tensor:
         """Number of items in a micro-batch: an integer scalar on the batch's device."""
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Called before the losses of a step with all of its micro-batches, on the host: for what the losses need of
+        the whole step beside `items`. A collective. Evaluation calls it with all micro-batches of a source.
+
+        `max_targets`: as in `micro_batch_loss`, where the labels have no values, on the meta device.
+        """
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None

@@ -1,17 +1,16 @@
 """`orpo`: learn the chosen of two answers, and make its odds larger than the rejected one's, without a reference.
 
-The formulas are those of `preference_losses`. Both terms are means over pairs, and the first is the cross entropy per
-token of the answer, as in the paper; TRL's covers the prompt, too.
+The formula of the odds is that of `strata_kernels.preference`. Both terms are means over pairs, and the first is the
+cross entropy per token of the answer, as in the paper; TRL's covers the prompt, too.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from strata_kernels.preference import orpo_losses
 from strata_platform.spec.objectives import Orpo as Settings
-from tasks.runtime.objectives.pairs import PairObjective
-from tasks.runtime.objectives.preference_losses import Pairs, log_odds
+from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 
 class Orpo(PairObjective):
@@ -23,7 +22,7 @@ class Orpo(PairObjective):
 
     def losses(self, pairs: Pairs) -> Tensor:
         """The loss of each pair."""
-        return -pairs.per_token()[0] - self._beta * logsigmoid(_log_odds_ratio(pairs))
+        return orpo_losses(*pairs, beta=self._beta) - pairs.per_token()[0]
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """`beta` times the log-probability per token."""
@@ -31,10 +30,6 @@ class Orpo(PairObjective):
         return self._beta * chosen, self._beta * rejected
 
     def metrics(self, pairs: Pairs) -> dict[str, Tensor]:
-        """The two parts of the loss."""
-        return {"next_token_loss": -pairs.per_token()[0], "log_odds_ratio": _log_odds_ratio(pairs)}
-
-
-def _log_odds_ratio(pairs: Pairs) -> Tensor:
-    chosen, rejected = map(log_odds, pairs.per_token())
-    return chosen - rejected
+        """The cross entropy of the chosen answer, and the log-sigmoid of the log odds ratio."""
+        odds = -orpo_losses(*pairs, beta=self._beta) / self._beta
+        return {"next_token_loss": -pairs.per_token()[0], "log_odds_ratio": odds}

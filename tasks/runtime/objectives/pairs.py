@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,24 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.objectives.answers import count_answers, sum_by_answer
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, next_labels
-from tasks.runtime.objectives.preference_losses import Pairs
 from tasks.runtime.objectives.token_losses import token_losses
+from tasks.runtime.process.ranks import Processes
+
+
+class Pairs(NamedTuple):
+    """Sums over the tokens of each answer, and their numbers: four tensors [P], fp64.
+
+    The sums are log-probabilities, or log-ratios to a reference.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    def per_token(self) -> tuple[Tensor, Tensor]:
+        """The means over the tokens of the chosen and of the rejected answers."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 class PairObjective:
@@ -59,6 +76,11 @@ class PairObjective:
     def count(self, batch: Batch) -> Tensor:
         """The number of pairs."""
         return count_answers(batch, 1)
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing."""
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None

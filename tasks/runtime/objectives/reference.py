@@ -25,7 +25,7 @@ from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
 
-# Sums of log-probabilities for each answer of a batch, in order; the values after them are ignored: [D].
+# Sums of log-probabilities for each answer of a batch, in order; the values after them are ignored: [D] or [D, 2].
 Score = Callable[[Batch], Tensor]
 
 
@@ -103,7 +103,7 @@ def score_rows(
     """
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
     rounds = -(-len(batches) // processes.world_size)
-    found: dict[int, tuple[list[int], list[float]]] = {}
+    found: dict[int, tuple[list[int], list[float] | list[list[float]]]] = {}
     for number in range(processes.rank, rounds * processes.world_size, processes.world_size):
         # All ranks run the same number of passes. A rank without a batch of its own repeats the last one.
         read = [rows[index] for index in batches[min(number, len(batches) - 1)]]

@@ -1,15 +1,15 @@
 """`simpo`: prefer one answer by its log-probability per token, without a reference.
 
-The formula is that of `preference_losses`.
+The formula is that of `strata_kernels.preference`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from strata_kernels.preference import simpo_losses
 from strata_platform.spec.objectives import Simpo as Settings
-from tasks.runtime.objectives.pairs import PairObjective
-from tasks.runtime.objectives.preference_losses import Pairs, smoothed
+from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 
 class Simpo(PairObjective):
@@ -21,8 +21,8 @@ class Simpo(PairObjective):
 
     def losses(self, pairs: Pairs) -> Tensor:
         """The loss of each pair."""
-        chosen, rejected = self.rewards(pairs)
-        return smoothed(chosen - rejected - self._settings.gamma, self._settings.label_smoothing)
+        settings = self._settings
+        return simpo_losses(*pairs, beta=settings.beta, gamma=settings.gamma, label_smoothing=settings.label_smoothing)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """`beta` times the log-probability per token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,13 @@ from torch.utils.data import Subset
 
 from tasks.runtime.data import RowDataset
 from tasks.runtime.data.context_shards import shard_collate
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, MISMATCHED, Batch, Row
 from tasks.runtime.objectives.objective import Objective
 from tasks.runtime.process.ranks import Processes
 
 Rows = RowDataset | Subset[Row]
+# Values of columns without items.
+_NOTHING = {"labels": IGNORE_INDEX, "sides": 0}
 
 
 class Interrupted(Exception):
@@ -86,11 +88,17 @@ def _sums(
     # All ranks make the same number of passes, because sharded weights are gathered in each. A rank without a batch of
     # its own repeats the last one, which it does not count.
     passes = -(-batches // processes.dp_size)
-    for number in range(passes):
-        before_batch(number, passes)
-        index = number * processes.dp_size + processes.dp_rank
-        batch = collate(_batch_of_rows(rows, min(index, batches - 1) * micro_batch_size, micro_batch_size))
-        count = int(objective.count(batch)) if index < batches else 0
+
+    def read() -> Iterator[Batch]:
+        for number in range(passes):
+            before_batch(number, passes)
+            index = number * processes.dp_size + processes.dp_rank
+            found = _batch_of_rows(rows, min(index, batches - 1) * micro_batch_size, micro_batch_size)
+            yield collate(found if index < batches else [_without_items(row) for row in found])
+
+    objective.before_step(model, read(), processes)
+    for batch in read():
+        count = int(objective.count(batch))
         batch = {name: tensor.to(processes.device, non_blocking=True) for name, tensor in batch.items()}
         # Divided by one, the loss is a sum.
         share = objective.micro_batch_loss(model, batch, ones)
@@ -116,7 +124,10 @@ def _batch_of_rows(rows: Rows, first: int, size: int) -> list[Row]:
     shape for which kernels and graphs were compiled.
     """
     found = [rows[index] for index in range(first, min(first + size, len(rows)))]
-    filler = {**found[-1], "labels": torch.full_like(found[-1]["labels"], IGNORE_INDEX)}
-    if "sides" in filler:
-        filler["sides"] = torch.zeros_like(filler["sides"])
-    return [*found, *[filler] * (size - len(found))]
+    return [*found, *[_without_items(found[-1])] * (size - len(found))]
+
+
+def _without_items(row: Row) -> Row:
+    """A copy of a row that adds nothing to any loss."""
+    nothing = {f"{prefix}{name}": value for prefix in ("", MISMATCHED) for name, value in _NOTHING.items()}
+    return row | {name: torch.full_like(row[name], value) for name, value in nothing.items() if name in row}

@@ -154,6 +154,7 @@ class Job:
             # Each rank of a tensor-parallel group has counted the same items.
             total //= self.processes.tp_size
         items, targets = total.unbind()
+        self.objective.before_step(self.model, batches, self.processes)
         self.recorder.begin_step(targets)
         return items
 

@@ -56,6 +56,7 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
         batches = list(training_loader(spec, data, processes, collate=collator(spec.model.attention), start=0, stop=1))
         batches = [{name: tensor.to(processes.device) for name, tensor in batch.items()} for batch in batches]
         items = torch.stack([objective.count(batch) for batch in batches]).sum()
+        objective.before_step(model, batches, processes)
         loss = 0.0
         for batch in batches:
             share = objective.micro_batch_loss(model, batch, items).loss

@@ -1,4 +1,4 @@
-"""Checks that DPO's reference or a distillation's teacher is the model that the spec names."""
+"""Checks that the reference of preferences or a distillation's teacher is the model that the spec names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
+from strata_platform.spec.objectives import WITH_REFERENCE
 from strata_platform.spec.objectives import Distill as DistillSettings
+from strata_platform.spec.objectives import Dpo as DpoSettings
+from strata_platform.spec.objectives import Kto as KtoSettings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.dpo import Dpo
+from tasks.runtime.objectives.kto import Kto
 from tasks.runtime.training.job import Job
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
@@ -28,14 +32,18 @@ _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 def does_not_apply(subject: Subject) -> str | None:
     """Why the check does not apply, or None."""
     kind = subject.spec.objective.type
-    return None if kind in ("dpo", "distill") else f"objective.type {kind!r} has no reference model and no teacher"
+    return (
+        None
+        if kind in (*WITH_REFERENCE, "distill")
+        else f"objective.type {kind!r} has no reference model and no teacher"
+    )
 
 
 def reference(subject: Subject) -> Measured:
     """Compare the reference or the teacher of the first step with the model by transformers alone."""
     found: list[tuple[float, str]] = []
     spec = subject.variant(training={"micro_batch_size": subject.micro_batch}, optimizer={"in_backward": False})
-    look = _answers if spec.objective.type == "dpo" else _teacher
+    look = _answers if spec.objective.type in WITH_REFERENCE else _teacher
     with_job(spec, subject.data, lambda job: found.append(look(job, subject)))
     figure, detail = found[0]
     return Measured(figure, _LIMITS[subject.computes_in], detail)
@@ -45,22 +53,25 @@ def _answers(job: Job, subject: Subject) -> tuple[float, str]:
     """Compare log-probabilities of answers before the first update, by the reference and the policy, with the base
     model's.
     """
-    assert isinstance(job.objective, Dpo)
+    assert isinstance(job.objective, Dpo | Kto) and isinstance(job.spec.objective, DpoSettings | KtoSettings)
     batch = next(iter(job.loader()))
     plain = _plain(build_model(job.spec.model, job.spec.seed), subject)
     expected = torch.tensor([_log_probability(plain, row) for row in _documents(batch)])
     on_device = {name: tensor.to(job.processes.device) for name, tensor in batch.items()}
     ours = {"the policy's": job.objective.scores(job.model, on_device).cpu()}
-    # Chosen and rejected in turn.
+    # One after the other, or chosen and rejected in turn; KTO's are those of mismatched answers, too.
     ours = {name: scores[: len(expected)] for name, scores in ours.items()}
+    ours = {name: scores if scores.ndim == 1 else scores[:, 0] for name, scores in ours.items()}
     if "reference" in batch:
         begins = (batch["position_ids"] == 0) & (batch["sides"] != 0)
         ours["the reference's"] = batch["reference"][begins].double()
     else:
+        job.objective.before_step(job.model, [batch], job.processes)
         share = job.objective.micro_batch_loss(job.model, on_device, job.objective.count(on_device)).metrics
-        beta = job.spec.objective.beta if job.spec.objective.type == "dpo" else 1.0
         # The reference is the model without its adapter; rewards are the policy's distance from it.
-        distance = (float(share["reward_chosen"].abs()) + float(share["reward_rejected"].abs())) / beta
+        distance = (
+            float(share["reward_chosen"].abs()) + float(share["reward_rejected"].abs())
+        ) / job.spec.objective.beta
         ours["the reference's"] = ours["the policy's"] + distance
     worst = max(ours, key=lambda name: _apart(ours[name], expected))
     detail = (

@@ -24,6 +24,7 @@ from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
+from tasks.runtime.process.ranks import Processes
 
 
 def plan_kernels(spec: RunSpec) -> Plan:
@@ -39,10 +40,12 @@ def plan_kernels(spec: RunSpec) -> Plan:
 
     def forward_backward(batch: Batch, max_targets: int | None = None) -> None:
         items = step.objective.count(batch)
+        step.objective.before_step(model, [batch], Processes(), max_targets)
         step.objective.micro_batch_loss(model, batch, items, max_targets).loss.backward()
 
     def evaluate(batch: Batch) -> None:
         objective = build_validation_objective(spec, fused=has_fused_loss(step.patched))
+        objective.before_step(model, [batch], Processes())
         objective.micro_batch_loss(model, batch, objective.count(batch))
 
     with _sharded_as_in_training(model, spec.parallel.tensor_parallel, fused_loss=spec.fused_loss):

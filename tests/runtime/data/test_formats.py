@@ -40,6 +40,8 @@ class Form(NamedTuple):
     def objective(self) -> str:
         if "rejected" in self.row:
             return "dpo"
+        if "under `kto`" in self.name:
+            return "kto"
         return "pretrain" if "under `pretrain`" in self.name else "sft"
 
     @property
@@ -119,6 +121,8 @@ def test_a_form_is_read_and_learned_as_the_page_shows(form: Form, prepared: Prep
     data = prepared(form.row, form.objective, **form.data)
     whole, learned, tokens = _expected(form.shown)
     row = data.train[0]
+    if form.objective == "kto":
+        assert set(row["sides"].tolist()) == {-1 if form.shown.endswith(", bad") else 1}
     decode = data.tokenizer().decode
     assert decode(row["input_ids"]) == whole
     assert decode(row["labels"][row["labels"] != -100]) == learned
