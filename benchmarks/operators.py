@@ -135,6 +135,11 @@ def _head_flops(s: Shape) -> float:
     return 6 * s["rows"] * (1 - s.get("ignored", 0) / 100) * s["features"] * s["vocabulary"]
 
 
+def _twice_head_flops(s: Shape) -> float:
+    """With the logits computed once more."""
+    return 8 * s["rows"] * s["features"] * s["vocabulary"]
+
+
 _BY_FEATURES = ("features", FEATURES, {"rows": 16384})
 
 OPERATORS = (
@@ -273,6 +278,20 @@ OPERATORS = (
         sweep=("vocabulary", VOCABULARIES, {"rows": 4096, "features": 2048}),
         flops=_head_flops,
         products=reference.linear_cross_entropy_products,
+        label=_head_label,
+    ),
+    Operator(
+        name="linear_logprobs",
+        ours=strata_kernels.linear_logprobs,
+        torch=reference.linear_logprobs,
+        exact=reference.linear_logprobs_exact,
+        inputs=reference.linear_cross_entropy_inputs,
+        cases=(
+            Case(_head(8192, 4096, 128256), {"of products": 1 / 0.85, "extra MiB": 1.6 * 1024}),
+            Case(_head(16384, 2048, 151936), {"of products": 1 / 0.85}),
+        ),
+        flops=_twice_head_flops,
+        products=reference.linear_logprobs_products,
         label=_head_label,
     ),
 )

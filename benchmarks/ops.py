@@ -7,7 +7,7 @@ function whose results are further from fp64 than twice PyTorch's own in the sam
 1 if it is ours. Inputs are bf16, times are medians of forward and backward: `ms` on the device alone (a CUDA graph, or
 eagerly for a peer that waits for the host), `wall ms` eager, with the host. The share is of the limit measured in the
 same run: a device copy for what is bound by memory, an 8192-cube product for what is bound by FLOPs. `of products` is
-the time of linear_cross_entropy over that of its three matrix products, `of full` over that without ignored rows.
+the time of a fused head over that of its matrix products alone, `of full` over that without ignored rows.
 
 Writes ops.csv, ops.md and a plot per operator to --out after every case. `python -m benchmarks.report` merges folders.
 """

@@ -168,3 +168,27 @@ def linear_cross_entropy_products(x: Tensor, weight: Tensor, _: Tensor) -> None:
     logits = x @ weight.t()
     logits @ weight
     logits.t() @ x
+
+
+def linear_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -cross_entropy_of_rows(functional.linear(x, weight), target)
+
+
+def cross_entropy_of_rows(logits: Tensor, target: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, target, reduction="none")
+
+
+def linear_logprobs_exact(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """`linear_logprobs` that holds the logits of 1024 rows at a time."""
+    parts = zip(x.split(1024), target.split(1024), strict=True)
+    run = lambda x, target: linear_logprobs(x, weight, target)  # noqa: E731
+    return torch.cat([checkpoint(run, x, target, use_reentrant=False) for x, target in parts])
+
+
+def linear_logprobs_products(x: Tensor, weight: Tensor, _: Tensor) -> None:
+    """The four products of linear_logprobs, over all rows at once: the backward pass computes the logits once more."""
+    x @ weight.t()
+    logits = x @ weight.t()
+    logits @ weight
+    logits.t() @ x

@@ -17,6 +17,11 @@ from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_
 from .ops.experts.experts import experts
 from .ops.experts.experts_arguments import LowRank
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
+from .ops.linear_cross_entropy.linear_logprobs import (
+    LogProbsAndEntropy,
+    linear_logprobs,
+    linear_logprobs_with_entropy,
+)
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary.qk_norm_rope import qk_norm_rope
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from .auto import AutoModelForCausalLM as AutoModelForCausalLM
 
 __all__ = [
+    "LogProbsAndEntropy",
     "LossAndPredictions",
     "LowRank",
     "PatchReport",
@@ -44,6 +50,8 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_predictions",
+    "linear_logprobs",
+    "linear_logprobs_with_entropy",
     "patch_model",
     "qk_norm_rope",
     "relu_squared",

@@ -16,8 +16,8 @@ from strata_kernels.ops import linear_cross_entropy as operators
 from strata_kernels.ops._launch import takes_kernel
 from strata_kernels.ops.cross_entropy.row_statistics import Options
 from strata_kernels.ops.cross_entropy.rows import cross_entropy_rows
-from strata_kernels.ops.linear_cross_entropy import chunks, memory
-from strata_kernels.ops.linear_cross_entropy.memory import plan_rows
+from strata_kernels.ops.head import head_pass, memory
+from strata_kernels.ops.head.memory import plan_rows
 from strata_kernels.patch.forwards import _causal_lm_loss as causal_lm_loss
 
 # The interpreter's NumPy warns of lanes whose results are masked.
@@ -102,7 +102,7 @@ def small_panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is cut by size is cut at sizes of these tests."""
     monkeypatch.setattr(memory, "_PANEL_COLUMNS", 64)
     monkeypatch.setattr(memory, "_COPIED_ROWS", 16)
-    monkeypatch.setattr(chunks, "_L2_COLUMNS", 32)
+    monkeypatch.setattr(head_pass, "_L2_COLUMNS", 32)
     plan_rows.cache_clear()
     yield
     plan_rows.cache_clear()
@@ -256,13 +256,15 @@ def test_the_dtype_of_the_divisor_leaves_the_loss_alone(items, problem) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
 def test_is_a_well_formed_operator(problem) -> None:
     (x, weight, bias), target = problem(6, 20, 8)
-    settings = (-100, 0.1, 0.01, 2.0, 2**20, True, True, "", 1, 0, 20, False, True, True, True)
+    settings = (-100, 0.1, 0.01, 2.0, 0.5, 2**20, True, True, True, "", 1, 0, 20, False, True, True, True)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     data, rest = [t.detach() for t in leaves], (target, torch.rand(20).to(x), *settings)
     weights = (torch.tensor(3.0).to(x), torch.rand(6).to(x))
     torch.library.opcheck(torch.ops.strata.linear_cross_entropy.default, (*weights, *leaves, *rest))
     torch.library.opcheck(torch.ops.strata.linear_cross_entropy_rows.default, (*leaves, *rest))
-    torch.library.opcheck(torch.ops.strata.linear_cross_entropy_rows_bwd.default, (data[0][:, 0], *data, *rest))
+    statistics = (torch.rand(6).to(x) for _ in range(4))
+    grads, inputs = (data[0][:, 0], data[0][:, 1]), (*data, *rest[:2], *statistics, *settings)
+    torch.library.opcheck(torch.ops.strata.linear_cross_entropy_rows_bwd.default, (*grads, *inputs))
 
 
 class Outputs(TorchDispatchMode):
@@ -330,7 +332,7 @@ def test_weight_gradient_is_handed_over_without_a_copy(problem, monkeypatch) -> 
     addresses = []
     run = operators.losses_and_gradients
     monkeypatch.setattr(
-        operators, "losses_and_gradients", lambda *args: addresses.append((r := run(*args)).dw.data_ptr()) or r
+        operators, "losses_and_gradients", lambda *args: addresses.append((r := run(*args))[1].dw.data_ptr()) or r
     )
     linear_cross_entropy(x, weight.requires_grad_(), target).backward()
     assert takes_kernel(x) == (addresses == [weight.grad.data_ptr()])
@@ -352,8 +354,10 @@ def test_a_tied_head_under_activation_checkpointing(reduction, problem) -> None:
 
 def test_a_patched_model_drops_the_rows_that_its_batch_names(problem, monkeypatch) -> None:
     sizes = []
-    run = operators.losses_and_gradients
-    monkeypatch.setattr(operators, "losses_and_gradients", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
+    run = head_pass.HeadPass.__init__
+    monkeypatch.setattr(
+        head_pass.HeadPass, "__init__", lambda self, x, *rest, **by: sizes.append(len(x)) or run(self, x, *rest, **by)
+    )
     (x, weight, _), labels = problem(12, 40, 8)
     losses = [
         causal_lm_loss(x[None], weight, None, labels[None], softcap=None, **batch)
@@ -461,8 +465,10 @@ def test_ignored_rows_are_dropped(most, options, dtype, problem, gradients, monk
     inputs, target = problem(12, 40, 8, dtype, options.get("ignore_index", -100))
     options = filled(options, 12, 40, target.device)
     sizes = []
-    run = operators.losses_and_gradients
-    monkeypatch.setattr(operators, "losses_and_gradients", lambda x, *rest: sizes.append(len(x)) or run(x, *rest))
+    run = head_pass.HeadPass.__init__
+    monkeypatch.setattr(
+        head_pass.HeadPass, "__init__", lambda self, x, *rest, **by: sizes.append(len(x)) or run(self, x, *rest, **by)
+    )
 
     def call(**given: int) -> list[Tensor]:
         with NoWaiting():

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from strata_kernels import linear_cross_entropy
 from strata_kernels.ops.cross_entropy.rows import padded_width
-from strata_kernels.ops.linear_cross_entropy import chunks, memory
-from strata_kernels.ops.linear_cross_entropy.memory import Plan, WeightGradient, logits_view, place_panels, plan_rows
+from strata_kernels.ops.head import head_pass, memory
+from strata_kernels.ops.head.memory import Plan, WeightGradient, logits_view, place_panels, plan_rows
 from strata_kernels.warmup import record
 
 MIB = 2**20
@@ -25,7 +25,7 @@ def small_panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that is cut by size is cut at sizes of these tests."""
     monkeypatch.setattr(memory, "_PANEL_COLUMNS", 64)
     monkeypatch.setattr(memory, "_COPIED_ROWS", 16)
-    monkeypatch.setattr(chunks, "_L2_COLUMNS", 32)
+    monkeypatch.setattr(head_pass, "_L2_COLUMNS", 32)
     plan_rows.cache_clear()
     yield
     plan_rows.cache_clear()

@@ -22,10 +22,17 @@ from tests.kernels.helpers.operators import OPERATORS, Operator
 
 OPS = Path(ops.__file__).parent
 MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
-# Where two files are not enough: with a projection `activation_linear.py` is between; the fused loss walks over parts
-# of the rows, and launches the kernels of cross_entropy.
-FILES = {"swiglu and projection": 3, "linear_cross_entropy": 3, "linear_cross_entropy_with_predictions": 3}
-KERNELS_OF = {"linear_cross_entropy": "cross_entropy", "linear_cross_entropy_with_predictions": "cross_entropy"}
+# Where two files are not enough: with a projection `activation_linear.py` is between; fused losses walk over parts of
+# the logits in the engine that they share, and launch the kernels of cross_entropy.
+ENGINE = f"{ops.__name__}.head"
+FUSED = {
+    "linear_cross_entropy": 5,
+    "linear_cross_entropy_with_predictions": 4,
+    "linear_logprobs": 5,
+    "linear_logprobs_with_entropy": 5,
+}
+FILES = {"swiglu and projection": 3, **FUSED}
+KERNELS_OF = dict.fromkeys(FUSED, "cross_entropy")
 
 
 def differentiate(operator: Operator) -> None:
@@ -100,7 +107,8 @@ def test_an_operator_launches_its_own_kernels_from_two_files(name) -> None:
     most = FILES.get(name, FILES.get(function, 2))
     assert max(map(len, launches.files)) <= most, launches.files
     modules = {f"{ops.__name__}.{file}".replace("/", ".") for files in launches.files for file in files}
-    assert all(is_within(module, own) or is_within(module, home(function)) for module in modules)
+    homes = [own, home(function), *[ENGINE] * (function in FUSED)]
+    assert all(any(is_within(module, place) for place in homes) for module in modules)
 
 
 def test_every_public_operator_is_called() -> None:

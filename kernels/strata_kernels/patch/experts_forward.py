@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.experts.experts import experts
 from ..ops.experts.experts_arguments import LowRank
-from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
+from ..ops.head.vocabulary_parallel import is_dtensor
 from .structure import activation_function
 from .table import Experts
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..ops.activation.geglu import geglu, geglu_packed
 from ..ops.activation.relu_squared import relu_squared
 from ..ops.activation.swiglu import swiglu, swiglu_packed
+from ..ops.head.vocabulary_parallel import is_dtensor
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from ..ops.linear_cross_entropy.vocabulary_parallel import is_dtensor
 from ..ops.norm.layer_norm import layer_norm
 from ..ops.norm.rms_norm import rms_norm
 from ..ops.rotary.heads import Layout

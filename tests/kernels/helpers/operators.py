@@ -101,6 +101,13 @@ def torch_linear_losses(
     return torch_losses(functional.linear(x, weight, bias), target, class_weight) * row_weight
 
 
+def torch_log_probs(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropies, 0 where there is no target."""
+    log_p, counted = functional.linear(x, weight, bias).log_softmax(-1), target >= 0
+    own = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return own.where(counted, 0.0), -(log_p.exp() * log_p).sum(-1).where(counted, 0.0)
+
+
 def linear_losses(reduction: str) -> Function:
     def run(
         x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, class_weight: Tensor, row_weight: Tensor
@@ -206,5 +213,13 @@ OPERATORS = {
     ),
     "linear_cross_entropy of rows": Operator(
         linear_losses("none"), torch_linear_losses, LINEAR, ((2, 2),), LINEAR_GIVEN
+    ),
+    "linear_logprobs": Operator(
+        lambda x, w, b, target: strata_kernels.linear_logprobs(x, w, target, bias=b),
+        lambda *tensors: torch_log_probs(*tensors)[0], LINEAR, ((2, 2),), TARGET,
+    ),
+    "linear_logprobs_with_entropy": Operator(
+        lambda x, w, b, target: tuple(strata_kernels.linear_logprobs_with_entropy(x, w, target, bias=b)),
+        torch_log_probs, LINEAR, ((2, 2), (2, 2)), TARGET,
     ),
 }  # fmt: skip

@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from strata_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions, memory
+from strata_kernels import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_predictions,
+    linear_logprobs,
+    linear_logprobs_with_entropy,
+)
+from strata_kernels.ops.head import memory
 
 ROWS, HIDDEN, CLASSES = 40, 16, 200
 HEAD = "weight", "bias"
@@ -69,6 +75,29 @@ def test_group_gives_what_one_process_gives(rank: int) -> None:
         everyone = [torch.empty_like(found["x"]) for _ in "ab"]
         dist.all_gather(everyone, found["x"])
         assert torch.equal(*everyone)
+
+
+def test_log_probabilities_and_entropies(rank: int) -> None:
+    for options in ({}, {"chunk_bytes": 4096, "temperature": 0.7, "softcap": 3.0}, {"max_targets": 32}):
+        tensors, target = problem()
+
+        def both(options: dict = options, **t: Tensor) -> Tensor:
+            return torch.cat(linear_logprobs_with_entropy(target=target, **t, **options))  # noqa: B023
+
+        expected = gradients(both, tensors)
+        parts = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
+        found = gradients(lambda **t: both(group=dist.group.WORLD, **t), parts)
+        for name, x in found.items():
+            close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} {list(options)}")
+    mesh = init_device_mesh("cpu", (2,))
+    tensors, target = problem(classes=13)
+    expected = gradients(lambda **t: linear_logprobs(target=target, **t), tensors)
+    places = {"x": Shard(0), "weight": Shard(0), "bias": Shard(0)}
+    cut = {name: distribute_tensor(x, mesh, [places[name]]) for name, x in tensors.items()}
+    targets = distribute_tensor(target, mesh, [Shard(0)])
+    found = gradients(lambda **t: linear_logprobs(target=targets, **t).full_tensor(), cut)
+    for name, x in found.items():
+        close(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], f"{name} of DTensors")
 
 
 def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:

@@ -40,21 +40,26 @@ def _tanh(b_u):
 
 
 @triton.jit
-def _softcap(b_z, SOFTCAP: tl.constexpr):
+def _shape(b_z, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """Logits with softcap and temperature, in fp32."""
     b_z = b_z.to(tl.float32)
     if SOFTCAP > 0.0:
         b_z = SOFTCAP * _tanh(b_z / SOFTCAP)
+    if TEMPERATURE != 1.0:
+        b_z = b_z / TEMPERATURE
     return b_z
 
 
 @triton.jit
-def _softcap_slope(b_x, SOFTCAP: tl.constexpr):
-    """The derivative of `_softcap`, in a form that does not cancel as 1 - tanh² does."""
+def _slope(b_x, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """The derivative of `_shape`, in a form that does not cancel as 1 - tanh² does."""
     b_slope = 1.0
     if SOFTCAP > 0.0:
         b_e = tl.exp(-2.0 / SOFTCAP * tl.abs(b_x.to(tl.float32)))
         b_r = 1.0 / (1.0 + b_e)
         b_slope = 4.0 * b_e * b_r * b_r
+    if TEMPERATURE != 1.0:
+        b_slope = b_slope / TEMPERATURE
     return b_slope
 
 
@@ -74,15 +79,20 @@ def _class_weights(p_weight, o_v, V: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    b_x, z_max, log_sum, b_w, b_one_hot, scale, factor,
-    TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+    b_x, z_max, log_sum, b_w, b_one_hot, scale, factor, entropy_scale, mean,
+    TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """scale · dloss/dx for logits x, blocks or scalars; factor = scale · (lse_weight + 2 · z_loss · lse)."""
     # Subtract one after the other: z_max + log_sum would be rounded to the digits of the larger one.
-    b_dz = tl.exp2((_softcap(b_x, SOFTCAP) - z_max - log_sum) * _LOG2E) * factor - b_one_hot
+    b_below = _shape(b_x, SOFTCAP, TEMPERATURE) - z_max
+    if ENTROPY:
+        # At -inf, p is 0 and its factor must be a number.
+        factor += entropy_scale * (mean - tl.maximum(b_below, -10000.0))
+    b_dz = tl.exp2((b_below - log_sum) * _LOG2E) * factor - b_one_hot
     if SMOOTHING > 0.0:
         b_dz -= b_w * (SMOOTHING / TOTAL * scale)
-    return b_dz * _softcap_slope(b_x, SOFTCAP)
+    return b_dz * _slope(b_x, SOFTCAP, TEMPERATURE)
 
 
 @triton.jit
@@ -130,16 +140,18 @@ def _row_bounds(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, G
 def _publish_statistics(
     b_x, o_v, p_word, p_weight, n_parts,
     V: tl.constexpr, OVERREAD: tl.constexpr, FILL: tl.constexpr,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, PREDICT: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
     """Store the statistics of one part of a row in its words, none of which is 0 then.
 
     First word: the maximum and Σ exp(z - maximum). Second, with label smoothing: Σ w (z - maximum) and Σ w. Third, with
     predictions: V + the column of the maximum, or the column alone if its logit is NaN, the maximum to `argmax`.
+    Fourth, for the entropy: Σ exp(z - maximum) (z - maximum).
     """
     if OVERREAD:
         b_x = tl.where(_inside(o_v, V), b_x, 0.0)
-    b_z = _softcap(b_x, SOFTCAP)
+    b_z = _shape(b_x, SOFTCAP, TEMPERATURE)
     b_inside = b_z if FILL != 0.0 else tl.where(_inside(o_v, V), b_z, -float("inf"))
     z_top = tl.max(b_inside, 0)
     z_max = tl.maximum(z_top, _LOWEST)
@@ -152,16 +164,20 @@ def _publish_statistics(
         b_best = tl.where(_inside(o_v, V) & (b_inside == z_top), V + o_v, 2 * V)
         best = tl.min(tl.where(b_inside != b_inside, o_v, b_best), 0)
         tl.store(p_word + 2 * n_parts, best.to(tl.int64) + 1)
+    if MEAN:
+        b_below = tl.maximum(b_inside - z_max, -10000.0)
+        z_mean = tl.sum(tl.exp2(b_below * _LOG2E) * b_below, 0)
+        tl.store(p_word + 3 * n_parts, _pack(z_mean, 1))
     tl.store(p_word, _pack(z_top, _low_bits(z_exp)))
 
 
 @triton.jit(do_not_specialize=["n_parts", "distance", "n_inner"])
 def cross_entropy_kernel(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
-    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_entropy_scale,
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean, p_words,
     n_parts, distance, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -186,26 +202,28 @@ def cross_entropy_kernel(
         b_a = tl.load(p_z + start_a + o_a, mask=(o_a < end_a) & _broadcast(counted_a, BLOCK), other=FILL)
     if i_b >= 0:
         _finish_part(
-            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
-            p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
+            p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_entropy_scale,
+            p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean, p_words,
             i_b // PARTS, i_b % PARTS, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz,
             stride_scale, ignore_index, start,
-            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK, GROUP,
+            V, WIDTH, TOTAL, SMOOTHING, Z_LOSS, SOFTCAP, TEMPERATURE, STATISTICS, GRADIENT, PARTS, PADDED, BLOCK, GROUP,
         )  # fmt: skip
     if STATISTICS and counted_a:
         PREDICT: tl.constexpr = p_prediction is not None
+        MEAN: tl.constexpr = p_mean is not None
         _publish_statistics(
-            b_a, o_a - shift_a, p_words + i_a, p_weight, n_parts, V, OVERREAD, FILL, SMOOTHING, SOFTCAP, PREDICT
-        )
+            b_a, o_a - shift_a, p_words + i_a, p_weight, n_parts,
+            V, OVERREAD, FILL, SMOOTHING, SOFTCAP, TEMPERATURE, PREDICT, MEAN,
+        )  # fmt: skip
 
 
 @triton.jit
 def _finish_part(
-    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale,
-    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words,
+    p_z, p_dz, p_target, p_weight, p_weight_sum, p_scale, p_entropy_scale,
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean, p_words,
     i_n, i_c, n_parts, n_inner, stride_z_outer, stride_z, stride_dz_outer, stride_dz, stride_scale, ignore_index, start,
     V: tl.constexpr, WIDTH: tl.constexpr, TOTAL: tl.constexpr,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -220,8 +238,9 @@ def _finish_part(
             _store_gradient(p_dz, i_c * BLOCK, tl.zeros([BLOCK], tl.float32), shift, end, V, GROUP, BLOCK)
         if STATISTICS:
             _store_fields(
-                p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, i_n, 0.0, 0.0, 0.0, 0.0, -1, i_c == 0
-            )
+                p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean,
+                i_n, 0.0, 0.0, 0.0, 0.0, -1, 0.0, i_c == 0,
+            )  # fmt: skip
     elif GRADIENT or i_c == 0:
         start_z, shift, end = _row_bounds(i_n, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
         p_z += start_z
@@ -251,10 +270,10 @@ def _finish_part(
             elif V < TOTAL:
                 lse_weight = tl.where(inside, 1.0 - SMOOTHING, 0.0) + SMOOTHING * V / TOTAL
             if writes_results:
-                linear = (1.0 - SMOOTHING) * target_weight * (_softcap(x_target, SOFTCAP) - z_max)
+                linear = (1.0 - SMOOTHING) * target_weight * (_shape(x_target, SOFTCAP, TEMPERATURE) - z_max)
                 linear = tl.where(inside, linear, 0.0)
                 _store_results(
-                    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words, i_n, n_parts, start,
+                    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean, p_words, i_n, n_parts, start,
                     z_max, log_sum, b_top, linear + poison, lse_weight, V, TOTAL, SMOOTHING, Z_LOSS, PARTS, PADDED,
                 )  # fmt: skip
         else:
@@ -265,12 +284,21 @@ def _finish_part(
 
         if GRADIENT:
             scale += poison
+            ENTROPY: tl.constexpr = p_entropy_scale is not None
+            entropy_scale = 0.0
+            mean = 0.0
+            if ENTROPY:
+                entropy_scale = tl.load(p_entropy_scale + i_n.to(tl.int64) * stride_scale)
+                mean = tl.load(p_mean + i_n)
             factor = (lse_weight + 2.0 * Z_LOSS * (z_max + log_sum)) * scale
             o_v = o_b - shift
             if WIDTH > V or GROUP > 1:
                 b_x = tl.where(_inside(o_v, V), b_x, 0.0)
             b_w = _class_weights(p_weight, o_v, V) if SMOOTHING > 0.0 else 0.0
-            b_dz = _gradient(b_x, z_max, log_sum, b_w, 0.0, scale, factor, TOTAL, SMOOTHING, SOFTCAP)
+            b_dz = _gradient(
+                b_x, z_max, log_sum, b_w, 0.0, scale, factor, entropy_scale, mean,
+                TOTAL, SMOOTHING, SOFTCAP, TEMPERATURE, ENTROPY,
+            )  # fmt: skip
             if has_target:
                 # In place, another thread overwrites the target's logit: wait until it has been read.
                 tl.debug_barrier()
@@ -280,7 +308,8 @@ def _finish_part(
                 tl.debug_barrier()
                 one_hot = (1.0 - SMOOTHING) * target_weight * scale
                 dz = _gradient(
-                    x_target, z_max, log_sum, target_weight, one_hot, scale, factor, TOTAL, SMOOTHING, SOFTCAP
+                    x_target, z_max, log_sum, target_weight, one_hot, scale, factor, entropy_scale, mean,
+                    TOTAL, SMOOTHING, SOFTCAP, TEMPERATURE, ENTROPY,
                 )  # fmt: skip
                 tl.store(p_dz + shift + column, dz.to(p_dz.dtype.element_ty))
 
@@ -312,7 +341,7 @@ def _combine_parts(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _store_results(
-    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_words, i_n, n_parts, start,
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean, p_words, i_n, n_parts, start,
     z_max, log_sum, b_top, linear, lse_weight,
     V: tl.constexpr, TOTAL: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr,
@@ -335,16 +364,25 @@ def _store_results(
         # A NaN maximum tells other shards of the vocabulary that this one has a NaN.
         z_max = tl.where(best < V, float("nan"), z_max)
         best = best % V
+    mean = 0.0
+    if p_mean is not None:
+        b_word = _wait_for_words(p_words + 3 * n_parts, PARTS, PADDED)
+        b_mean = (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        b_below = tl.maximum(b_top, _LOWEST) - tl.max(tl.maximum(b_top, _LOWEST), 0)
+        b_exp = _wait_for_words(p_words, PARTS, PADDED).to(tl.int32).to(tl.float32, bitcast=True)
+        b_mean = tl.exp2((b_below - log_sum) * _LOG2E) * (b_mean + tl.maximum(b_below, -10000.0) * b_exp)
+        mean = tl.sum(tl.where(o_c < PARTS, b_mean, 0.0), 0)
     loss = lse_weight * log_sum - linear + Z_LOSS * lse * lse if V == TOTAL else linear
     _store_fields(
-        p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction,
-        i_n, loss, z_max, log_sum, lse_weight, start + best, True,
+        p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean,
+        i_n, loss, z_max, log_sum, lse_weight, start + best, mean, True,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_fields(
-    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, i_n, loss, largest, log_sum, lse_weight, prediction, mask
+    p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean,
+    i_n, loss, largest, log_sum, lse_weight, prediction, mean, mask,
 ):  # fmt: skip
     """Store the results of row i_n that have a pointer."""
     tl.store(p_loss + i_n, loss, mask=mask)
@@ -356,3 +394,5 @@ def _store_fields(
         tl.store(p_lse_weight + i_n, lse_weight, mask=mask)
     if p_prediction is not None:
         tl.store(p_prediction + i_n, prediction, mask=mask)
+    if p_mean is not None:
+        tl.store(p_mean + i_n, mean, mask=mask)

@@ -13,7 +13,7 @@ from .row_statistics import Columns, Options, Statistics
 
 def reference_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | None) -> Tensor:
     """The losses [N] of logits z [N, V] by operators of PyTorch, which transforms of `torch.func` can differentiate."""
-    wide = _softcapped(z, options.softcap)
+    wide = _shaped(z, options)
     losses = functional.cross_entropy(
         wide, target, weight, ignore_index=options.ignore_index, reduction="none",
         label_smoothing=options.label_smoothing,
@@ -26,11 +26,12 @@ def reference_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor
 
 
 def reference_statistics(
-    z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, predict: bool
-) -> Statistics:
+    z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, predict: bool,
+    want_mean: bool = False,
+) -> Statistics:  # fmt: skip
     """`Statistics` of logits z [N, V] that have these columns of the vocabulary."""
     counted, has_target, column = _targets(target, options, columns, z.shape[1])
-    smoothing, wide = options.label_smoothing, _softcapped(z, options.softcap)
+    smoothing, wide = options.label_smoothing, _shaped(z, options)
     largest, prediction = wide.max(1, keepdim=True)
     below = wide - largest.clamp_min(LOWEST)
     target_weight = 1.0 if weight is None else weight[column]
@@ -54,32 +55,47 @@ def reference_statistics(
         linear=rows(linear),
         lse_weight=lse_weight,
         prediction=(prediction + columns.start).where(counted, -1)[:, 0] if predict else None,
+        mean=rows(_mean(below)) if want_mean else None,
     )
 
 
+def _mean(below: Tensor) -> Tensor:
+    """Σ p (z - m), [N, 1], of z - m [N, V]; 0 where all are -inf."""
+    return (below.softmax(1).nan_to_num(nan=0.0) * below.clamp_min(LOWEST)).sum(1, keepdim=True)
+
+
 def reference_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, largest: Tensor, log_sum: Tensor, lse_weight: Tensor | None,
-    options: Options, columns: Columns, weight: Tensor | None,
+    z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, columns: Columns,
+    weight: Tensor | None, entropy_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """scale · dloss/dz [N, V] for logits z of these columns, from statistics of the whole vocabulary."""
+    """scale · dloss/dz + entropy_scale · dentropy/dz [N, V] for logits z of these columns."""
     counted, has_target, column = _targets(target, options, columns, z.shape[1])
-    smoothing, wide = options.label_smoothing, _softcapped(z, options.softcap)
-    largest, log_sum = largest[:, None], log_sum[:, None]
-    factor = (1.0 if lse_weight is None else lse_weight[:, None]) + 2 * options.z_loss * (largest + log_sum)
+    smoothing, wide = options.label_smoothing, _shaped(z, options)
+    largest, log_sum = whole.largest[:, None], whole.log_sum[:, None]
+    lse_weight = 1.0 if whole.lse_weight is None else whole.lse_weight[:, None]
+    factor = lse_weight + 2 * options.z_loss * (largest + log_sum)
     dz = (wide - largest).sub_(log_sum).exp_().mul_(factor)
     one_hot = torch.full_like(largest, smoothing - 1) * (1.0 if weight is None else weight[column])
     dz.scatter_add_(1, column, one_hot.where(has_target, 0))
     if smoothing:
         dz.sub_(smoothing / columns.total * (1.0 if weight is None else weight))
     dz.mul_(scale[:, None])
+    if entropy_scale is not None:
+        assert whole.mean is not None
+        below = (wide - largest).clamp_min_(LOWEST)
+        dz.add_((below - log_sum).exp_().mul_(whole.mean[:, None] - below).mul_(entropy_scale[:, None]))
     if options.softcap:
-        dz.mul_(1 - (wide / options.softcap).square_())
+        dz.mul_(1 - (wide * (options.temperature / options.softcap)).square_())
+    if options.temperature != 1:
+        dz.div_(options.temperature)
     return dz.where(counted, 0)
 
 
-def _softcapped(z: Tensor, softcap: float) -> Tensor:
+def _shaped(z: Tensor, options: Options) -> Tensor:
+    """Logits with softcap and temperature, in the dtype of the losses."""
     wide = z.to(accumulator(z.dtype))
-    return softcap * torch.tanh(wide / softcap) if softcap else wide
+    wide = options.softcap * torch.tanh(wide / options.softcap) if options.softcap else wide
+    return wide if options.temperature == 1 else wide / options.temperature
 
 
 def _targets(target: Tensor, options: Options, columns: Columns, width: int) -> tuple[Tensor, Tensor, Tensor]:

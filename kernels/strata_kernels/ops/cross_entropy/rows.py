@@ -58,7 +58,7 @@ def cross_entropy_rows(
     z: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, options: Options, gradient: bool,
     *, weight: Tensor | None = None, dz: Tensor | None = None, largest: Tensor | None = None,
     log_sum: Tensor | None = None, lse_weight: Tensor | None = None, prediction: Tensor | None = None,
-    padding: bool = True,
+    mean: Tensor | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
     """Fill `loss` with the losses of whole rows and, with `gradient`, `dz` with scale · dloss/dz.
 
@@ -74,19 +74,20 @@ def cross_entropy_rows(
         largest, log_sum, lse_weight: [N], like loss, filled with statistics for `cross_entropy_gradient`; lse_weight
             only with class weights.
         prediction: [N], int64, filled with the first column of each row's largest logit; -1 for an ignored row.
+        mean: [N], like loss, filled with `Statistics.mean`.
         padding: whether z is the leading V columns of a buffer with `padded_width(V)` columns. The kernel may read the
             others, and leaves them undefined where it overwrites z.
     """
     whole = Columns(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(loss, largest, log_sum, lse_weight, prediction)
+        results = _Results(loss, largest, log_sum, lse_weight, prediction, mean)
         filled = None if not gradient else z if dz is None else dz
         _launch_rows(z, target, options, whole, weight, results, scale, filled, padding)
         return
     flat = z.reshape(-1, z.shape[-1])
-    found = reference_statistics(flat, target, options, whole, weight, prediction is not None)
+    found = reference_statistics(flat, target, options, whole, weight, prediction is not None, mean is not None)
     loss.copy_(losses_of(found, target, options))
-    wanted = (largest, log_sum, None, lse_weight, prediction)
+    wanted = (largest, log_sum, None, lse_weight, prediction, mean)
     for given, value in zip(wanted, found, strict=True):
         if given is not None and value is not None:
             given.copy_(value)
@@ -99,63 +100,71 @@ def cross_entropy_rows(
 def cross_entropy_gradient(
     z: Tensor, target: Tensor, scale: Tensor | None, largest: Tensor, log_sum: Tensor, lse_weight: Tensor | None,
     options: Options,
-    *, weight: Tensor | None = None, dz: Tensor | None = None, columns: Columns | None = None, padding: bool = True,
+    *, weight: Tensor | None = None, dz: Tensor | None = None, columns: Columns | None = None,
+    mean: Tensor | None = None, entropy_scale: Tensor | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
     """Fill `dz` with scale · dloss/dz from the statistics of the rows; arguments as in `cross_entropy_rows`.
 
-    With `columns`, z and weight have these columns only; the statistics still are those of the whole vocabulary.
+    With `columns`, z and weight have these columns only; the statistics still are those of the whole vocabulary. With
+    `entropy_scale` [N], like loss, entropy_scale · dentropy/dz is added, which takes `mean`.
     """
     assert scale is not None
     columns = columns or Columns(0, z.shape[-1])
     if takes_kernel(z):
-        results = _Results(None, largest, log_sum, lse_weight)
-        _launch_rows(z, target, options, columns, weight, results, scale, z if dz is None else dz, padding)
+        results = _Results(None, largest, log_sum, lse_weight, None, None if entropy_scale is None else mean)
+        _launch_rows(
+            z, target, options, columns, weight, results, scale, z if dz is None else dz, padding, entropy_scale
+        )
         return
     flat = z.reshape(-1, z.shape[-1])
-    value = reference_gradient(flat, target, scale, largest, log_sum, lse_weight, options, columns, weight)
+    whole = Statistics(largest, log_sum, largest, lse_weight, None, mean)
+    value = reference_gradient(flat, target, scale, whole, options, columns, weight, entropy_scale)
     (z if dz is None else dz).copy_(value.view(z.shape))
 
 
 def partial_statistics(
     z: Tensor, target: Tensor, options: Options, columns: Columns,
-    *, weight: Tensor | None = None, predict: bool = False,
+    *, weight: Tensor | None = None, predict: bool = False, mean: bool = False,
 ) -> Statistics:  # fmt: skip
     """Statistics of the rows over some columns of the vocabulary; z is only read.
 
     Arguments as in `cross_entropy_rows`, z and weight of these columns; target counts in the whole vocabulary.
     """
     if not takes_kernel(z):
-        return reference_statistics(z, target, options, columns, weight, predict)
+        return reference_statistics(z, target, options, columns, weight, predict, mean)
     largest, log_sum, linear, lse_weight = (z.new_empty(z.shape[0], dtype=accumulator(z.dtype)) for _ in range(4))
-    found = Statistics(largest, log_sum, linear, lse_weight, torch.empty_like(target) if predict else None)
-    results = _Results(linear, largest, log_sum, lse_weight, found.prediction)
+    best, middle = torch.empty_like(target) if predict else None, torch.empty_like(largest) if mean else None
+    found = Statistics(largest, log_sum, linear, lse_weight, best, middle)
+    results = _Results(linear, largest, log_sum, lse_weight, best, middle)
     _launch_rows(z, target, options, columns, weight, results, None, None, padding=True)
     return found
 
 
 def partial_gradient(
     z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, columns: Columns,
-    *, weight: Tensor | None = None,
+    *, weight: Tensor | None = None, entropy_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite the logits z of some columns by scale · dloss/dz; `whole` is of the whole vocabulary."""
     cross_entropy_gradient(
-        z, target, scale, whole.largest, whole.log_sum, whole.lse_weight, options, weight=weight, columns=columns
-    )
+        z, target, scale, whole.largest, whole.log_sum, whole.lse_weight, options, weight=weight, columns=columns,
+        mean=whole.mean, entropy_scale=entropy_scale,
+    )  # fmt: skip
 
 
 class _Results(NamedTuple):
-    """Where the kernel stores its results, each [N]. Without `loss` it reads the next three fields instead."""
+    """Where the kernel stores its results, each [N]. Without `loss` it reads the statistics among them instead."""
 
     loss: Tensor | None = None
     largest: Tensor | None = None
     log_sum: Tensor | None = None
     lse_weight: Tensor | None = None
     prediction: Tensor | None = None
+    mean: Tensor | None = None
 
 
 def _launch_rows(
     z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, results: _Results,
-    scale: Tensor | None, dz: Tensor | None, padding: bool,
+    scale: Tensor | None, dz: Tensor | None, padding: bool, entropy_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel: fill `results` if it has a loss, and dz if it is given."""
     vocabulary = z.shape[-1]
@@ -168,6 +177,7 @@ def _launch_rows(
     if statistics:
         # The words of `_publish_statistics`.
         words_per_part = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
+        words_per_part = words_per_part if results.mean is None else 4
         if (words_per_part + 1) * n_parts >= 2**31:
             raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
         words = z.new_zeros(words_per_part * n_parts, dtype=torch.int64)
@@ -175,13 +185,13 @@ def _launch_rows(
         distance = min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
     launch(
         cross_entropy_kernel, (n_parts + distance,),
-        z, dz, target, weight, weight_sum, scale,
+        z, dz, target, weight, weight_sum, scale, entropy_scale,
         *results, words,
         n_parts, distance, z.shape[-2], *_row_strides(z), *((0, 0) if dz is None else _row_strides(dz)),
         0 if scale is None else scale.stride(0), options.ignore_index, columns.start,
         V=vocabulary, WIDTH=padded_width(vocabulary) if padding else vocabulary, TOTAL=columns.total,
         SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
-        STATISTICS=statistics, GRADIENT=dz is not None,
+        TEMPERATURE=options.temperature, STATISTICS=statistics, GRADIENT=dz is not None,
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block, GROUP=group,
         num_warps=warps, maxnreg=tile.registers,
     )  # fmt: skip

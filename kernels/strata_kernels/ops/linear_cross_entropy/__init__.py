@@ -15,13 +15,12 @@ overwrites the logits by dz, and two products give dx and dW: 6·N·H·V FLOPs (
 because a scalar loss is linear in its incoming gradient: the backward pass only multiplies by it. Nothing accumulates
 with atomics: results repeat bit for bit.
 
-A scalar loss and its gradients are one operator, `strata::linear_cross_entropy`. `strata::linear_cross_entropy_rows`
-gives the losses of the rows, and its backward operator computes the logits once more. Below them:
+A scalar loss and its gradients are one operator, `strata::linear_cross_entropy`. The losses of rows, and
+`linear_logprobs`, are `strata::linear_cross_entropy_rows` in `rows_operator`. Below them:
 
-    chunks                 the engine: products and the row kernel, some rows at a time
-    memory                 the size of chunks, where logits lie, how dW accumulates
-    vocabulary_parallel    a vocabulary sharded over processes, DTensors
-    arguments              options, and the checks of arguments
+    row_losses    what a pass over the logits does for cross entropy
+    arguments     options, and the checks of arguments
+    ops.head      the engine: products and memory, a vocabulary sharded over processes
 
 The row kernel is that of `cross_entropy`, behind the functions of `cross_entropy.rows`.
 """
@@ -29,7 +28,7 @@ The row kernel is that of `cross_entropy`, behind the functions of `cross_entrop
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,36 +41,26 @@ from ..cross_entropy import LossAndPredictions
 from ..cross_entropy.reduction import Reduction, refuse_double_backward, scaled
 from ..cross_entropy.row_reference import reference_losses
 from ..cross_entropy.row_statistics import Options
-from .arguments import Accumulate, CallOptions, autocast, check_dtypes, check_linear_options, check_tensors
-from .chunks import Settings, losses_and_gradients
-from .vocabulary_parallel import VocabularyShard, local_tensors
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_dtypes,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+from ..head.vocabulary_parallel import VocabularyShard, local_tensors
+from .arguments import CallOptions, check_linear_options, check_tensors
+from .row_losses import Settings, losses_and_gradients
+from .rows_operator import N_TENSORS, SETTINGS, TENSORS, empty_gradients, losses_by_row
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Bytes of logits at a time, beside dW.
-_CHUNK_BYTES = 640 * 2**20
-# On a CPU, a chunk that stays in the last-level cache is faster.
-_CPU_CHUNK_BYTES = 16 * 2**20
-
-# The arguments of all three operators: five tensors, then the fields of Settings.
-_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
-_SETTINGS = ", ".join(f"{'SymInt' if f.type == 'int' else f.type} {f.name}" for f in fields(Settings))
-_N_TENSORS = _TENSORS.count("Tensor")
-
-
-def _empty_results(x: Tensor, weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dW, db and prediction, unfilled."""
-    return (
-        x.new_empty(x.shape if settings.want_dx else 0),
-        weight.new_empty(weight.shape if settings.want_dw else 0),
-        weight.new_empty(weight.shape[0] if settings.want_db else 0),
-        x.new_empty(x.shape[0] if settings.predict else 0, dtype=torch.int64),
-    )
-
 
 @operator(
-    f"linear_cross_entropy(Tensor divisor, Tensor? row_weight, {_TENSORS}, {_SETTINGS}) "
+    f"linear_cross_entropy(Tensor divisor, Tensor? row_weight, {TENSORS}, {SETTINGS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _ScalarLoss(Operator):
@@ -85,15 +74,16 @@ class _ScalarLoss(Operator):
         # A divisor of fp64 would carry its dtype into the loss.
         divisor = divisor.to(accumulator(x.dtype))
         scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
-        losses, *rest = losses_and_gradients(x, weight, bias, target, class_weight, scale, Settings(*settings))
-        dx, dw, db, predictions = rest
-        loss = (losses if row_weight is None else losses * row_weight).sum() / divisor
-        return loss, dx, dw, db, predictions
+        given = Settings(*settings)
+        found, gradients = losses_and_gradients(x, weight, bias, target, class_weight, scale, given)
+        loss = (found.loss if row_weight is None else found.loss * row_weight).sum() / divisor
+        return loss, *gradients, found.prediction
 
     @staticmethod
     def fake(divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        settings = Settings(*rest[_N_TENSORS - 2 :])
-        return x.new_empty((), dtype=accumulator(x.dtype)), *_empty_results(x, weight, settings)
+        settings = Settings(*rest[N_TENSORS - 2 :])
+        prediction = x.new_empty(x.shape[0] if settings.predict else 0, dtype=torch.int64)
+        return x.new_empty((), dtype=accumulator(x.dtype)), *empty_gradients(x, weight, settings), prediction
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -113,58 +103,6 @@ class _ScalarLoss(Operator):
             return nothing
         dx, dw, db = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
         return None, None, dx, dw, db, *nothing[5:]
-
-
-@operator(f"linear_cross_entropy_rows_bwd(Tensor grad, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)")
-class _RowLossesBackward(Operator):
-    """dx, dW and db, with the logits computed once more; empty where not wanted."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-        *settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        no_predictions = replace(Settings(*settings), predict=False)
-        found = losses_and_gradients(x, weight, bias, target, class_weight, grad, no_predictions)
-        return found.dx, found.dw, found.db
-
-    @staticmethod
-    def fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dx, dw, db, _ = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
-        return dx, dw, db
-
-
-@operator(f"linear_cross_entropy_rows({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)")
-class _RowLosses(Operator):
-    """The losses of the rows and the predictions."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *settings: Any
-    ) -> tuple[Tensor, Tensor]:
-        no_gradients = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
-        # Nothing reads the scale of the losses without a gradient.
-        scale = x.new_empty(1, dtype=accumulator(x.dtype)).expand(x.shape[0])
-        found = losses_and_gradients(x, weight, bias, target, class_weight, scale, no_gradients)
-        return found.loss, found.prediction
-
-    @staticmethod
-    def fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *_, prediction = _empty_results(x, weight, Settings(*rest[_N_TENSORS - 2 :]))
-        return x.new_empty(x.shape[0], dtype=accumulator(x.dtype)), prediction
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs[:_N_TENSORS])
-        ctx.settings = inputs[_N_TENSORS:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("linear_cross_entropy")
-        gradients: tuple[Tensor, ...] = _RowLossesBackward.apply(grad, *ctx.saved_tensors, *ctx.settings)
-        wanted = (g if want else None for g, want in zip(gradients, ctx.settings[-3:], strict=True))
-        return *wanted, *(None,) * (_N_TENSORS - 3 + len(ctx.settings))
 
 
 def linear_cross_entropy(
@@ -321,8 +259,7 @@ def _linear_cross_entropy(
     if kept is not None:
         if loss.dim():
             loss = loss.new_zeros(labels.shape).index_copy(0, kept, loss)
-        # Targets beyond max_targets would be dropped silently. A factor of NaN reaches the gradients too.
-        loss = loss * torch.where(counted.sum() > kept.shape[0], torch.nan, 1.0)
+        loss = loss * nan_beyond(labels, options.ignore_index, kept.shape[0])
         if options.predict:
             predictions = predictions.new_full(labels.shape, -1).index_copy(0, kept, predictions)
     loss = local.to_dtensor(loss.view(target.shape) if loss.dim() else loss)
@@ -352,10 +289,9 @@ def _divisor(
 
 def _drop_ignored(rows: _Rows, options: CallOptions) -> tuple[_Rows, Tensor | None]:
     """(at most `max_targets` rows, those that are not ignored first and in order; their indices, None for all)."""
-    if options.max_targets is None or options.max_targets >= rows.target.shape[0]:
+    kept = kept_rows(rows.target, options.ignore_index, options.max_targets)
+    if kept is None:
         return rows, None
-    ignored = (rows.target == options.ignore_index).to(torch.uint8)
-    kept = ignored.argsort(stable=True)[: options.max_targets]
     weight = None if rows.weight is None else rows.weight[kept]
     return _Rows(rows.x.index_select(0, kept), rows.target[kept], weight), kept
 
@@ -367,21 +303,17 @@ def _loss_of_rows(
     """(the scalar loss, or the losses of the rows without a reduction; the predictions)."""
     if is_transformed():
         return _reference(rows, weight, bias, class_weight, divisor, shard, options)
-    chunk_bytes = options.chunk_bytes
-    if chunk_bytes is None:
-        chunk_bytes = _CPU_CHUNK_BYTES if rows.x.device.type == "cpu" else _CHUNK_BYTES
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (rows.x, weight, bias)]
     tensors = (rows.x, weight, bias, rows.target, class_weight)
     # In the order of Settings.
     settings = (
-        options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0,
-        chunk_bytes, options.accumulate == "exact", options.predict,
-        shard.group, shard.ranks, shard.start, shard.total, shard.sum_dx, *wanted,
+        options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, 1.0,
+        logits_bytes(rows.x, options.chunk_bytes), options.accumulate == "exact", options.predict, False,
+        *astuple(shard), *wanted_gradients(rows.x, weight, bias),
     )  # fmt: skip
     # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
     # backward pass knows.
     if options.reduction == "none" or rows.x.dtype == torch.float16:
-        losses, predictions = _RowLosses.apply(*tensors, *settings)
+        losses, predictions, *_ = losses_by_row(*tensors, *settings)
         losses = losses if rows.weight is None else losses * rows.weight
         if options.reduction == "none":
             return losses, predictions

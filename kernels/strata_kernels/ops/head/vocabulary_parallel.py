@@ -1,4 +1,4 @@
-"""Vocabulary-parallel `linear_cross_entropy`: each process of a group holds a shard of the vocabulary.
+"""Vocabulary-parallel heads: each process of a group holds a shard of the vocabulary.
 
 Each process computes the logits of its own columns. The loss of a row needs all of them, but only through the few
 numbers of `Statistics`: the processes all-gather these in a fixed order, and each combines them to the same result. The
@@ -54,10 +54,10 @@ class VocabularyShard:
         """Statistics over the whole vocabulary, from those over the parts of this shard and of the other processes'."""
         packed = torch.stack([_pack(part) for part in parts])
         if self.group and not packed.is_meta:
-            packed = _pack(_combine(packed))[None]
+            packed = _pack(_combine(packed, parts[0]))[None]
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, self.ranks, self.group)
             packed = torch.ops._c10d_functional.wait_tensor(gathered)
-        return _combine(packed)
+        return _combine(packed, parts[0])
 
     def start_all_reduce(self, dx: Tensor) -> list[Tensor]:
         """Start to sum dx over the group, in place; returns what `wait_all` waits for."""
@@ -84,15 +84,17 @@ def wait_all(pending: Sequence[Tensor]) -> None:
 
 
 def _pack(found: Statistics) -> Tensor:
-    """The fields as one tensor [4 or 5, N], for one collective. fp32 holds column numbers up to 2^24 exactly."""
+    """The fields as one tensor [fields, N], for one collective. fp32 holds column numbers up to 2^24 exactly."""
     dtype = found.largest.dtype
     return torch.stack([field.to(dtype) for field in found if field is not None])
 
 
-def _combine(packed: Tensor) -> Statistics:
-    """Statistics over the union of the parts [parts, fields, N]."""
-    largest, log_sum, linear, lse_weight, *rest = packed.unbind(1)
-    return Statistics.combined(Statistics(largest, log_sum, linear, lse_weight, rest[0].long() if rest else None))
+def _combine(packed: Tensor, like: Statistics) -> Statistics:
+    """Statistics over the union of the parts [parts, fields, N], which have the fields of `like`."""
+    largest, log_sum, linear, *rest = packed.unbind(1)
+    fields = iter(rest)
+    parts = Statistics(largest, log_sum, linear, *(None if value is None else next(fields) for value in like[3:]))
+    return Statistics.combined(parts._replace(prediction=None if parts.prediction is None else parts.prediction.long()))
 
 
 def is_dtensor(x: object) -> bool:
@@ -138,7 +140,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> LocalTensors:
-    """The local tensors to compute with, so that `linear_cross_entropy` behaves like an operator of DTensor.
+    """The local tensors to compute with, so that a loss behaves like an operator of DTensor.
 
     Along the mesh dimension that shards weight by Shard(0), x is replicated, as in tensor parallelism. Along the others
     its rows may be sharded, as in data parallelism. DTensor does the communication, of x's gradient too: a

@@ -1,4 +1,4 @@
-"""Memory plan of `linear_cross_entropy`: where logits lie, and in which dtype dW accumulates.
+"""Memory plan of losses over a head: where logits lie, and in which dtype dW accumulates.
 
 Accumulating dW in 16 bits over chunks of rows is less exact than PyTorch, which rounds once: with three to five chunks,
 the worst element on data like a language model's has been up to three times as far from fp64. So all rows are taken at
@@ -11,10 +11,14 @@ that do not fit lie in a buffer beside it.
 
 Chunks of rows: they take turns in the buffer. The first half of an fp32 dW lies in the memory of the 16-bit result, so
 that the sum is converted in place.
+
+Columns: where the statistics of the rows are known from an earlier pass, no column needs another one. All rows of some
+columns at a time take turns in the buffer, each product for dW is final, and dx is summed in fp32.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,6 +94,43 @@ def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
         return chunks * -(-tiles // _MULTIPROCESSORS), chunks, rows
 
     return min(range(128, max_rows + 1, 128), key=cost)
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """How rows with known statistics are processed.
+
+    Attributes:
+        rows: rows of a block; all of them, unless they are very many.
+        columns: columns of the vocabulary at a time.
+        fp32_dw: whether a 16-bit dW accumulates in fp32, over several blocks of rows.
+    """
+
+    rows: int
+    columns: int
+    fp32_dw: bool
+
+    @property
+    def buffer_size(self) -> int:
+        """Elements of the buffer for logits."""
+        return self.rows * padded_width(self.columns)
+
+
+# Fewer columns at a time make the products slower.
+_LEAST_COLUMNS = 2048
+
+
+def plan_columns(
+    n_rows: int, vocabulary: int, itemsize: int, weight_grad: bool, exact: bool, bytes_: int
+) -> ColumnPlan:
+    """The plan where logits may take `bytes_`; columns in parts of equal size."""
+    rows = max(min(n_rows, bytes_ // (min(_LEAST_COLUMNS, vocabulary) * itemsize)), 1)
+    columns = max(min(bytes_ // (rows * itemsize), vocabulary), 1)
+    if columns < vocabulary:
+        step = 128 if columns >= 128 else 1
+        parts = math.ceil(vocabulary / (columns // step * step))
+        columns = math.ceil(vocabulary / parts / step) * step
+    return ColumnPlan(rows, columns, exact and weight_grad and itemsize == 2 and rows < n_rows)
 
 
 def place_panels(n_rows: int, vocabulary: int, hidden: int) -> tuple[list[Panel], int]:

@@ -1,0 +1,211 @@
+"""A pass over the logits of a head: the products, and the ways in which a loss meets the logits.
+
+In chunks of rows, a matrix product computes whole rows of logits z, the loss overwrites them by dz, and matrix products
+compute dx = dz W and add dzᵀ x to dW. In panels, all rows are taken at once: the logits of all panels stay until the
+loss has seen each, which rounds a 16-bit dW once. In columns, too, where the loss knows its rows' statistics before:
+then no logits stay. `memory` chooses between the first two and says how much is taken at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .._launch import accumulator
+from ..cross_entropy.row_statistics import Statistics
+from .memory import ColumnPlan, Plan, WeightGradient, add_product, logits_view, place_panels
+from .vocabulary_parallel import VocabularyShard, wait_all
+
+# Columns of logits whose statistics are computed while they are in the L2 of an H200: 4096 rows of them are 32 MiB.
+_L2_COLUMNS = 4096
+# Terms of an fp32 sum over the vocabulary.
+_FP32_TERMS = 8192
+# Bytes of dx that are summed over the panels at a time.
+_DX_BYTES = 32 * 2**20
+
+
+class RowLoss(Protocol):
+    """A loss that takes whole rows of logits, of all columns that this process holds."""
+
+    def take(self, z: Tensor, rows: slice) -> None:
+        """Store what is wanted of the rows, and overwrite their logits by the gradient if one is wanted."""
+
+
+class PartLoss(RowLoss, Protocol):
+    """A loss that can also take some columns of the vocabulary at a time."""
+
+    def statistics(self, z: Tensor, rows: slice, columns: slice) -> Statistics:
+        """Of these columns."""
+
+    def store(self, rows: slice, parts: list[Statistics]) -> Statistics:
+        """Store what is wanted of the rows; returns their statistics over the whole vocabulary."""
+
+    def overwrite(self, z: Tensor, rows: slice, columns: slice, whole: Statistics) -> None:
+        """Overwrite logits by their gradient, if one is wanted."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are needed."""
+
+    dx: bool
+    dw: bool
+    db: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether the gradient of the logits is needed."""
+        return self.dx or self.dw or self.db
+
+
+class HeadGradients(NamedTuple):
+    """dx [N, H], dW [V, H] and db [V]; those that are not wanted are empty."""
+
+    dx: Tensor
+    dw: Tensor
+    db: Tensor
+
+
+class HeadPass:
+    """One pass over the rows of x [N, H], with weight [V, H] and bias [V] as this process's shard has them."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard, wanted: Wanted, *, fp32_dw: bool
+    ) -> None:
+        self.x, self.weight, self.bias, self.shard, self.wanted = x, weight, bias, shard, wanted
+        self._wide = accumulator(x.dtype)
+        # Dense whatever the strides of x are: the all-reduce takes some of its rows at a time.
+        self.dx = x.new_empty(x.shape if wanted.dx else 0)
+        self.dw = WeightGradient(x, weight.shape, fp32_dw) if wanted.dw else None
+        self.db = x.new_zeros(weight.shape[0] if wanted.db else 0, dtype=self._wide)
+        self._pending: list[Tensor] = []
+
+    def run(self, loss: PartLoss, plan: Plan) -> HeadGradients:
+        """All rows, in the way that `plan` says."""
+        buffer = self.x.new_empty(plan.buffer_size)
+        if plan.in_panels:
+            self._run_panels(loss, buffer)
+            del buffer
+            return self._results()
+        return self.run_chunks(loss, plan.chunk_rows, buffer)
+
+    def run_chunks(self, loss: RowLoss, chunk_rows: int, buffer: Tensor) -> HeadGradients:
+        """`chunk_rows` rows at a time, whose logits lie in `buffer`."""
+        n_rows, columns = self.x.shape[0], slice(0, self.weight.shape[0])
+        for start in range(0, n_rows, chunk_rows):
+            rows = slice(start, min(start + chunk_rows, n_rows))
+            z = logits_view(buffer, rows.stop - start, columns.stop)
+            logits_into(z, self.x[rows], self.weight, self.bias)
+            loss.take(z, rows)
+            if self.wanted.dx:
+                self._dx_of_chunk(z, rows)
+                self._pending += self.shard.start_all_reduce(self.dx[rows])
+            self._add_to_dw_and_db(z, rows, columns)
+        del buffer
+        return self._results()
+
+    def run_columns(self, loss: PartLoss, whole: Statistics, plan: ColumnPlan) -> HeadGradients:
+        """Gradients alone, of rows whose statistics over the whole vocabulary are `whole`."""
+        n_rows, vocabulary = self.x.shape[0], self.weight.shape[0]
+        buffer = self.x.new_empty(plan.buffer_size)
+        for start in range(0, n_rows, plan.rows):
+            rows = slice(start, min(start + plan.rows, n_rows))
+            known = whole.of(rows)
+            dx = self.x.new_empty((rows.stop - start, self.x.shape[1]) if self.wanted.dx else 0, dtype=self._wide)
+            for first in range(0, vocabulary, plan.columns):
+                columns = slice(first, min(first + plan.columns, vocabulary))
+                z = logits_view(buffer, rows.stop - start, columns.stop - first)
+                self._compute_logits(z, rows, columns)
+                loss.overwrite(z, rows, columns, known)
+                if self.wanted.dx:
+                    self._add_to_dx(dx, z, columns)
+                self._add_to_dw_and_db(z, rows, columns)
+            if self.wanted.dx:
+                # A process that holds no class still sets dx to 0.
+                self.dx[rows].copy_(dx if vocabulary else dx.zero_())
+                self._pending += self.shard.start_all_reduce(self.dx[rows])
+        del buffer
+        return self._results()
+
+    def _results(self) -> HeadGradients:
+        dw = self.x.new_empty(0) if self.dw is None else self.dw.result()
+        wait_all(self._pending)
+        return HeadGradients(self.dx, dw if self.x.shape[0] else dw.zero_(), self.db.to(self.weight.dtype))
+
+    def _run_panels(self, loss: PartLoss, buffer: Tensor) -> None:
+        """All rows at once, in panels of the vocabulary that lie in the memory of dW or in the buffer."""
+        assert self.dw is not None
+        n_rows, vocabulary = self.x.shape[0], self.weight.shape[0]
+        rows = slice(0, n_rows)
+        panels, _ = place_panels(n_rows, vocabulary, self.x.shape[1])
+        logits, parts = [], []
+        for panel in panels:
+            memory = (self.dw.scratch() if panel.in_dw else buffer)[panel.offset :]
+            z = logits_view(memory, n_rows, panel.columns.stop - panel.columns.start)
+            for start in range(0, z.shape[1], _L2_COLUMNS):
+                part = z[:, start : start + _L2_COLUMNS]
+                first = panel.columns.start + start
+                columns = slice(first, first + part.shape[1])
+                self._compute_logits(part, rows, columns)
+                parts.append(loss.statistics(part, rows, columns))
+            logits.append(z)
+        whole = loss.store(rows, parts)
+        for z, panel in zip(logits, panels, strict=True):
+            loss.overwrite(z, rows, panel.columns, whole)
+        if self.wanted.dx:
+            self._dx_of_panels(logits, [panel.columns for panel in panels])
+        for z, panel in reversed(list(zip(logits, panels, strict=True))):
+            self._add_to_dw_and_db(z, rows, panel.columns)
+
+    def _compute_logits(self, z: Tensor, rows: slice, columns: slice) -> None:
+        logits_into(z, self.x[rows], self.weight[columns], None if self.bias is None else self.bias[columns])
+
+    def _dx_of_chunk(self, dz: Tensor, rows: slice) -> None:
+        """dx = dz W. In fp32, where cuBLAS adds up term by term, a sum of partial products is more exact."""
+        vocabulary = self.weight.shape[0]
+        step = _FP32_TERMS if dz.dtype == torch.float32 else max(vocabulary, 1)
+        # max: a process that holds no class still sets dx to 0.
+        for start in range(0, max(vocabulary, 1), step):
+            part = slice(start, min(start + step, vocabulary))
+            add_product(self.dx[rows], dz[:, part], self.weight[part], first=start == 0)
+
+    def _add_to_dx(self, total: Tensor, dz: Tensor, columns: slice) -> None:
+        """total += dz W of these columns, the first of which store it."""
+        step = _FP32_TERMS if dz.dtype == torch.float32 else dz.shape[1]
+        for start in range(0, dz.shape[1], step):
+            part = slice(columns.start + start, min(columns.start + start + step, columns.stop))
+            add_product(total, dz[:, start : start + step], self.weight[part], first=part.start == 0)
+
+    def _dx_of_panels(self, panels: list[Tensor], columns: list[slice]) -> None:
+        """dx = Σ dz W over the panels, in the dtype of the losses, some rows at a time."""
+        n_rows, hidden = self.x.shape
+        step = max(_DX_BYTES // (hidden * self._wide.itemsize) // 128 * 128, 128)
+        for start in range(0, n_rows, step):
+            rows = slice(start, min(start + step, n_rows))
+            total = self.x.new_empty(rows.stop - start, hidden, dtype=self._wide)
+            for dz, part in zip(panels, columns, strict=True):
+                add_product(total, dz[rows], self.weight[part], first=part.start == 0)
+            self.dx[rows].copy_(total)
+            self._pending += self.shard.start_all_reduce(self.dx[rows])
+
+    def _add_to_dw_and_db(self, dz: Tensor, rows: slice, columns: slice) -> None:
+        if self.dw is not None:
+            self.dw.add(dz, self.x[rows], columns.start, first=rows.start == 0)
+        if self.wanted.db:
+            self.db[columns] += dz.sum(0, dtype=self.db.dtype)
+
+
+def logits_into(z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """z = x Wᵀ + b, for z [N, V] with rows that may be padded."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=z)
+    elif z.is_contiguous():
+        torch.addmm(bias, x, weight.t(), out=z)
+    else:
+        # With padded rows as output, cuBLAS would round the product before it adds the bias.
+        for start in range(0, z.shape[1], _L2_COLUMNS):
+            part = slice(start, start + _L2_COLUMNS)
+            z[:, part] = torch.addmm(bias[part], x, weight[part].t())

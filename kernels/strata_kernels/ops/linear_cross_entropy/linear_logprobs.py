@@ -1,0 +1,209 @@
+"""Log-probabilities of tokens from hidden states and a head, with gradients, and their distributions' entropies.
+
+    z       = softcap · tanh((x Wᵀ + b) / softcap) / T          lse = log Σ_v exp z_v          p = exp(z - lse)
+    logp    = z_target - lse                                    entropy = -Σ_v p_v log p_v
+    dz      = g (onehot(target) - p) - h p (log p + entropy)
+    dlogits = dz (1 - tanh²) / T       dx = dlogits W           dW = dlogitsᵀ x                db = Σ_rows dlogits
+
+with T the temperature, g and h the incoming gradients of logp and entropy. It is the basis of DPO, KTO and GRPO: their
+losses are small formulas of these [N] numbers (`strata_kernels.preference`, `strata_kernels.policy`).
+
+Axes: N rows, H features, V vocabulary entries. The operator is `strata::linear_cross_entropy_rows`, because logp is the
+negative cross entropy: see `rows_operator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator
+from .._operator import is_transformed
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_devices,
+    check_dtypes,
+    check_head,
+    check_memory_options,
+    check_target,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+from ..head.vocabulary_parallel import VocabularyShard, local_tensors
+from .rows_operator import losses_by_row
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class LogProbsAndEntropy(NamedTuple):
+    """Of target's shape, fp32 (fp64 for fp64), both with gradients, 0 where target is ignored.
+
+    log_probs: as `linear_logprobs` returns them.
+    entropy: of each row's distribution over the vocabulary, in nats.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class _Options(NamedTuple):
+    softcap: float
+    temperature: float
+    ignore_index: int
+    max_targets: int | None
+    accumulate: Accumulate
+    chunk_bytes: int | None
+    entropy: bool
+
+
+def linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    max_targets: int | None = None,
+    group: ProcessGroup | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Log-probabilities of the targets under the softmax of `x @ weight.T + bias`; logits are never there as a whole.
+
+    Equivalent to::
+
+        logits = F.linear(x, weight, bias).float()
+        logits = softcap * torch.tanh(logits / softcap)                                             # with a softcap
+        log_probs = (logits / temperature).log_softmax(-1)
+        log_probs = log_probs.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != ignore_index)
+
+    The gradient of each row is known only in the backward pass, which computes the logits once more, some columns of
+    the vocabulary at a time: then the gradient of weight is rounded once. Double backward is not supported.
+
+    Args:
+        x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        weight: [V, H], of x's dtype; under autocast both are cast. DTensors and `group` as in `linear_cross_entropy`.
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns its row to NaN; on a CPU it
+            raises.
+        bias: [V], of x's dtype.
+        softcap: logits are squashed into (-softcap, softcap).
+        temperature: logits are divided by it, after the softcap. Kernels are compiled for each value.
+        ignore_index: rows with this target have log-probability and gradient zero.
+        max_targets, group, accumulate, chunk_bytes: as in `linear_cross_entropy`. The gradients take half of
+            `chunk_bytes` for logits; with accumulate="exact", chunks do not round a 16-bit gradient of weight.
+
+    Returns:
+        Of target's shape, fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: a shape, dtype, placement or option does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_logprobs(x, weight, torch.randint(32, (2, 8)), temperature=0.9).sum().backward()
+    """
+    options = _Options(softcap or 0.0, temperature, ignore_index, max_targets, accumulate, chunk_bytes, False)
+    return _linear_logprobs(x, weight, target, bias, softcap, group, options).log_probs
+
+
+def linear_logprobs_with_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    max_targets: int | None = None,
+    group: ProcessGroup | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> LogProbsAndEntropy:
+    """`linear_logprobs`, and the entropies of the same distributions from the same pass over the logits.
+
+    Equivalent to::
+
+        log_p = (logits / temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) * (target != ignore_index)
+
+    Arguments and errors as in `linear_logprobs`; both results have gradients.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_logprobs_with_entropy(x, weight, torch.randint(32, (2, 8))).entropy.shape
+        torch.Size([2, 8])
+    """
+    options = _Options(softcap or 0.0, temperature, ignore_index, max_targets, accumulate, chunk_bytes, True)
+    return _linear_logprobs(x, weight, target, bias, softcap, group, options)
+
+
+def _linear_logprobs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, softcap: float | None, group: ProcessGroup | None,
+    options: _Options,
+) -> LogProbsAndEntropy:  # fmt: skip
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap {softcap} must be positive; leave it out for none")
+    if not options.temperature > 0.0:
+        raise ValueError(f"temperature {options.temperature} must be positive")
+    check_memory_options(options.accumulate, options.chunk_bytes, options.max_targets)
+    local = local_tensors(x, weight, target, bias, None, group)
+    x, weight, bias, target = local.x, local.weight, local.bias, local.target
+    check_head(x, weight, bias)
+    check_target(x, target)
+    check_devices(x, weight, target, bias)
+    x, weight, bias = autocast(x, weight, bias)
+    check_dtypes(x, weight, bias)
+
+    labels, rows = target.reshape(-1).contiguous(), x.reshape(-1, x.shape[-1])
+    kept = kept_rows(labels, options.ignore_index, options.max_targets)
+    if kept is None:
+        found = _of_rows(rows, labels, weight, bias, local.shard, options)
+    else:
+        of_kept = _of_rows(rows.index_select(0, kept), labels[kept], weight, bias, local.shard, options)
+        factor = nan_beyond(labels, options.ignore_index, kept.shape[0])
+        spread = (v.new_zeros(labels.shape).index_copy(0, kept, v) * factor if v.numel() else v for v in of_kept)
+        found = LogProbsAndEntropy(*spread)
+    log_probs = local.to_dtensor(found.log_probs.view(target.shape))
+    return LogProbsAndEntropy(
+        log_probs, local.to_dtensor(found.entropy.view(target.shape)) if options.entropy else found.entropy
+    )
+
+
+def _of_rows(
+    x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard, options: _Options
+) -> LogProbsAndEntropy:
+    if is_transformed():
+        return _reference(x, target, weight, bias, shard, options)
+    # In the order of Settings.
+    settings = (
+        options.ignore_index, 0.0, 0.0, float(options.softcap), float(options.temperature),
+        logits_bytes(x, options.chunk_bytes), options.accumulate == "exact", False, options.entropy,
+        *astuple(shard), *wanted_gradients(x, weight, bias),
+    )  # fmt: skip
+    losses, _, entropy, *_ = losses_by_row(x, weight, bias, target, None, *settings)
+    return LogProbsAndEntropy(-losses, entropy)
+
+
+def _reference(
+    x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard, options: _Options
+) -> LogProbsAndEntropy:
+    """The same in plain PyTorch, for transforms of `torch.func`."""
+    if shard.group:
+        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+    z = functional.linear(x, weight, bias).to(accumulator(x.dtype))
+    z = options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
+    log_p = (z / options.temperature).log_softmax(-1)
+    counted = target != options.ignore_index
+    log_probs = log_p.gather(1, target.where(counted, 0)[:, None])[:, 0].where(counted, 0.0)
+    return LogProbsAndEntropy(log_probs, -(log_p.exp() * log_p).sum(1).where(counted, 0.0))
