@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strata_kernels import (
+    LowRank,
     add_rms_norm,
     cross_entropy,
     experts,
@@ -82,6 +83,12 @@ def mixed(x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, *biases: Ten
     return experts(x, 0.3 * gate_up, 0.3 * down, index, router, gate_up_bias=biases[0], down_bias=biases[1])
 
 
+def adapted(x: Tensor, gate_up: Tensor, down: Tensor, router: Tensor, *factors: Tensor) -> Tensor:
+    index = torch.arange(2 * x.shape[-2], device=x.device).view(-1, 2) % 3
+    of_up, of_down = (LowRank(*pair, 0.5) for pair in (factors[:2], factors[2:]))
+    return experts(x, 0.3 * gate_up, 0.3 * down, index, router, gate_up_adapter=of_up, down_adapter=of_down)
+
+
 def targets(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device) % 5
 
@@ -119,6 +126,9 @@ EXAMPLES = {
     "relu_squared": Example(relu_squared, (X,)),
     **{f"{name}, projected": Example(function, (*shapes, (5, 8))) for name, function, shapes in PROJECTED},
     "experts": Example(mixed, (X, (3, 8, 8), (3, 8, 4), (ROWS, 2), (3, 8), (3, 8))),
+    "experts, adapted": Example(
+        adapted, (X, (3, 8, 8), (3, 8, 4), (ROWS, 2), (3, 2, 8), (3, 8, 2), (3, 2, 4), (3, 8, 2))
+    ),
     "cross_entropy": Example(loss, (X,)),
     "cross_entropy_rows": Example(functools.partial(loss, reduction="none"), (X,)),
     "linear_cross_entropy": Example(linear_loss, (X, (5, 8))),

@@ -32,6 +32,8 @@ pytestmark = [
 TOKENS = torch.arange(5, 37)[None]
 EXPERTS = {"type": "lora", "r": 4, "target_parameters": ["gate_up_proj", "down_proj"]}
 ADAPTERS = {"whole": {"type": "none"}, "adapters": EXPERTS}
+# In a run of one process four micro-batches make a step, in one of two processes two of each.
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 # Framework, strategy, its settings.
 STRATEGIES = {
     "fsdp": ("hf", "fsdp", {"training": {"gradient_checkpointing": "full"}}),
@@ -42,7 +44,7 @@ STRATEGIES = {
 def spec_of(output, name, adapter, framework="torch", strategy="single", processes=1, **options):
     values = make_spec(output, name, framework, strategy, processes, "lora", **options).model_dump()
     values |= {"adapter": adapter, "kernels": {"enabled": True}}
-    values["model"] |= {"dtype": "float32"}
+    values["model"] = {"dtype": "float32", "name": f"{output}/{'balanced' if 'balanced' in name else 'pretrained'}"}
     values["evaluation"] |= {"samples": 0, "max_batches": 2}
     if adapter["type"] == "lora":
         values["export"] |= {"formats": ["safetensors", "adapter"]}
@@ -52,6 +54,7 @@ def spec_of(output, name, adapter, framework="torch", strategy="single", process
 @pytest.fixture(scope="module")
 def output(output):
     save_mixture(output / "pretrained")
+    save_mixture(output / "balanced", **BALANCED)
     return output
 
 
@@ -59,6 +62,7 @@ def output(output):
 def alone(output):
     """One process: the spec, the record and the curve of each kind."""
     specs = {kind: spec_of(output, f"alone-{kind}", adapter) for kind, adapter in ADAPTERS.items()}
+    specs["balanced"] = spec_of(output, "alone-balanced", ADAPTERS["whole"])
     return {kind: (spec, train_spec(spec), curve(spec)) for kind, spec in specs.items()}
 
 
@@ -75,11 +79,16 @@ def split(output):
             framework, strategy, options = STRATEGIES[other]
             spec = spec_of(output, f"{kind}-{name}", adapter, framework, strategy, 2, **options)
             files.append(f"{file_of(output, spec, f'{kind}-{name}-as-{other}')}@{SAVED}")
+    for name, (framework, strategy, options) in STRATEGIES.items():
+        specs["balanced", name] = spec_of(
+            output, f"balanced-{name}", ADAPTERS["whole"], framework, strategy, 2, **options
+        )
+        files.append(file_of(output, specs["balanced", name]))
     launch(2, *files)
     return specs
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", [*ADAPTERS, "balanced"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_processes_have_the_losses_of_one(alone, split, kind, name):
     assert curve(split[kind, name], attempt=0) == approx(alone[kind][2])

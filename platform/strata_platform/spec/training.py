@@ -33,6 +33,12 @@ class Training(Section):
     gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
+    router_loss: Literal["step", "running"] = Field(
+        "step",
+        description="Tokens over which the router loss of a mixture counts the use of experts, with "
+        "`gradient_accumulation_steps`: `step` all of the step, whose later micro-batches are first routed in a "
+        "forward pass of their own; `running` those of the step so far. Without accumulation both are exact.",
+    )
     neftune_noise_alpha: Annotated[float, Field(gt=0, le=1e4), BeforeValidator(number)] | None = Field(
         None,
         description="NEFTune: uniform noise on the embeddings in training, of at most this number over the square root "

@@ -18,9 +18,10 @@ from strata_kernels.warmup.plan_model import plan_optimizer, record_row_buckets
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.models.build import build_planning_model, compute_dtype, has_fused_loss, model_dtype
+from tasks.runtime.models.build import build_planning_model, compute_dtype, has_fused_loss, has_router_loss, model_dtype
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives import build_validation_objective
+from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
@@ -53,6 +54,11 @@ def plan_kernels(spec: RunSpec) -> Plan:
         plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
             plan += record(partial(forward_backward, batch))
+        if has_router_loss(spec.model) and spec.training.gradient_accumulation_steps > 1:
+            # Without gradients, operators launch other variants of their kernels.
+            with torch.no_grad():
+                for batch in (first, *others):
+                    plan += record(partial(model, **model_inputs(batch), logits_to_keep=1))
         if spec.evaluation.every is not None:
             # Without gradients, operators launch other variants of their kernels.
             model.eval()
