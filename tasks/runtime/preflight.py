@@ -85,7 +85,7 @@ CHECKS = (
         "export formats",
         ("plan", "launch"),
         "export.serving_formats:require_formats",
-        ("spec.export", "spec.model"),
+        ("spec.export", "spec.model", "spec.data", "spec.adapter"),
         "the packages of export.formats are installed, and gguf has a counterpart of the model and its tokenizer",
     ),
     Check(

@@ -13,6 +13,7 @@ from strata_platform.estimate.host_estimate import estimate_on_host
 from strata_platform.spec import load_spec
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.runtime.helpers.llama_cpp import LlamaCpp
 from tests.runtime.helpers.pretrained_chat_model import chat_model_folder
 from tests.runtime.helpers.standard_library_facts import chats
 
@@ -84,18 +85,12 @@ def answer(model, tokenizer, prompt):
 
 
 def test_llama_cpp_answers_alike(run, record):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     [file] = run.model.glob("*.gguf")
-    model = llama_cpp.Llama(str(file), n_ctx=512, verbose=False, n_threads=1)
+    model, tokenizer = LlamaCpp(file), AutoTokenizer.from_pretrained(run.model)
     for sample in record.samples:
-        ids = model.tokenize(sample.prompt.encode(), add_bos=False, special=True)
-        model.reset()
-        written = []
-        for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
-            if token == model.token_eos() or len(written) == TOKENS:
-                break
-            written.append(token)
-        assert model.detokenize(written, prev_tokens=ids).decode() == sample.after
+        ids = model.tokens(sample.prompt)
+        assert ids == tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(model.greedy(ids, TOKENS), skip_special_tokens=True) == sample.after
 
 
 def test_the_estimate_is_close_to_the_memory_that_was_taken(run, record):

@@ -6,6 +6,7 @@ The comparison runs in a process of its own, which gets nothing from training ex
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec.model import Model
+from tasks.runtime.export.gguf_families import FAMILIES
 from tasks.runtime.export.quantized_folder import read_quantized
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.custom_code import register_custom_code
@@ -60,7 +62,12 @@ ROUNDING = {
     "int4": Rounding(1 / 14.9, 1.0),
 }
 # Settings that transformers' reader of GGUF files leaves at a default of its own in some families.
-_UNREAD_SETTINGS = ("rope_parameters", "head_dim", "sliding_window", "attention_bias", "mlp_bias")
+_UNREAD_SETTINGS = (
+    "rope_parameters", "head_dim", "sliding_window", "attention_bias", "mlp_bias", "query_pre_attn_scalar",
+    "moe_intermediate_size", "norm_topk_prob", "attn_logit_softcapping", "final_logit_softcapping", "layer_types",
+)  # fmt: skip
+# Experts, which transformers holds together: gate and up in one tensor.
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def expected_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
@@ -149,16 +156,31 @@ def weights_apart(folder: Path, model: PreTrainedModel, bound: float) -> str | N
     `bound`: largest difference of a matrix's value, relative to the largest value of its row.
     """
     found = model.state_dict()
+    # A norm's weight is stored as 1 + weight in some families.
+    offset = getattr(FAMILIES.get(model.config.model_type), "norm_offset", False)
+    vectors = torch.tensor(2**-22 if offset else 0.0)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, a safetensors file is no mapping
                 exact = tensors.get_tensor(name).float()
-                apart = (found[name].cpu().float() - exact).abs()
-                allowed = bound * exact.abs().amax(-1, keepdim=True) if exact.ndim > 1 else torch.zeros(())
+                apart = (_named(found, name).cpu().float() - exact).abs()
+                allowed = bound * exact.abs().amax(-1, keepdim=True) if exact.ndim > 1 else vectors
                 # f16 has no smaller value.
                 if not bool((apart <= allowed + (2**-24 if bound else 0)).all()):
                     return f"{name} differs by {float(apart.max()):.3g}"
     return None
+
+
+def _named(found: dict[str, Tensor], name: str) -> Tensor:
+    """The tensor of a model that a folder names so; experts have names of their own in a folder."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is None or name in found:
+        return found[name]
+    path, index, kind = expert.groups()
+    if kind == "down":
+        return found[f"{path}.down_proj"][int(index)]
+    gate, up = found[f"{path}.gate_up_proj"][int(index)].chunk(2)
+    return gate if kind == "gate" else up
 
 
 def read_gguf(folder: Path, file: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

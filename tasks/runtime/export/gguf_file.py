@@ -6,6 +6,7 @@ Tensor names are those of gguf's own tables. Weights are read, converted and wri
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tasks.runtime.export.gguf_families import Family, context_length, family_of, head_width
+from tasks.runtime.export.gguf_families import Family, context_length, family_of, head_width, rope_of
 from tasks.runtime.export.gguf_vocabulary import add_vocabulary
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ _HYPERPARAMETERS = {
 # Values of a row that share a scale in q8_0.
 _BLOCK = 32
 _LARGEST_F16 = torch.finfo(torch.float16).max
+# A matrix of one expert of many, which GGUF stores together, and the router.
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_ROUTER = "ffn_gate_inp.weight"
 
 
 def write_gguf(folder: Path, file: Path, name: str, gguf_type: str) -> None:
@@ -64,7 +68,7 @@ def write_gguf(folder: Path, file: Path, name: str, gguf_type: str) -> None:
     writer.add_name(name)
     writer.add_file_type(LlamaFileType.ALL_F32 if gguf_type == "f32" else LlamaFileType[f"MOSTLY_{gguf_type.upper()}"])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    _add_hyperparameters(writer, config)
+    _add_hyperparameters(writer, config, family)
     stops = GenerationConfig.from_pretrained(folder).eos_token_id
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
     add_vocabulary(writer, AutoTokenizer.from_pretrained(folder), stops, config.vocab_size)
@@ -84,13 +88,13 @@ def write_gguf(folder: Path, file: Path, name: str, gguf_type: str) -> None:
         writer.close()
 
 
-def _add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig) -> None:
+def _add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig, family: Family) -> None:
     from gguf import RopeScalingType
 
-    for method, setting in _HYPERPARAMETERS.items():
+    for method, setting in {**_HYPERPARAMETERS, **family.hyperparameters}.items():
         getattr(writer, method)(getattr(config, setting))
-    width, rope = head_width(config), config.rope_parameters
-    writer.add_context_length(window := context_length(config))
+    width, rope = head_width(config), rope_of(config)
+    writer.add_context_length(window := context_length(config, family))
     if window < config.max_position_embeddings:
         log.warning(
             "export.formats gguf: the file's context length is the sliding window of %d tokens, not %d; llama.cpp has "
@@ -98,7 +102,7 @@ def _add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig) -> None:
         )  # fmt: skip
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
+    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     # Those of llama3 are a tensor.
     if rope["rope_type"] in ("linear", "yarn"):
@@ -109,13 +113,18 @@ def _add_hyperparameters(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 class _Tensor(NamedTuple):
-    """A tensor to write: its file and name in the folder, and its name, shape and type in GGUF."""
+    """A tensor to write: where its parts lie, and its name, shape and type in GGUF.
 
-    file: Path | None
-    path: str
+    Attributes:
+        parts: files and names in the folder, one for each expert; {} for rotary frequencies, which are computed.
+        stacked: whether the parts are the first dimension.
+    """
+
+    parts: dict[int, tuple[Path, str]]
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
+    stacked: bool = False
 
 
 def _plan(folder: Path, config: PretrainedConfig, family: Family, gguf_type: str) -> Iterator[_Tensor]:
@@ -124,36 +133,48 @@ def _plan(folder: Path, config: PretrainedConfig, family: Family, gguf_type: str
 
     [architecture] = [arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == family.architecture]
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    if config.rope_parameters["rope_type"] == "llama3":
-        yield _Tensor(None, "", "rope_freqs.weight", (head_width(config) // 2,), GGMLQuantizationType.F32)
+    if rope_of(config)["rope_type"] == "llama3":
+        yield _Tensor({}, "rope_freqs.weight", (head_width(config) // 2,), GGMLQuantizationType.F32)
+    found: dict[str, _Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
             for path in sorted(tensors.keys()):
-                name = names.get_name(path, try_suffixes=(".weight", ".bias"))
+                expert = _EXPERT.fullmatch(path)
+                whole = f"{expert[1]}.{expert[3]}.weight" if expert else path
+                name = names.get_name(whole, try_suffixes=(".weight", ".bias"))
                 assert name is not None, f"{path} is not a tensor of the architecture {family.architecture}"
                 shape = tuple(tensors.get_slice(path).get_shape())
-                kind = GGMLQuantizationType.F32 if len(shape) == 1 else GGMLQuantizationType[gguf_type.upper()]
+                exact = len(shape) == 1 or name.endswith(_ROUTER)
+                kind = GGMLQuantizationType.F32 if exact else GGMLQuantizationType[gguf_type.upper()]
                 if kind is GGMLQuantizationType.Q8_0 and shape[-1] % _BLOCK:
                     kind = GGMLQuantizationType.F16
-                yield _Tensor(file, path, name, shape, kind)
+                tensor = found.setdefault(name, _Tensor({}, name, shape, kind, bool(expert)))
+                tensor.parts[int(expert[2]) if expert else 0] = file, path
+    for tensor in found.values():
+        yield tensor._replace(shape=(len(tensor.parts), *tensor.shape)) if tensor.stacked else tensor
 
 
 def _converted(tensor: _Tensor, config: PretrainedConfig, family: Family) -> np.ndarray[Any, Any]:
     """The values of a tensor in its type."""
     from gguf import GGMLQuantizationType, quantize
 
-    if tensor.file is None:
+    if not tensor.parts:
         return _frequency_factors(config).numpy()
-    with safe_open(str(tensor.file), framework="pt") as tensors:
-        values = tensors.get_tensor(tensor.path).float()
-    if family.interleaved_rope:
-        values = _interleaved(tensor.path, values, config)
-    if tensor.kind is GGMLQuantizationType.F16 and (largest := float(values.abs().max())) > _LARGEST_F16:
-        raise ValueError(
-            f"export.gguf_type: {tensor.path} has a value of {largest:.3g}, and f16 ends at {_LARGEST_F16:.0f}; set "
-            "export.gguf_type to 'bf16'"
-        )
-    return quantize(values.numpy(), tensor.kind)
+    parts = []
+    for _, (file, path) in sorted(tensor.parts.items()):
+        with safe_open(str(file), framework="pt") as tensors:
+            values = tensors.get_tensor(path).float()
+        if family.interleaved_rope:
+            values = _interleaved(path, values, config)
+        if family.norm_offset and path.endswith("norm.weight"):
+            values = values + 1
+        if tensor.kind is GGMLQuantizationType.F16 and (largest := float(values.abs().max())) > _LARGEST_F16:
+            raise ValueError(
+                f"export.gguf_type: {path} has a value of {largest:.3g}, and f16 ends at {_LARGEST_F16:.0f}; set "
+                "export.gguf_type to 'bf16'"
+            )
+        parts.append(quantize(values.numpy(), tensor.kind))
+    return np.stack(parts) if tensor.stacked else parts[0]
 
 
 def _interleaved(path: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: byte-level BPE with the pre-tokenizers that llama.cpp has."""
+"""The tokenizer of a GGUF file: byte-level BPE with the pre-tokenizers that llama.cpp has, or SentencePiece's BPE."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tasks.runtime.export.gguf_sentencepiece import IS_BYTE, SPACE, is_sentencepiece, scores_of, space_prefix
+
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
+    from gguf import GGUFWriter, TokenType
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +35,24 @@ PRE_TOKENIZERS = {
 }
 
 
-def pre_tokenizer_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """llama.cpp's name of the way in which a tokenizer divides texts.
-
-    Raises ValueError if llama.cpp would divide them otherwise, or if the tokenizer is no byte-level BPE.
-    """
+def require_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if llama.cpp has no tokenizer of this kind, or would make other tokens of a text."""
     parts = _parts(tokenizer)
+    if is_sentencepiece(parts):
+        scores_of(parts)
+        space_prefix(tokenizer, parts)
+    else:
+        _pre_tokenizer_of(parts)
+
+
+def _pre_tokenizer_of(parts: Mapping[str, Any]) -> str:
+    """llama.cpp's name of the way in which a tokenizer.json divides texts."""
     model = parts["model"]
-    odd = [name for name in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    odd = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     if model["type"] != "BPE" or odd:
-        raise ValueError(f"its tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}, not byte-level BPE")
+        raise ValueError(
+            f"its tokenizer is {model['type']}{' with ' + odd[0] if odd else ''}, not byte-level BPE or SentencePiece's"
+        )
     # llama.cpp does not normalize, and text is in this form as a rule.
     if (parts["normalizer"] or {"type": "NFC"})["type"] != "NFC":
         raise ValueError(f"its tokenizer normalizes texts by {parts['normalizer']['type']}, which llama.cpp does not")
@@ -83,7 +93,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops
 
     Args:
         writer: of the GGUF file.
-        tokenizer: a tokenizer that `pre_tokenizer_of` accepts.
+        tokenizer: a tokenizer that `require_vocabulary` accepts.
         stops: ids of the tokens at which generation ends.
         rows: rows of the embedding, some of which may have no token.
     """
@@ -97,8 +107,11 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops
     for added in parts["added_tokens"]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer_of(tokenizer))
+    if is_sentencepiece(parts):
+        _add_sentencepiece(writer, tokenizer, parts, tokens, kinds)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre_tokenizer_of(parts))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in parts["model"]["merges"]])
@@ -113,6 +126,31 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops
         writer.add_chat_template([{"name": k, "template": v} for k, v in tokenizer.chat_template.items()])
     elif tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _add_sentencepiece(
+    writer: GGUFWriter,
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Mapping[str, Any],
+    tokens: list[str],
+    kinds: list[TokenType],
+) -> None:
+    """Write what this kind has alone, and change the kinds of bytes, and of runs of spaces, which are found whole."""
+    from gguf import TokenType
+
+    scores = scores_of(parts)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([scores.get(token, 0.0) for token in tokens])
+    writer.add_add_space_prefix(space_prefix(tokenizer, parts))
+    for index, token in enumerate(tokens):
+        if IS_BYTE.fullmatch(token):
+            kinds[index] = TokenType.BYTE
+        elif kinds[index] is TokenType.USER_DEFINED and not token.strip(SPACE):
+            # The tokenizer finds it as characters of the vocabulary's spelling, which no text has, and joins spaces.
+            tokens[index] = " " * len(token)
+    if tokenizer.unk_token_id is not None:
+        kinds[tokenizer.unk_token_id] = TokenType.UNKNOWN
 
 
 def _add_stops(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:

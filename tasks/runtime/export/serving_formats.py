@@ -9,18 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from strata_platform.spec.data import Data
 from strata_platform.spec.export import Export, Format
-from strata_platform.spec.model import PRESETS, Model
+from strata_platform.spec.model import PRESETS, Lora, Model
+from strata_platform.spec.run_spec import Adapter
+from tasks.runtime.data.chat import templates_to_save
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.export.check_folder import verify
 from tasks.runtime.export.gguf_families import family_of
 from tasks.runtime.export.gguf_file import write_gguf
-from tasks.runtime.export.gguf_vocabulary import pre_tokenizer_of
+from tasks.runtime.export.gguf_vocabulary import require_vocabulary
 from tasks.runtime.export.quantized_folder import SCHEMES, group_size, write_quantized
 from tasks.runtime.models.build import build_model_on_meta, load_config
 
 log = logging.getLogger(__name__)
 
+# The embeddings of the families that can be written as GGUF.
+_EMBEDDINGS = "embed_tokens"
 # Format → the package that it needs, and its module.
 _PACKAGES: dict[Format, tuple[str, str]] = {
     "gguf": ("gguf", "gguf"),
@@ -29,7 +34,7 @@ _PACKAGES: dict[Format, tuple[str, str]] = {
 }
 
 
-def require_formats(export: Export, model: Model) -> None:
+def require_formats(export: Export, model: Model, data: Data, adapter: Adapter) -> None:
     """Raises ValueError if the model cannot be written in a format of `export.formats`. Reads no weights."""
     for name in export.formats:
         package, module = _PACKAGES.get(name, ("", ""))
@@ -51,11 +56,17 @@ def require_formats(export: Export, model: Model) -> None:
             raise ValueError(f"export.formats 'int4': model.name {model.name!r}: {error}; leave 'int4' out") from error
     if "gguf" in export.formats:
         try:
-            family_of(load_config(model))
+            config = load_config(model)
+            if isinstance(adapter, Lora) and any(name.endswith(_EMBEDDINGS) for name in adapter.target_modules):
+                # The exported head has a weight of its own.
+                config.tie_word_embeddings = False
+            family_of(config)
             # The tokenizer that a preset trains is GPT-2's kind.
             if (tokenizer := model.tokenizer or model.name) not in PRESETS:
                 revision = None if model.tokenizer else model.revision
-                pre_tokenizer_of(read_tokenizer(tokenizer, revision, field="export.formats"))
+                found = read_tokenizer(tokenizer, revision, field="export.formats")
+                found.chat_template = templates_to_save(data.chat_template, found)
+                require_vocabulary(found)
         except ValueError as error:
             raise ValueError(
                 f"export.formats 'gguf': model.name {model.name!r}: {error}; leave 'gguf' out, and convert the "

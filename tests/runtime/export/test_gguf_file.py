@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export.check_folder import compare_gguf, expected_of, read_gguf, vocabulary_apart
 from tasks.runtime.export.gguf_file import write_gguf
+from tests.runtime.helpers.llama_cpp import LlamaCpp
 
 # Heads that are not as wide as the hidden size, more of queries than of keys, and tied and untied embeddings.
 SHAPE = {
@@ -27,7 +28,28 @@ MODELS = {
     "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "rope_parameters": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-}
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "moe_intermediate_size": 64,
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3-partial": {
+        "model_type": "phi3", "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "num_hidden_layers": 3,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40,
+        "num_hidden_layers": 7, "use_bidirectional_attention": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +63,7 @@ def folders(tmp_path_factory, tokenizer):
     made = {}
     for name, fields in MODELS.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE, **fields))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE | fields))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         model.generation_config = GenerationConfig(eos_token_id=[2, 4])
@@ -153,18 +175,14 @@ def test_a_weight_beyond_float16_is_told(folders, tmp_path, tokenizer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_the_same(folders, name):
-    """Its own arithmetic rounds keys and values to float16. Positions behind the original length are read, too."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    """Its own arithmetic rounds keys and values to float16. The text is longer than windows and original lengths."""
     folder = folders[name]
-    model = llama_cpp.Llama(
-        str(written(folder, "f32")), n_ctx=256, n_batch=256, logits_all=True, verbose=False, n_threads=1
-    )
+    model = LlamaCpp(written(folder, "f32"))
     text = "What is 2 + 2?  It's four.\n\ndef f(x):\n    return x ** 10  # naïve café 漢字\n" * 3
     ids = own(folder)(text)["input_ids"][:200]
-    assert model.tokenize(text.encode(), special=True)[:200] == ids
-    model.eval(ids)
+    assert model.tokens(text)[:200] == ids
     with torch.inference_mode():
         wanted = exact(folder)(torch.tensor([ids])).logits[0]
-    found = torch.from_numpy(np.array(model.scores[: len(ids)]))
+    found = model.logits(ids)
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-2
     assert float((found.argmax(-1) == wanted.argmax(-1)).float().mean()) > 0.95

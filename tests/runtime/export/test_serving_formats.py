@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from strata_platform.spec.data import Data
 from strata_platform.spec.export import Export
-from strata_platform.spec.model import Model
+from strata_platform.spec.model import Lora, Model, NoAdapter
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export import serving_formats
 from tasks.runtime.export.serving_formats import require_formats
@@ -26,13 +27,13 @@ def folder(tmp_path):
 
 def require(folder, **config):
     (folder / "config.json").write_text(json.dumps(LLAMA | config))
-    require_formats(GGUF, Model(name=str(folder)))
+    require_formats(GGUF, Model(name=str(folder)), Data(), NoAdapter())
 
 
 def test_what_llama_cpp_has_is_accepted(folder):
     require(folder)
-    require_formats(GGUF, Model())
-    require_formats(Export(), Model(name="org/any"))
+    require_formats(GGUF, Model(), Data(), NoAdapter())
+    require_formats(Export(), Model(name="org/any"), Data(), NoAdapter())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,15 @@ def test_what_llama_cpp_has_is_accepted(folder):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 16.0,
                               "original_max_position_embeddings": 64}}, "beta_fast 16.0 in rope_parameters"),
         ({"model_type": "qwen3", "attention_bias": True}, "llama.cpp has no qwen3 with attention_bias True"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "llama.cpp has no qwen3_moe with norm_topk_prob False"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+        ({"model_type": "phi3", "pad_token_id": 0, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0],
+            "original_max_position_embeddings": 64}}, "rope_type 'longrope'; it has default"),
+        ({"model_type": "gemma2", "head_dim": 4}, "query_pre_attn_scalar 256, where it computes with 4"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "attn_logit_softcapping None"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types other than full_attention in"),
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, "tie_word_embeddings False"),
     ],
 )  # fmt: skip
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused(folder, config, said):
@@ -54,8 +64,11 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(folder, config, sa
 @pytest.mark.parametrize(
     ("tokenizer", "said"),
     [
-        (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "its tokenizer is WordLevel, not byte-level BPE"),
-        (Tokenizer(models.BPE({"a": 0}, [], byte_fallback=True)), "BPE with byte_fallback, not byte-level BPE"),
+        (
+            Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+            "its tokenizer is WordLevel, not byte-level BPE or SentencePiece's",
+        ),
+        (Tokenizer(models.BPE({"a": 0}, [], byte_fallback=True)), "its tokenizer has no token for the byte <0x00>"),
         (Tokenizer(models.BPE({"a": 0}, [])), "no name for the way in which its tokenizer divides texts"),
     ],
 )
@@ -65,16 +78,24 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused(folder, tokenizer, 
         require(folder)
 
 
+def test_an_adapter_that_unties_a_head_is_refused_where_llama_cpp_ties_it(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gemma3_text", "query_pre_attn_scalar": 256}))
+    model = Model(name=str(folder))
+    require_formats(GGUF, model, Data(), Lora())
+    with pytest.raises(ValueError, match=r"llama\.cpp has no gemma3_text with tie_word_embeddings False"):
+        require_formats(GGUF, model, Data(), Lora(target_modules=("q_proj", "embed_tokens")))
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(serving_formats, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'gguf' needs the package gguf.*install strata\[gguf\], or leave 'gguf' out"):
-        require_formats(GGUF, Model())
+        require_formats(GGUF, Model(), Data(), NoAdapter())
 
 
 def test_rows_that_int4_cannot_divide_are_refused(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"^export\.formats 'int4': model\.name .*multiples of 8, and int4 needs"):
-        require_formats(Export(formats=("int4",)), Model(name=str(folder)))
+        require_formats(Export(formats=("int4",)), Model(name=str(folder)), Data(), NoAdapter())
 
 
 @pytest.mark.parametrize("form", ["gguf", "fp8", "int4"])
@@ -82,4 +103,4 @@ def test_a_model_that_is_quantized_already_is_refused(folder, form):
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantized}))
     with pytest.raises(ValueError, match=rf"^export\.formats '{form}' is made from exact weights.*leave '{form}' out"):
-        require_formats(Export(formats=(form,)), Model(name=str(folder)))
+        require_formats(Export(formats=(form,)), Model(name=str(folder)), Data(), NoAdapter())
