@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class Planned(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The folder of prepared data, and shares of its parts that are still to be prepared: `prepare_share` takes one."""
+    """The folder of prepared data, and shares of its parts that are left to prepare, as `source:first-last`."""
 
     data: FlyteDirectory
     shares: list[str]
@@ -96,18 +97,20 @@ def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
         if not url:
             prepare(recipe, folder, report=log.info)
             return Prepared(directory(folder), [])
-        plan = begin(recipe, folder, report=log.info, url=url)
-    return Prepared(directory(folder), [] if plan is None else shares(len(plan.parts)))
+        plans = begin(recipe, folder, report=log.info, url=url)
+    return Prepared(directory(folder), shares({number: len(plan.parts) for number, plan in plans.items()}))
 
 
-def shares(parts: int) -> list[str]:
-    """Ranges of parts for pods, as texts.
+def shares(parts: Mapping[int, int]) -> list[str]:
+    """Ranges of parts for pods, as texts; sources take turns. parts: of each source, by its number.
 
-    >>> shares(70)
-    ['0-31', '32-63', '64-69']
+    >>> shares({0: 70, 2: 40})
+    ['0:0-31', '2:0-31', '0:32-63', '0:64-69', '2:32-39']
     """
-    size = max(_SHARE, -(-parts // _MAX_SHARES))
-    return [f"{first}-{min(first + size, parts) - 1}" for first in range(0, parts, size)]
+    # A source may have one share that is not full.
+    size = max(_SHARE, -(-sum(parts.values()) // (_MAX_SHARES - len(parts))))
+    found = [(first / count, number, first) for number, count in parts.items() for first in range(0, count, size)]
+    return [f"{number}:{first}-{min(first + size, parts[number]) - 1}" for _, number, first in sorted(found)]
 
 
 @task(**PREPARE_TASK)
@@ -116,15 +119,16 @@ def prepare_share(data: FlyteDirectory, share: str) -> int:
     configure_logging()
     from tasks.runtime.data.pipeline import prepare_range
 
-    first, last = map(int, share.split("-"))
+    number, _, parts = share.partition(":")
+    first, last = map(int, parts.split("-"))
     with retried_by_flyte():
-        prepare_range(Path(data.download()), range(first, last + 1), log.info)
+        prepare_range(Path(data.download()), int(number), range(first, last + 1), log.info)
     return last + 1 - first
 
 
 @task(**CONTROL_TASK)
 def complete(data: FlyteDirectory, prepared: list[int]) -> FlyteDirectory:
-    """Write the manifest after all parts. `prepared` only makes Flyte wait for them."""
+    """Write the manifests after all parts. `prepared` only makes Flyte wait for them."""
     configure_logging()
     from tasks.runtime.data.pipeline import finish
 

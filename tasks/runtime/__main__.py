@@ -96,8 +96,8 @@ def _prepare(run: Session, preparation: BackgroundPreparation) -> Path:
     url = run.spec.data.prepared_url
     if not run.spec.data.streaming:
         prepare(recipe, folder, report=log.info, url=url)
-    elif begin(recipe, folder, report=log.info, url=url) is not None:
-        preparation.start(recipe, folder, url)
+    elif begin(recipe, folder, report=log.info, url=url):
+        preparation.start(recipe, folder, url, run.spec.data.weights)
     return folder
 
 

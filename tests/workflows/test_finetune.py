@@ -124,3 +124,25 @@ def test_mistakes_are_told_at_once_with_exit_code_2(tmp_path):
         assert words in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mixture_gives_its_shares(tmp_path):
+    pairs = [{"prompt": f"{i} and {i + 1} are", "completion": f" {2 * i + 1}"} for i in range(200)]
+    texts = [{"prompt": "count", "completion": "one two three " * (1 + i % 3)} for i in range(60)]
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}!"}]}
+        for i in range(40)
+    ]
+    sources = []
+    for number, (rows, weight) in enumerate(zip((pairs, texts, chats), (0.5, 0.3, 0.2), strict=True)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append({"source": str(path), "weight": weight})
+    spec = {**SMALL, "name": "mixed", "data": {"sequence_length": 64, "packing": False, "sources": sources}}
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump({**spec, "training": {"steps": 25}, "output": str(tmp_path / "out")}))
+    ended = pyflyte(file)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "out" / "mixed" / "record.json").read_text())["sources"]
+    assert [share["row_share"] for share in found] == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    assert all(share["eval_loss_after"] < share["eval_loss_before"] for share in found)

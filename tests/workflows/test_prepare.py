@@ -1,6 +1,8 @@
 """The tasks that name the data of a run and prepare it."""
 
+import gc
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,8 @@ from strata_platform.spec import RunSpec
 from tasks import prepare
 from tasks.runtime.run_folder.folder import RunFolder
 
+pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning")
+
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -31,6 +35,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": url, "key": "test", "secret": "test"})
     yield "s3://rows/prepared"
     server.stop()
+    # flytekit leaves a folder of each task that it runs to the garbage collector, which warns of it.
+    gc.collect()
 
 
 def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: Path, s3: str, monkeypatch):
@@ -48,7 +54,7 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
     spec = RunSpec.model_validate({"data": section, "objective": {"type": "pretrain"}, "output": str(tmp_path / "out")})
     planned = prepare.plan(spec=spec)
     begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
-    assert len(begun.shares) > 2 and begun.shares[:2] == ["0-2", "3-5"]
+    assert len(begun.shares) > 2 and begun.shares[:2] == ["0:0-2", "0:3-5"]
     counts = map_task(partial(prepare.prepare_share, data=begun.data))(share=begun.shares)
     completed = Path(prepare.complete(data=begun.data, prepared=counts).path)
     assert not list(completed.glob("*.safetensors"))
@@ -58,6 +64,51 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
     assert len(found.train) == len(alone.train) > 10
     for index in range(len(found.train)):
         assert torch.equal(found.train[index]["labels"], alone.train[index]["labels"])
+    # A task that is repeated finds all parts done.
+    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url).shares == []
+
+
+def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: str, monkeypatch):
+    from tasks.runtime import data
+    from tasks.runtime.data import part_processes, pipeline
+    from tasks.runtime.data.growing_mixture import GrowingMixture
+
+    monkeypatch.setattr(prepare, "configure_logging", lambda: None)
+    monkeypatch.setattr(prepare, "_SHARE", 3)
+    monkeypatch.setattr(pipeline, "PART_BYTES", 1500)
+    monkeypatch.setattr(part_processes, "available_cpus", lambda: 1)
+    monkeypatch.setenv("STRATA_DATA_CACHE", str(tmp_path / "cache"))
+    sources = []
+    for name, count in (("a", 90), ("b", 60), ("c", 4)):
+        texts = [f"def {name}_{number}(value): return value * {number}\n" * (1 + number % 5) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sources.append({"source": str(tmp_path / f"{name}.jsonl"), "weight": 1})
+    how = {"prepared_url": s3, "sequence_length": 64, "shuffle": "window", "streaming": True}
+    spec = RunSpec.model_validate(
+        {
+            "data": {"sources": sources[:2], "validation_source": sources[2]["source"], **how},
+            "objective": {"type": "pretrain"},
+            "training": {"steps": 3},
+            "output": str(tmp_path / "out"),
+        }
+    )
+    planned = prepare.plan(spec=spec)
+    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+    # The rows for evaluation are there; the two sources take turns.
+    assert [share.partition(":")[0] for share in begun.shares[:4]] == ["0", "1", "0", "1"]
+    # As a pod has it that trains at the same time: nothing but the folder and the store.
+    copy = tmp_path / "pod" / "data"
+    shutil.copytree(begun.data.download(), copy)
+    growing = data.open_prepared(copy, spec.data)
+    assert isinstance(growing, GrowingMixture) and len(growing.validation_by_source()[2]) > 0
+    counts = map_task(partial(prepare.prepare_share, data=begun.data))(share=begun.shares)
+    completed = Path(prepare.complete(data=begun.data, prepared=counts).path)
+    assert not list(completed.rglob("*.safetensors"))
+    alone = data.prepare(planned.recipe, tmp_path / "alone" / "mixture", report=lambda line: None)
+    for found in (data.open_prepared(completed, spec.data), growing.completed()):
+        assert len(found.train) == len(alone.train) > 10
+        for index in range(len(found.train)):
+            assert torch.equal(found.train[index]["labels"], alone.train[index]["labels"])
     # A task that is repeated finds all parts done.
     assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url).shares == []
 

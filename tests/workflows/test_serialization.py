@@ -337,7 +337,7 @@ def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(s
 def test_pods_prepare_shares_of_a_large_source_and_training_waits_unless_it_streams(streaming):
     how = {"prepared_url": "s3://bucket/rows", "shuffle": "window", "streaming": streaming}
     spec = RunSpec.model_validate({"data": {"source": "a.jsonl", **how}, "training": {"steps": 3}})
-    nodes = {node.id: node for node in compiled(spec, ["0-31", "32-40"]).nodes}
+    nodes = {node.id: node for node in compiled(spec, ["0:0-31", "0:32-40"]).nodes}
 
     def comes_after(node):
         return set().union(*({name, *comes_after(nodes[name])} for name in node.upstream_node_ids if name in nodes))

@@ -49,7 +49,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _schedule(spec.schedule, spec.training)
     yield from _data(spec.data)
     yield from source_rules(spec.data)
-    yield from streaming_rules(spec.data, spec.training, spec.evaluation)
+    yield from streaming_rules(spec)
     yield from evaluation_rules(spec)
 
 

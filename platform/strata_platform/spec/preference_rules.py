@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
 from strata_platform.spec.data import BUILTIN_SOURCES
+from strata_platform.spec.model import Lora
 from strata_platform.spec.objectives import LABELLED, PAIRED, PREFERENCES, WITH_REFERENCE, Dpo, DpoLoss
 from strata_platform.spec.problems import Contradiction
 
@@ -37,12 +38,6 @@ def _data(objective: Objective, data: Data) -> Iterator[Contradiction]:
         kind in PREFERENCES and data.train_on is not None,
         ("data.train_on", "objective.type"),
         f"set, but objective.type '{kind}' compares {compared} and nothing else; leave data.train_on out",
-    )
-    yield Contradiction(
-        data.streaming and kind in WITH_REFERENCE,
-        ("data.streaming", "objective.type"),
-        f"begins before all rows are prepared, but objective.type '{kind}' reads all "
-        f"{'pairs' if kind in PAIRED else 'rows'} first; set data.streaming to false",
     )
 
 
@@ -90,7 +85,15 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
 
 
 def _reference(spec: RunSpec) -> Iterator[Contradiction]:
-    reference = getattr(spec.objective, "reference", None)
+    reference, kind = getattr(spec.objective, "reference", None), spec.objective.type
+    in_each_step = isinstance(spec.adapter, Lora) and spec.adapter.starts_from_base and reference != "precomputed"
+    yield Contradiction(
+        spec.data.streaming and kind in WITH_REFERENCE and not in_each_step,
+        ("data.streaming", "objective.reference", "adapter.type"),
+        f"begins before all rows are prepared, but objective.reference '{reference}' reads all "
+        f"{'pairs' if kind in PAIRED else 'rows'} with the initial model first; set objective.reference to 'adapter' "
+        "with adapter.type 'lora', or data.streaming to false",
+    )
     yield Contradiction(
         reference == "adapter" and spec.adapter.type == "none",
         ("objective.reference", "adapter.type"),

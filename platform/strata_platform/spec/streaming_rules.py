@@ -9,12 +9,12 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data
-    from strata_platform.spec.run_spec import Evaluation
-    from strata_platform.spec.training import Training
+    from strata_platform.spec.run_spec import RunSpec
 
 
-def streaming_rules(data: Data, training: Training, evaluation: Evaluation) -> Iterator[Contradiction]:
+def streaming_rules(spec: RunSpec) -> Iterator[Contradiction]:
     """Rules for `data.shuffle`, `data.prepared_url` and `data.streaming`."""
+    data = spec.data
     yield Contradiction(
         data.shuffle != "window" and data.shuffle_window is not None,
         ("data.shuffle_window", "data.shuffle"),
@@ -34,21 +34,30 @@ def streaming_rules(data: Data, training: Training, evaluation: Evaluation) -> I
         "'window', or data.streaming to false",
     )
     yield Contradiction(
-        data.streaming and training.steps is None,
+        data.streaming and spec.training.steps is None,
         ("data.streaming", "training.steps"),
         "begins before the rows are counted, so epochs cannot be converted to steps; set training.steps, or "
         "data.streaming to false",
     )
+    holding = [field for field, fraction in _held_out(data) if fraction > 0]
     yield Contradiction(
-        data.streaming and evaluation.every is not None,
-        ("data.streaming", "evaluation.every"),
-        "begins before all rows are prepared, but evaluation.every reads the validation rows of all parts; set "
-        "data.streaming to false, or leave evaluation.every out",
+        data.streaming and spec.evaluation.every is not None and bool(holding),
+        ("data.streaming", "evaluation.every", *holding),
+        "begins before all rows are prepared, but evaluation.every reads the rows that "
+        f"{holding[0] if holding else 'data.validation_fraction'} holds out of all parts; set that to 0 and name rows "
+        "for evaluation in data.validation_source, which are prepared first, or set data.streaming to false",
     )
-    one = len(data.single_sources()) == 1
-    for field, given in (("prepared_url", data.prepared_url is not None), ("streaming", data.streaming)):
-        yield Contradiction(
-            given and not one,
-            (f"data.{field}", "data.sources", "data.validation_source"),
-            "is for one source, and data.sources or data.validation_source names others; leave one of them out",
-        )
+    yield Contradiction(
+        data.streaming and len(data.sources) > 1 and None in data.weights,
+        ("data.streaming", "data.sources"),
+        "begins before the rows are counted, but the sources of data.sources are drawn by their numbers of rows; give "
+        "each a weight, or set data.streaming to false",
+    )
+
+
+def _held_out(data: Data) -> Iterator[tuple[str, float]]:
+    """The share that each source holds out, by its field."""
+    if not data.sources:
+        yield "data.validation_fraction", data.validation_fraction
+    for number, source in enumerate(data.sources):
+        yield f"data.sources[{number}].validation_fraction", source.validation_fraction

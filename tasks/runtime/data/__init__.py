@@ -15,7 +15,7 @@ from tasks.runtime.data.dataset import (
     collator,
 )
 from tasks.runtime.data.fingerprint import fingerprint, recipe_of
-from tasks.runtime.data.growing_data import open_prepared
+from tasks.runtime.data.growing_mixture import open_prepared
 from tasks.runtime.data.pipeline import prepare
 from tasks.runtime.data.prepared_manifest import Manifest, Sample
 

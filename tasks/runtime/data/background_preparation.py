@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from strata_platform.spec import DataRecipe
@@ -21,10 +23,10 @@ class BackgroundPreparation:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, recipe: DataRecipe, out: Path, url: str | None) -> None:
+    def start(self, recipe: DataRecipe, out: Path, url: str | None, weights: Sequence[float | None]) -> None:
         """Start to prepare; see `prepare`."""
-        command = [sys.executable, "-m", __name__, recipe.model_dump_json(), str(out), *([url] if url else [])]
-        self._process = subprocess.Popen(command)
+        how = json.dumps({"url": url, "weights": weights})
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, recipe.model_dump_json(), str(out), how])
 
     def require_alive(self) -> None:
         """Raises ValueError when the preparation has failed."""
@@ -42,7 +44,7 @@ class BackgroundPreparation:
 
 
 def main() -> None:
-    """Prepare the data of a recipe: arguments are the recipe as JSON, the folder, and the URL, if there is one."""
+    """Prepare the data of a recipe: arguments are the recipe as JSON, the folder, and options of `prepare` as JSON."""
     die_with_parent()
     os.nice(_NICENESS)
     configure_logging()
@@ -50,10 +52,10 @@ def main() -> None:
 
     from tasks.runtime.data import prepare
 
-    recipe, out, *url = sys.argv[1:]
+    recipe, out, how = sys.argv[1:]
     log = logging.getLogger("tasks.runtime.data")
     try:
-        prepare(DataRecipe.model_validate_json(recipe), Path(out), report=log.info, url=url[0] if url else None)
+        prepare(DataRecipe.model_validate_json(recipe), Path(out), report=log.info, **json.loads(how))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -110,6 +110,13 @@ class RowDataset(Dataset[Row]):
         padded = [_pad(part, size - part["input_ids"].numel(), self._pad_token_id) for part in (matched, other)]
         return padded[0] | {f"{MISMATCHED}{name}": tensor for name, tensor in padded[1].items()}
 
+    def by_source(self, manifest: Manifest) -> list[tuple[int, Shards]]:
+        """The index of the first training row and the shards of each source that is trained on."""
+        if len(manifest.trained) == 1:
+            return [(0, self.shards)]
+        first = accumulate((source.train.rows for source in manifest.trained), initial=0)
+        return [(begin, self.shards.part(source.train)) for begin, source in zip(first, manifest.trained, strict=False)]
+
     def _find(self, index: int) -> tuple[int, int]:
         """The shard with a row, and the row's place in it."""
         while not self._row_ends or index >= self._row_ends[-1]:
@@ -224,6 +231,8 @@ class PreparedData:
     rows_type = RowDataset
     cache_bytes = 32 << 30
     """Bytes that shards of an object store may take on this machine's disk."""
+    cache_name: str | None = None
+    """The name of a cache that other prepared data shares; by default one of its own."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, reference_log_probs: dict[str, ReferenceLogProbs] | None = None
@@ -301,4 +310,6 @@ class PreparedData:
         """The cache of the shards, if they are in an object store."""
         if self.manifest.url is None:
             return None
-        return ShardCache(ShardStore(self.manifest.url), cache_folder(self.manifest.recipe_hash), self.cache_bytes)
+        own = self.manifest.recipe_hash
+        prefix = "" if self.cache_name is None else f"{own}-"
+        return ShardCache(ShardStore(self.manifest.url), cache_folder(self.cache_name or own), self.cache_bytes, prefix)

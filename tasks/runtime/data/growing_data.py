@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from strata_platform.spec.data import Data
 from tasks.runtime.data.dataset import SAMPLES, PreparedData, RowDataset
-from tasks.runtime.data.document_buffer import SHARD_TOKENS
 from tasks.runtime.data.part_records import prepared_parts
 from tasks.runtime.data.preparation_plan import Plan, parse_plan
-from tasks.runtime.data.prepared_manifest import EMPTY, MANIFEST, PLAN, Manifest, Sample
+from tasks.runtime.data.prepared_manifest import EMPTY, MANIFEST, PLAN, SKIP_REASONS, Manifest, Sample
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.shards import GrowingShards
 
@@ -20,13 +18,6 @@ log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_BETWEEN_REPORTS = 30.0
-# An int32 and a bool for each token, and the bounds of documents and rows.
-_LARGEST_SHARD = 6 * SHARD_TOKENS
-
-
-def store_of(plan: Plan, folder: Path) -> ShardStore:
-    """The place of the shards of a plan in `folder`."""
-    return ShardStore(folder if plan.url is None else plan.url)
 
 
 def fetch_manifest(folder: Path) -> bool:
@@ -36,7 +27,7 @@ def fetch_manifest(folder: Path) -> bool:
     plan = parse_plan(ShardStore(folder).read(PLAN))
     if plan is None or plan.url is None:
         return False
-    local, store = ShardStore(folder), store_of(plan, folder)
+    local, store = ShardStore(folder), plan.store(folder)
     found = store.read(MANIFEST)
     if found is None:
         return False
@@ -45,39 +36,15 @@ def fetch_manifest(folder: Path) -> bool:
     return True
 
 
-def open_prepared(folder: Path, data: Data, require_alive: Callable[[], None] = lambda: None) -> PreparedData:
-    """Open prepared data for training, also before it is complete if `data.streaming` is set.
-
-    require_alive: raises an error when the preparation has failed.
+def open_source(folder: Path, require_alive: Callable[[], None]) -> PreparedData:
+    """Open a single source that is prepared, or whose preparation has begun.
 
     Raises:
-        ValueError: the folder has no prepared data.
+        ValueError: the folder has neither.
     """
     complete = fetch_manifest(folder)
     plan = parse_plan(ShardStore(folder).read(PLAN))
-    if complete or plan is None or not data.streaming:
-        found = PreparedData.load(folder)
-    else:
-        found = GrowingData(folder, plan, require_alive)
-    found.cache_bytes = data.cache_bytes
-    if found.manifest.url is not None:
-        _require_cache(found, data)
-    return found
-
-
-def _require_cache(found: PreparedData, data: Data) -> None:
-    """Raises ValueError when shards would be fetched again and again, because the cache is too small."""
-    shards = found.manifest.train.shards
-    largest = max((shard.bytes for shard in shards), default=_LARGEST_SHARD)
-    whole = sum(shard.bytes for shard in shards)
-    needed = whole if data.shuffle == "global" else 2 * data.window * largest
-    if found.cache_bytes < min(needed, whole or needed):
-        way_out = "lower data.shuffle_window" if data.shuffle == "window" else "set data.shuffle to 'window'"
-        reads = "all rows" if data.shuffle == "global" else f"two windows of {data.window} shards"
-        raise ValueError(
-            f"data.cache_gib {data.cache_bytes / 2**30:g} is too small: data.shuffle {data.shuffle!r} reads {reads}, "
-            f"{needed / 2**30:.2f} GiB, at a time; raise it, or {way_out}"
-        )
+    return PreparedData.load(folder) if complete or plan is None else GrowingData(folder, plan, require_alive)
 
 
 class GrowingData(PreparedData):
@@ -102,7 +69,7 @@ class GrowingData(PreparedData):
     @property
     def train(self) -> RowDataset:
         """Rows of the training split, which wait for the parts that they are in."""
-        store = store_of(self._plan, self.folder)
+        store = self._plan.store(self.folder)
         shards = GrowingShards(store, len(self._plan.parts), self.cache(), self._require_alive)
         return self._dataset(shards, None)
 
@@ -122,11 +89,11 @@ class GrowingData(PreparedData):
             self._require_alive()
             if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
-                done = len(prepared_parts(store_of(self._plan, self.folder)))
+                done = len(prepared_parts(self._plan.store(self.folder)))
                 log.info("waiting for the end of the preparation: %d of %d parts", done, len(self._plan.parts))
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         found = PreparedData.load(self.folder)
-        found.cache_bytes = self.cache_bytes
+        found.cache_bytes, found.cache_name = self.cache_bytes, self.cache_name
         return found
 
 
@@ -141,7 +108,7 @@ def _preliminary(plan: Plan, vocabulary: int = 0, largest: int = 0, pad: int = 0
         packing=plan.recipe["data"]["packing"],
         samples_read=0,
         samples_used=0,
-        skipped={},
+        skipped=dict.fromkeys(SKIP_REASONS, 0),
         truncated=0,
         split_long=0,
         split_turns=0,

@@ -1,7 +1,4 @@
-"""Several sources as one: which source a row of a run comes from, and one folder for what was prepared apart.
-
-Each source is prepared by its own recipe, in its own folder, which other runs share. The folder of a mixture has hard
-links to their shards, so that it is complete by itself and takes no space.
+"""Several sources as one: which source a row of a run comes from.
 
 The source of a row is a pure function of its position in the run. Source k takes n w / W, rounded, of the first n
 positions that the sources before it leave, with its weight w and the weights W of all but those. So after any number of
@@ -10,26 +7,14 @@ rows, each source is within a few rows of its share.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
-from itertools import accumulate, chain, zip_longest
-from pathlib import Path
+from itertools import accumulate
 from typing import Protocol
 
-from strata_platform.spec import DataRecipe
-from tasks.runtime.data.columns import CHATS, PREFERENCES
-from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
-from tasks.runtime.data.own_format import is_own_chat
-from tasks.runtime.data.prepared_manifest import EMPTY, Manifest, Split
+from tasks.runtime.data.prepared_manifest import Manifest, Split
 from tasks.runtime.run_folder.record import SourceShare
-
-# The format of a mixture of several.
-_MIXED = "mixed"
 
 
 class RowOrder(Protocol):
@@ -88,12 +73,11 @@ class Draw:
 class MixedRows:
     """Endless stream of row indices over several sources, whose rows follow each other in one split.
 
-    orders: the stream of each source. rows: the number of its rows.
+    orders: the stream of each source. first: the index of the first row of each.
     """
 
-    def __init__(self, draw: Draw, orders: Sequence[RowOrder], rows: Sequence[int]) -> None:
-        self._draw, self._orders = draw, orders
-        self._first = [0, *accumulate(rows)]
+    def __init__(self, draw: Draw, orders: Sequence[RowOrder], first: Sequence[int]) -> None:
+        self._draw, self._orders, self._first = draw, orders, first
 
     def __getitem__(self, position: int) -> int:
         number, index = self._draw.source(position)
@@ -111,7 +95,10 @@ def draw_of(manifest: Manifest, weights: Sequence[float | None]) -> Draw:
 def source_shares(
     manifest: Manifest, weights: Sequence[float | None], spans: Sequence[tuple[int, int]]
 ) -> tuple[SourceShare, ...]:
-    """What a run reads of each source; empty for a single one. spans: of its positions, each (first, last + 1)."""
+    """What a run reads of each source; empty for a single one. spans: of its positions, each (first, last + 1).
+
+    The manifest has the counts of all rows.
+    """
     if not manifest.sources:
         return ()
     draw = draw_of(manifest, weights)
@@ -141,66 +128,4 @@ def _share(source: str, split: Split, weight: float, epochs: float, rows: float,
         tokens=round(epochs * split.tokens),
         token_share=epochs * split.tokens / tokens,
         epochs=epochs,
-    )
-
-
-def compose(recipe: DataRecipe, sources: Sequence[PreparedData], folder: Path) -> None:
-    """Write the prepared data of a recipe of several sources to `folder`, from its prepared sources."""
-    moved = [_link(source, folder, str(number)) for number, source in enumerate(sources)]
-    chats = [source for source in sources if _has_chats(source.manifest)]
-    # All have the same tokens; those of chats also have the chat template.
-    shutil.copytree((chats or sources)[0].folder / TOKENIZER, folder / TOKENIZER)
-    rounds = zip_longest(*(source.samples() for source in sources))
-    samples = [sample._asdict() for sample in chain.from_iterable(rounds) if sample is not None]
-    (folder / SAMPLES).write_text(json.dumps(samples, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    _merged(recipe, moved).write(folder)
-
-
-def _has_chats(manifest: Manifest) -> bool:
-    return manifest.format in CHATS or is_own_chat(DataRecipe.model_validate(manifest.recipe).data)
-
-
-def _link(source: PreparedData, folder: Path, name: str) -> Manifest:
-    """Link the shards of a source below `folder`. Returns its manifest, as of `folder`."""
-    (folder / name).mkdir()
-
-    def linked(split: Split) -> Split:
-        for shard in split.shards:
-            _link_or_copy(source.folder / shard.file, folder / name / shard.file)
-        return replace(split, shards=tuple(replace(shard, file=f"{name}/{shard.file}") for shard in split.shards))
-
-    return replace(source.manifest, train=linked(source.manifest.train), validation=linked(source.manifest.validation))
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Some file systems have no links.
-        shutil.copyfile(source, target)
-
-
-def _merged(recipe: DataRecipe, sources: Sequence[Manifest]) -> Manifest:
-    formats = {source.format for source in sources}
-    if formats <= set(PREFERENCES):
-        formats = {PREFERENCES[0]}
-    return replace(
-        sources[0],
-        recipe=recipe.model_dump(mode="json"),
-        recipe_hash=recipe.hash(),
-        source=", ".join(source.source for source in sources),
-        format=formats.pop() if len(formats) == 1 else _MIXED,
-        columns=(),
-        samples_read=sum(source.samples_read for source in sources),
-        samples_used=sum(source.samples_used for source in sources),
-        skipped={reason: sum(source.skipped[reason] for source in sources) for reason in sources[0].skipped},
-        truncated=sum(source.truncated for source in sources),
-        split_long=sum(source.split_long for source in sources),
-        split_turns=sum(source.split_turns for source in sources),
-        train=sum((source.train for source in sources), EMPTY),
-        validation=sum((source.validation for source in sources), EMPTY),
-        largest_token_id=max(source.largest_token_id for source in sources),
-        stop_token_ids=tuple(sorted({token for source in sources for token in source.stop_token_ids})),
-        plan_hash=None,
-        sources=tuple(sources),
     )

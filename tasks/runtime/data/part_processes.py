@@ -11,9 +11,10 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,6 +22,7 @@ from tempfile import mkdtemp
 from transformers import AutoTokenizer
 
 from strata_platform.spec import DataRecipe
+from tasks.runtime.data.dataset import TOKENIZER
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.part_records import prepared_parts, record_name
 from tasks.runtime.data.preparation_plan import Plan, parse_plan
@@ -32,37 +34,68 @@ from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.signals import die_with_parent
 
+# Arguments of `_prepare_one`, which processes can send each other.
+_Task = tuple[Path | str, Path, str, int]
+
 _SCRATCH = ".part-"
+# Sources that a process is ready for at a time, each with a tokenizer.
+_READY = 8
 # The first parts, whose samples are enough for evaluation.
 _SAMPLED_PARTS = 4
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 
-def prepare_parts(
-    plan: Plan,
-    tokenizer: Path,
-    store: ShardStore,
-    numbers: Iterable[int],
-    *,
-    report: Report,
-    processes: int | None = None,
-) -> None:
-    """Prepare the parts of a plan that have no record in the store yet, in order.
+@dataclass(frozen=True, eq=False)
+class PlannedSource:
+    """A source whose parts are prepared one by one. folder: that of its plan and its tokenizer."""
 
-    tokenizer: the folder of the plan's tokenizer. processes: by default the processors that this process may use.
+    plan: Plan
+    folder: Path
+
+    @property
+    def store(self) -> ShardStore:
+        """The place of its shards."""
+        return self.plan.store(self.folder)
+
+    def task(self, number: int) -> _Task:
+        """What a process needs to prepare a part."""
+        store = self.store
+        return store.folder or store.place, self.folder / TOKENIZER, self.plan.recipe_hash, number
+
+
+PlannedPart = tuple[PlannedSource, int]
+"""A part of a source, by its number."""
+
+
+def in_turns(sources: Sequence[PlannedSource], weights: Sequence[float | None]) -> list[PlannedPart]:
+    """The parts of sources in about the order in which training first reads them.
+
+    weights: of the sources in training; without one, a source is read to its end while the others are.
+    """
+    found = []
+    for place, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+        parts = len(source.plan.parts)
+        found += [(number / (weight or parts), place, number) for number in range(parts)]
+    return [(sources[place], number) for _, place, number in sorted(found)]
+
+
+def prepare_parts(parts: Sequence[PlannedPart], *, report: Report, processes: int | None = None) -> None:
+    """Prepare parts that have no record in their store yet, in order.
+
+    processes: by default the processors that this process may use.
 
     Raises:
         ValueError: as `PartPreparer.prepare`.
         RuntimeError: a process was killed.
     """
-    numbers = list(numbers)
-    done = prepared_parts(store)
-    left = [number for number in numbers if number not in done]
-    if store.folder is not None:
-        for path in store.folder.glob(f"{_SCRATCH}*"):
+    sources = dict.fromkeys(source for source, _ in parts)
+    done = {source: prepared_parts(source.store) for source in sources}
+    left = [(source, number) for source, number in parts if number not in done[source]]
+    for source in sources:
+        for path in source.folder.glob(f"{_SCRATCH}*"):
             shutil.rmtree(path, ignore_errors=True)
-    if len(left) < len(numbers):
-        report(f"{len(numbers) - len(left):,} of {len(numbers):,} parts are prepared already")
+    if len(left) < len(parts):
+        report(f"{len(parts) - len(left):,} of {len(parts):,} parts are prepared already")
     if not left:
         return
     cpus = available_cpus()
@@ -72,7 +105,7 @@ def prepare_parts(
     if workers == 1:
         # No other process is worth its start.
         try:
-            _wait((_prepare_one(*_task(plan, tokenizer, store, number)) for number in left), len(left), report)
+            _wait((_prepare_one(*source.task(number)) for source, number in left), len(left), report)
         finally:
             stop_rendering()
         return
@@ -80,7 +113,7 @@ def prepare_parts(
     arguments = (threads, os.getpid())
     with ProcessPoolExecutor(workers, context, initializer=_initialize, initargs=arguments) as pool:
         try:
-            futures = [pool.submit(_prepare_one, *_task(plan, tokenizer, store, number)) for number in left]
+            futures = [pool.submit(_prepare_one, *source.task(number)) for source, number in left]
             _wait((future.result() for future in as_completed(futures)), len(left), report)
         except BrokenProcessPool as error:
             raise RuntimeError(
@@ -111,14 +144,6 @@ def _wait(done: Iterator[tuple[int, int]], parts: int, report: Report) -> None:
             )
 
 
-# Arguments of `_prepare_one`, which processes can send each other.
-_Task = tuple[Path | str, Path, str, int]
-
-
-def _task(plan: Plan, tokenizer: Path, store: ShardStore, number: int) -> _Task:
-    return store.folder or store.place, tokenizer, plan.recipe_hash, number
-
-
 def _initialize(threads: int, parent: int) -> None:
     """In a new process: threads of the tokenizer, and an end with the process that started it."""
     os.environ["RAYON_NUM_THREADS"] = str(threads)
@@ -147,7 +172,7 @@ def _prepare_one(place: Path | str, tokenizer: Path, recipe_hash: str, number: i
     return record.counts.read, record.train.tokens + record.validation.tokens
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=_READY)
 def _preparer(place: Path | str, tokenizer_folder: Path, recipe_hash: str) -> tuple[ShardStore, Plan, PartPreparer]:
     store = ShardStore(place)
     plan = parse_plan(store.read(PLAN))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,9 +17,9 @@ from tasks.runtime.data.atomic_folder import atomic_folder, folder_lock, require
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
-from tasks.runtime.data.growing_data import fetch_manifest, store_of
-from tasks.runtime.data.mixture import compose
-from tasks.runtime.data.part_processes import prepare_parts
+from tasks.runtime.data.growing_data import fetch_manifest
+from tasks.runtime.data.mixture_folder import claim_folder, compose, copy_tokenizer, source_folders
+from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_parts
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, in_all, read_record
 from tasks.runtime.data.parts import PART_BYTES, Part, divide
 from tasks.runtime.data.preparation_plan import Plan, make_plan, package_versions, parse_plan
@@ -33,51 +36,63 @@ _SHORT = 16
 
 
 def prepare(
-    recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None, processes: int | None = None
+    recipe: DataRecipe,
+    out: Path,
+    *,
+    report: Report,
+    url: str | None = None,
+    processes: int | None = None,
+    weights: Sequence[float | None] = (),
 ) -> PreparedData:
     """Prepare the recipe's data in the folder `out`, or reuse the data if `out` has the same recipe's already.
 
     A small source is prepared in this process, and its folder is written atomically. A large one is prepared part by
     part in several processes; killed, it continues without the parts that are done. The rows are the same for any
     number of processes. Concurrent preparations of the same folder wait for each other. A recipe without a fingerprint
-    gets one here, so that changed files are noticed. Of several sources, each is prepared in a folder of its own beside
-    `out`, or reused there.
+    gets one here, so that changed files are noticed. Of several sources, each is prepared in a folder of its own or
+    reused there: beside `out` or, with a URL, in it.
 
     report: called with lines for the log: the format, progress every few seconds, the final counts.
     url: an object store for the shards; `out` then has all the rest, and where they are.
-    processes: for a large source; by default the processors that this process may use.
+    processes: for large sources; by default the processors that this process may use.
+    weights: `data.sources` is read with these, by which its parts take turns.
 
     Raises:
         ValueError: the source is not found, unreadable or empty; a column is missing; a row is invalid and
             `data.invalid` is `error`; no sample is usable; or `out` has other files.
     """
     recipe, out = _identified(recipe), Path(out).absolute()
-    with folder_lock(out):
+    with folder_lock(out), ExitStack() as locks:
         if found := _reusable(out, recipe):
             report(f"the data of recipe {recipe.hash()} is already prepared in {out}")
             return found
-        if len(recipe.single_sources()) > 1:
-            # Refused before any work is done.
-            require_replaceable(out)
-            return _prepare_mixture(recipe, out, report, processes)
         started = time.monotonic()
-        plan = _begin(recipe, out, url, report)
-        if plan is not None and not fetch_manifest(out):
-            store = store_of(plan, out)
-            prepare_parts(plan, out / TOKENIZER, store, range(len(plan.parts)), report=report, processes=processes)
-            finish(out, report)
+        planned = _begin_sources(recipe, out, url, report, locks)
+        parts = in_turns([*planned.values()], [_weight(recipe, number, weights) for number in planned])
+        prepare_parts(parts, report=report, processes=processes)
+        finish(out, report)
         report(f"prepared in {time.monotonic() - started:.1f} s")
     return PreparedData.load(out)
 
 
-def begin(recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None) -> Plan | None:
-    """Do what comes before the parts of a large source. Returns their plan, or None if all data is prepared now."""
+def begin(recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None) -> dict[int, Plan]:
+    """Do what comes before the parts of large sources. Sources for evaluation alone are prepared here, too.
+
+    Returns the plans of those whose parts are left, by the number of the source; none if all data is prepared now.
+    """
     recipe, out = _identified(recipe), Path(out).absolute()
-    with folder_lock(out):
+    with folder_lock(out), ExitStack() as locks:
         if _reusable(out, recipe):
-            return None
-        plan = _begin(recipe, out, url, report)
-        return None if plan is None or fetch_manifest(out) else plan
+            return {}
+        planned = _begin_sources(recipe, out, url, report, locks)
+        for number in [number for number in planned if recipe.single_sources()[number].validation_only]:
+            # Evaluation during training reads them.
+            source = planned.pop(number)
+            prepare_parts(in_turns([source], [None]), report=report)
+            _finish_source(source.folder, report)
+        if not planned:
+            finish(out, report)
+        return {number: source.plan for number, source in planned.items()}
 
 
 def _identified(recipe: DataRecipe) -> DataRecipe:
@@ -92,15 +107,45 @@ def _reusable(out: Path, recipe: DataRecipe) -> PreparedData | None:
     return found if found.manifest.recipe_hash == recipe.hash() else None
 
 
-def _prepare_mixture(recipe: DataRecipe, out: Path, report: Report, processes: int | None) -> PreparedData:
-    """Prepare each of several sources by its own recipe, and link them into one folder."""
-    recipes, prepared = recipe.single_sources(), []
-    for number, single in enumerate(recipes, start=1):
-        report(f"source {number} of {len(recipes)}{', for evaluation' if single.validation_only else ''}")
-        prepared.append(prepare(single, out.parent / single.hash(), report=report, processes=processes))
-    with atomic_folder(out, is_usable=lambda: _reusable(out, recipe) is not None) as folder:
-        compose(recipe, prepared, folder)
-    return PreparedData.load(out)
+def _weight(recipe: DataRecipe, number: int, weights: Sequence[float | None]) -> float | None:
+    """The weight of a single source; those for evaluation alone come first."""
+    singles = recipe.single_sources()
+    if singles[number].validation_only:
+        return math.inf
+    return weights[sum(not single.validation_only for single in singles[:number])] if weights else None
+
+
+def _begin_sources(
+    recipe: DataRecipe, out: Path, url: str | None, report: Report, locks: ExitStack
+) -> dict[int, PlannedSource]:
+    """Prepare the small sources, and plan the large ones. Returns these, as far as they are not complete.
+
+    The caller holds the lock of `out`; `locks` takes those of sources that have folders of their own.
+    """
+    recipes = recipe.single_sources()
+    if len(recipes) == 1:
+        plan = _begin(recipe, out, url, report)
+        return {} if plan is None or fetch_manifest(out) else {0: PlannedSource(plan, out)}
+    folders, found = claim_folder(recipe, out, url), dict[int, PlannedSource]()
+    # In one order, so that no two preparations wait for each other.
+    for folder in sorted({*folders}):
+        locks.enter_context(folder_lock(folder))
+    for number, (single, folder) in enumerate(zip(recipes, folders, strict=True)):
+        evaluates = ", for evaluation" if single.validation_only else ""
+        report(f"source {number + 1} of {len(recipes)}{evaluates}")
+        if _reusable(folder, single):
+            report(f"the data of recipe {single.hash()} is already prepared in {folder}")
+        elif folder not in folders[:number]:
+            plan = _begin(single, folder, url, report)
+            if plan is not None and not fetch_manifest(folder):
+                found[number] = PlannedSource(plan, folder)
+    copy_tokenizer([(folder, _described(folder)) for folder in folders], out)
+    return found
+
+
+def _described(folder: Path) -> Manifest | Plan:
+    """What is known of a source whose preparation has begun."""
+    return parse_plan(ShardStore(folder).read(PLAN)) or Manifest.read(folder)
 
 
 def _begin(recipe: DataRecipe, out: Path, url: str | None, report: Report) -> Plan | None:
@@ -169,24 +214,35 @@ def _make_plan(
     return plan
 
 
-def prepare_range(out: Path, numbers: range, report: Report) -> None:
-    """Prepare some parts of the plan in the folder `out`, without those that are done.
+def prepare_range(out: Path, number: int, parts: range, report: Report) -> None:
+    """Prepare some parts of a source whose preparation was begun in the folder `out`, without those that are done.
 
     Raises ValueError and RuntimeError as `prepare_parts`.
     """
-    plan = parse_plan(ShardStore(out).read(PLAN))
+    folder = (source_folders(out) or [out])[number]
+    plan = parse_plan(ShardStore(folder).read(PLAN))
     assert plan is not None
-    prepare_parts(plan, out / TOKENIZER, store_of(plan, out), numbers, report=report)
+    source = PlannedSource(plan, folder)
+    prepare_parts([(source, part) for part in parts], report=report)
 
 
 def finish(out: Path, report: Report) -> None:
-    """Write the manifest of a source whose parts are all prepared.
+    """Write the manifest of data whose parts are all prepared.
 
-    Raises ValueError when no sample is usable.
+    Raises ValueError when no sample of a source is usable.
     """
+    folders = source_folders(out)
+    for folder in dict.fromkeys(folders or [out]):
+        if not fetch_manifest(folder):
+            _finish_source(folder, report)
+    if folders:
+        compose(out, [PreparedData.load(folder) for folder in folders])
+
+
+def _finish_source(out: Path, report: Report) -> None:
     plan = parse_plan(ShardStore(out).read(PLAN))
     assert plan is not None
-    recipe, store = DataRecipe.model_validate(plan.recipe), store_of(plan, out)
+    recipe, store = DataRecipe.model_validate(plan.recipe), plan.store(out)
     records: list[PartRecord] = []
     for number in range(len(plan.parts)):
         record = read_record(store, number)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ from tasks.runtime.data.prepared_manifest import PLAN_KIND
 from tasks.runtime.data.readers import Span
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.scores import score_column
+from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.sources import Source, open_source
 from tasks.runtime.data.special_tokens import texts_in
 from tasks.runtime.data.text_files import pieces
@@ -76,6 +78,10 @@ class Plan:
     def divided(self) -> bool:
         """Whether the parts are prepared one by one."""
         return self.url is not None or self.parts[0].pieces is not None
+
+    def store(self, folder: Path) -> ShardStore:
+        """The place of the shards, if the plan is in `folder`."""
+        return ShardStore(folder if self.url is None else self.url)
 
     @property
     def hash(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from strata_platform.file_io import write_atomic
 from tasks.runtime.data.sources import is_commit
 from tasks.runtime.run_folder import format_versions
 
@@ -15,6 +16,8 @@ MANIFEST = "manifest.json"
 KIND = "prepared data"
 PLAN = "plan.json"
 PLAN_KIND = "plan of prepared data"
+SOURCES = "sources.json"
+SOURCES_KIND = "sources of prepared data"
 VERSION = format_versions.DATA
 
 SKIP_REASONS = {
@@ -72,7 +75,7 @@ class Manifest:
     `skipped` counts by the reasons of `SKIP_REASONS`. Used samples include those that were `truncated`, split into
     pieces of a row (`split_long`) or into one document per turn (`split_turns`). `stop_token_ids` end a generation.
     `largest_token_id` covers all rows, padding and stop tokens. `url`: where the shards are, if not in the folder.
-    `plan_hash`: of data that was prepared in parts, the digest of their plan.
+    `plan_hash`: of data that was prepared in parts, the digest of their plan, or of those of its sources.
     """
 
     recipe: dict[str, Any]
@@ -125,7 +128,8 @@ class Manifest:
         can split texts in other ways.
         """
         shards = (*self.train.shards, *self.validation.shards)
-        parts = [f"{shard.file} {shard.rows} {shard.sha256}" for shard in shards]
+        # Names without folders: those of the sources of a mixture are others in an object store.
+        parts = [f"{shard.file.rpartition('/')[2]} {shard.rows} {shard.sha256}" for shard in shards]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     @property
@@ -144,13 +148,14 @@ class Manifest:
         return tuple(revision if revision is not None and is_commit(revision) else None for revision in revisions)
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json`."""
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Write `manifest.json`. Whoever waits for it sees all of it or none."""
+        content = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        write_atomic(folder / MANIFEST, content.encode(), durable=False)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest. Raises ValueError without one, for another version, or for missing or truncated shards."""
-        values = _values(folder)
+        values = values_in(folder, MANIFEST, KIND)
         if values is None:
             raise ValueError(f"{folder} has no prepared data: its {MANIFEST} is missing")
         if values["version"] != VERSION:
@@ -168,11 +173,12 @@ class Manifest:
 
 def is_prepared(folder: Path) -> bool:
     """Whether the folder has prepared data of any version, or a part of some."""
-    return _values(folder) is not None or _values(folder, PLAN, PLAN_KIND) is not None
+    kinds = ((MANIFEST, KIND), (PLAN, PLAN_KIND), (SOURCES, SOURCES_KIND))
+    return any(values_in(folder, name, kind) is not None for name, kind in kinds)
 
 
-def _values(folder: Path, name: str = MANIFEST, kind: str = KIND) -> dict[str, Any] | None:
-    """The manifest's values, or None without a manifest of prepared data: checkpoints have a file of that name, too."""
+def values_in(folder: Path, name: str, kind: str) -> dict[str, Any] | None:
+    """The values in a file, or None without one of this kind: checkpoints have a `manifest.json`, too."""
     path = folder / name
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

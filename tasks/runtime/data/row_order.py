@@ -7,8 +7,7 @@ at a time. So a run reads only these at a time, and can begin before the others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -96,14 +95,13 @@ class WindowShuffledRows:
 
 def row_order(manifest: Manifest, rows: RowDataset, data: Data, seed: int) -> RowOrder:
     """The order in which training reads the rows of the training split."""
-    if len(manifest.trained) == 1 and data.shuffle == "window":
-        return WindowShuffledRows(rows.shards, data.window, seed)
-    orders: list[RowOrder] = [*shuffled_sources(manifest, seed)]
+    first, shards = zip(*rows.by_source(manifest), strict=True)
+    orders: Sequence[RowOrder]
     if data.shuffle == "window":
-        shards = [Shards(Path(), source.train) for source in manifest.trained]
         orders = [WindowShuffledRows(one, data.window, _seed(seed, number)) for number, one in enumerate(shards)]
-    counts = [source.train.rows for source in manifest.trained]
-    return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, data.weights), orders, counts)
+    else:
+        orders = shuffled_sources(manifest, seed)
+    return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, data.weights), orders, first)
 
 
 def shuffled_sources(manifest: Manifest, seed: int) -> list[ShuffledRows]:

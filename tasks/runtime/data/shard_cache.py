@@ -42,17 +42,20 @@ def cache_folder(name: str) -> Path:
 
 
 class ShardCache:
-    """Files of a store, with at most `limit` bytes of them on disk, and at least one."""
+    """Files of a store, with at most `limit` bytes of them on disk, and at least one.
 
-    def __init__(self, store: ShardStore, folder: Path, limit: int) -> None:
+    prefix: of their names in the folder. Caches that share a folder share its limit.
+    """
+
+    def __init__(self, store: ShardStore, folder: Path, limit: int, prefix: str = "") -> None:
         self.limit = limit
-        self._store, self._folder = store, folder
+        self._store, self._folder, self._prefix = store, folder, prefix
         self._wanted: queue.SimpleQueue[Shard] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def path(self, shard: Shard) -> Path:
         """The file of a shard, after a download if it is not there. Raises ValueError when the store lacks it."""
-        path = self._folder / shard.file
+        path = self._folder / f"{self._prefix}{shard.file.replace('/', '-')}"
         if not self._touch(path):
             with open(self._folder / ".lock", "w", encoding="utf-8") as lock:
                 acquire_lock(lock)

@@ -60,6 +60,10 @@ class Shards:
         if self._cache is not None:
             self._cache.prefetch([self._known[number] for number in numbers if number < len(self._known)])
 
+    def part(self, split: Split) -> Shards:
+        """Shards of the same place: those of a split that is a part of this one."""
+        return Shards(self._folder, split, self._cache)
+
     def __getstate__(self) -> dict[str, object]:
         # Each worker process of a DataLoader maps the files itself.
         return {**self.__dict__, "_open": OrderedDict()}

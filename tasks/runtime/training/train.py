@@ -400,9 +400,15 @@ def _is_over(run: Session, latest: Path | None, steps: int) -> bool:
 
 
 def _log_sources(run: Session, data: PreparedData, steps: int) -> None:
-    if run.processes.is_main:
-        for share in source_shares(data.manifest, run.spec.data.weights, [(0, steps * run.spec.rows_per_step)]):
-            log.info("source %s", share)
+    if not run.processes.is_main:
+        return
+    if data.rows is None:
+        # How many rows each has, and so how often it repeats, is known at the end.
+        for source in run.spec.data.sources:
+            log.info("source %s: weight %s, rows are still being prepared", ", ".join(source.names), source.weight)
+        return
+    for share in source_shares(data.manifest, run.spec.data.weights, [(0, steps * run.spec.rows_per_step)]):
+        log.info("source %s", share)
 
 
 def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:

@@ -295,8 +295,8 @@ def test_a_long_value_is_shortened():
         ({"data": {"documents": "line", "document_separator": "x"}}, "data.document_separator", "data.documents"),
         ({"data": {"revision": "main"}}, "data.revision", "data.source"),
         (
-            {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}], "prepared_url": "s3://b/rows"}},
-            "data.prepared_url",
+            {"data": {**STREAMED, "sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]}, "training": {"steps": 3}},
+            "data.streaming",
             "data.sources",
         ),
         ({"data": {"shuffle_window": 4}}, "data.shuffle_window", "data.shuffle"),
@@ -306,12 +306,27 @@ def test_a_long_value_is_shortened():
         (
             {"data": {**STREAMED, "source": "a.jsonl"}, "training": {"steps": 3}, "objective": {"type": "dpo"}},
             "data.streaming",
-            "objective.type",
+            "objective.reference",
         ),
         (
             {"data": STREAMED, "training": {"steps": 3}, "evaluation": {"every": 2}},
             "data.streaming",
             "evaluation.every",
+        ),
+        (
+            {
+                "data": {
+                    **STREAMED,
+                    "sources": [
+                        {"source": "a.jsonl", "weight": 1, "validation_source": "c.jsonl"},
+                        {"source": "b.jsonl", "weight": 1},
+                    ],
+                },
+                "training": {"steps": 3},
+                "evaluation": {"every": 2},
+            },
+            "data.streaming",
+            "data.sources[1].validation_fraction",
         ),
         ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
         (
@@ -506,6 +521,31 @@ def test_a_contradiction_names_both_fields(fields, path, other):
     problems = problems_of(**fields)
     assert list(problems) == [path]
     assert other in problems[path].message
+
+
+LORA = {"model": {"name": "org/model"}, "adapter": {"type": "lora"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "fields"),
+    [
+        ({"source": "a.jsonl", "validation_source": "b.jsonl"}, {"evaluation": {"every": 2}}),
+        (
+            {
+                "sources": [{"source": "a.jsonl", "weight": 1}, {"source": "b.jsonl", "weight": 1}],
+                "validation_source": "c.jsonl",
+                "prepared_url": "s3://bucket/rows",
+            },
+            {"evaluation": {"every": 2}},
+        ),
+        ({"source": "a.jsonl"}, {"objective": {"type": "dpo"}, **LORA}),
+        ({"source": "a.jsonl"}, {"objective": {"type": "dpo", "reference": "adapter"}, **LORA}),
+    ],
+    ids=["validation source", "mixture", "adapter by default", "adapter"],
+)
+def test_streaming_goes_with_what_does_not_need_all_rows_first(data, fields):
+    spec = RunSpec.model_validate({"data": {**STREAMED, **data}, "training": {"steps": 3}, **fields})
+    assert spec.data.streaming
 
 
 def test_a_store_keeps_graphs_also_where_no_operator_is_fused():

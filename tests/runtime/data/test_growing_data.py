@@ -12,9 +12,9 @@ import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, collate, fingerprint, open_prepared, pipeline, prepare, shards
-from tasks.runtime.data.growing_data import GrowingData, store_of
+from tasks.runtime.data.growing_data import GrowingData
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.data.part_processes import prepare_parts
+from tasks.runtime.data.part_processes import PlannedSource, prepare_parts
 from tasks.runtime.data.part_records import prepared_parts
 from tasks.runtime.data.pipeline import begin, finish
 from tasks.runtime.data.row_order import row_order
@@ -46,14 +46,13 @@ def complete(recipe: DataRecipe, tmp_path: Path) -> PreparedData:
 
 def growing(recipe: DataRecipe, spec: RunSpec, folder: Path, url: str | None = None) -> PreparedData:
     """Data of which each wait for a part prepares one more, and the wait after the last the manifest."""
-    plan = begin(recipe, folder, report=lambda line: None, url=url)
-    numbers = count()
+    [plan] = begin(recipe, folder, report=lambda line: None, url=url).values()
+    source, numbers = PlannedSource(plan, folder), count()
 
     def one_more() -> None:
         number = next(numbers)
         if number < len(plan.parts):
-            store = store_of(plan, folder)
-            prepare_parts(plan, folder / "tokenizer", store, [number], report=lambda line: None, processes=1)
+            prepare_parts([(source, number)], report=lambda line: None, processes=1)
         else:
             finish(folder, lambda line: None)
 
@@ -80,7 +79,7 @@ def test_streaming_gives_the_rows_of_complete_data(
         assert torch.equal(rows[index]["input_ids"], complete.train[index]["input_ids"])
         if position == 0:
             # Training has begun, and most parts are not prepared.
-            assert len(prepared_parts(store_of(data._plan, data.folder))) == 2 < len(data._plan.parts) - 3
+            assert len(prepared_parts(data._plan.store(data.folder))) == 2 < len(data._plan.parts) - 3
     found = data.completed()
     assert type(found) is PreparedData
     assert found.manifest.train == complete.manifest.train
@@ -133,15 +132,9 @@ def test_another_machine_continues_and_reads_what_is_in_the_store(
     recipe: DataRecipe, spec: RunSpec, complete: PreparedData, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/store"
-    plan = begin(recipe, tmp_path / "first", report=lambda line: None, url=url)
-    prepare_parts(
-        plan,
-        tmp_path / "first" / "tokenizer",
-        store_of(plan, tmp_path),
-        range(3),
-        report=lambda line: None,
-        processes=1,
-    )
+    [plan] = begin(recipe, tmp_path / "first", report=lambda line: None, url=url).values()
+    source = PlannedSource(plan, tmp_path / "first")
+    prepare_parts([(source, number) for number in range(3)], report=lambda line: None, processes=1)
     lines: list[str] = []
     second = prepare(recipe, tmp_path / "second", report=lines.append, url=url, processes=1)
     assert f"3 of {len(plan.parts)} parts are prepared already" in lines
