@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from strata_kernels.compat import liger
 from strata_kernels.ops import _launch_cache
 from tests.kernels.helpers.error_bound import hold_to_bar
 
@@ -51,6 +52,16 @@ def patch_once() -> None:
 
 if INTERPRETED:
     patch_once()
+
+
+@pytest.fixture
+def liger_kernel() -> Iterator[None]:
+    """`import liger_kernel` finds Strata during one test."""
+    liger.install()
+    try:
+        yield
+    finally:
+        liger.uninstall()
 
 
 @pytest.fixture(params=PATHS)

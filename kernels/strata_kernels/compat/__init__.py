@@ -1,0 +1,1 @@
+"""Strata under the names of other libraries, for programs that are written for those."""
