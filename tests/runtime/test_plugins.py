@@ -17,8 +17,10 @@ from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.runtime.helpers.comparable_runs import file_of
 from tests.runtime.helpers.documented_plugin import write_plugin
 from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +104,45 @@ def test_it_trains_alike_under_every_framework_and_micro_batch(trained, framewor
     ):
         assert (loss, norm) == (pytest.approx(other_loss, rel=1e-5), pytest.approx(other_norm, rel=1e-3))
         assert metrics == pytest.approx(other) and metrics.keys() == {"accuracy"}
+
+
+Z_LOSS = {"type": "custom", "object": "my_plugin.z_loss:ZLoss", "arguments": {"weight": 0.01}}
+# Objective, framework and strategy of two processes.
+SPREAD = {
+    "focal-ddp": (FOCAL, "lightning", "ddp"),
+    "focal-fsdp": (FOCAL, "torch", "fsdp"),
+    "z-loss-ddp": (Z_LOSS, "torch", "ddp"),
+    "z-loss-fsdp": (Z_LOSS, "hf", "fsdp"),
+    "z-loss-zero": (Z_LOSS, "torch", "deepspeed"),
+}
+
+
+def test_two_processes_have_the_losses_of_one(trained, plugin, output, monkeypatch):
+    """Sums over the items of all processes, with a mean over what `count` counts."""
+    training = {"steps": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+    alone = make_spec(output, "z-loss", objective=Z_LOSS, training=training)
+    train_spec(alone)
+    expected = {"focal": curve(trained["torch"][0]), "z": curve(alone)}
+    specs = [
+        make_spec(
+            output,
+            name,
+            objective=objective,
+            training=training | {"gradient_accumulation_steps": 2},
+            runtime={"framework": framework},
+            parallel={"type": strategy},
+            topology={"nproc_per_node": 2},
+        )
+        for name, (objective, framework, strategy) in SPREAD.items()
+    ]
+    monkeypatch.setenv("PYTHONPATH", str(plugin[0]))
+    launch(2, "--narrow", *(file_of(output, spec) for spec in specs))
+    for spec in specs:
+        for (loss, norm, metrics), (other, other_norm, others) in zip(
+            curve(spec), expected[spec.name.partition("-")[0]], strict=True
+        ):
+            assert (loss, norm) == (pytest.approx(other, rel=1e-5), pytest.approx(other_norm, rel=1e-3)), spec.name
+            assert metrics == pytest.approx(others, rel=1e-5)
 
 
 @pytest.mark.parametrize("framework", ["hf", "lightning", "torch"])

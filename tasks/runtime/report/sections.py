@@ -13,10 +13,12 @@ from typing import Any
 from strata_platform.runs import MetricPoint
 from tasks.runtime.report.numbers import GIB, MINUS, change, counted, grouped, loss, number, percent, words
 from tasks.runtime.report.svg.chart import Chart, Mark
-from tasks.runtime.run_folder.record import CompletionRecord, Sample, SourceShare
+from tasks.runtime.run_folder.record import CompletionRecord, Evaluated, SourceShare
 
 OPEN_SAMPLES = 8
 """Samples that are shown; the others are collapsed."""
+SAMPLED_EVALUATIONS = 4
+"""Evaluations during training whose samples are shown: the best one, and others spread over the run."""
 SAMPLE_CHARACTERS = 160_000
 """Upper limit for the texts of all samples together; beyond it each text is truncated."""
 LISTED_STEPS = 20
@@ -166,17 +168,39 @@ class Excerpt:
 
 
 def samples(record: CompletionRecord) -> tuple[list[list[Excerpt]], list[list[Excerpt]]]:
-    """Generations for the same prompts before and after training: those shown, and those collapsed."""
-    limit = min(4000, SAMPLE_CHARACTERS // (4 * max(1, len(record.samples))))
-    excerpts = [_excerpts(sample, limit) for sample in record.samples]
+    """Generations for the same prompts before, during and after training: those shown, and those collapsed."""
+    during = _sampled(record)
+    limit = min(4000, SAMPLE_CHARACTERS // ((4 + len(during)) * max(1, len(record.samples))))
+    excerpts = [_excerpts(record, number, during, limit) for number in range(len(record.samples))]
     return excerpts[:OPEN_SAMPLES], excerpts[OPEN_SAMPLES:]
 
 
-def _excerpts(sample: Sample, limit: int) -> list[Excerpt]:
+def _sampled(record: CompletionRecord) -> list[Evaluated]:
+    """The evaluations during training whose samples are shown, in order."""
+    found = [evaluation for evaluation in record.evaluations if evaluation.samples]
+    best = [evaluation for evaluation in found if evaluation.step == record.best_step]
+    others = [evaluation for evaluation in found if evaluation not in best]
+    wanted = min(len(others), SAMPLED_EVALUATIONS - len(best))
+    # The last one of each of so many equal parts.
+    kept = best + [others[(part + 1) * len(others) // wanted - 1] for part in range(wanted)]
+    return sorted(kept, key=lambda evaluation: evaluation.step)
+
+
+def _excerpts(record: CompletionRecord, number: int, during: Sequence[Evaluated], limit: int) -> list[Excerpt]:
+    sample = record.samples[number]
+    best = record.best_step
     texts = {
         "Prompt": sample.prompt,
         "Reference": sample.reference,
         "Before training": sample.before,
+        # Earlier attempts may have had fewer samples.
+        **{
+            f"After step {evaluation.step:,}{', the best' if evaluation.step == best else ''}": evaluation.samples[
+                number
+            ]
+            for evaluation in during
+            if number < len(evaluation.samples)
+        },
         "After training": sample.after,
     }
     return [Excerpt(label, text[:limit], max(0, len(text) - limit)) for label, text in texts.items()]

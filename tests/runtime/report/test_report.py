@@ -24,6 +24,7 @@ from tasks.runtime import report
 from tasks.runtime.report import numbers, render_body, render_chart, render_report
 from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.report.rendering import render
+from tasks.runtime.report.sections import samples
 from tasks.runtime.report.svg.chart import Chart
 from tasks.runtime.report.svg.series import downsample, smooth, step_axis, value_axis
 from tasks.runtime.run_folder.record import CompletionRecord, Evaluated, Sample, SourceShare, TaskScore
@@ -517,6 +518,28 @@ def test_headings_and_tables_are_accessible():
     assert levels[0] == 1
     assert all(below - above <= 1 for above, below in pairwise(levels))
     assert {cell.get("scope") for cell in page.named("th")} == {"col", "row"}
+
+
+def test_samples_of_evaluations_stand_between_before_and_after():
+    """Four of them at most: the best one, and the last of each part of the run."""
+    evaluations = tuple(
+        Evaluated(step=step, loss=1.0, samples=(f"text of step {step}",) if step != 30 else ())
+        for step in range(10, 101, 10)
+    )
+    record = RECORD.model_copy(update={"evaluations": evaluations, "best_step": 40})
+    [excerpts], _ = samples(record)
+    assert [(excerpt.label, excerpt.text) for excerpt in excerpts[2:]] == [
+        ("Before training", "ng ng"),
+        ("After step 20", "text of step 20"),
+        ("After step 40, the best", "text of step 40"),
+        ("After step 70", "text of step 70"),
+        ("After step 100", "text of step 100"),
+        ("After training", "Return a function."),
+    ]
+    text = Page(render_report(record, [], SPEC)).sections["Samples"]
+    assert text.index("text of step 40") < text.index("text of step 100") < text.index("Return a function.")
+    [excerpts], _ = samples(record.model_copy(update={"evaluations": evaluations[:1], "best_step": None}))
+    assert [excerpt.label for excerpt in excerpts[3:]] == ["After step 10", "After training"]
 
 
 def test_many_long_samples_stay_within_the_size_limit():
