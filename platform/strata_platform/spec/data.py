@@ -12,6 +12,7 @@ from strata_platform.spec.fields import (
     Arguments,
     Count,
     Flag,
+    FolderOrUrl,
     Integer,
     Number,
     ObjectName,
@@ -117,6 +118,22 @@ class Reading(Section):
         None,
         description="Column that says whether an answer is good, for `kto`: true or false; by default `label` or "
         "`kto_tag`.",
+    )
+    images_column: Text | None = Field(
+        None,
+        description="Column with the images of a chat, in order: paths, URLs, or bytes; by default `images` or "
+        "`image`. See [Vision-language models](vision.md).",
+    )
+    image_folder: FolderOrUrl | None = Field(
+        None, description="Folder or URL that relative paths of images begin in; by default that of the data file."
+    )
+    image_max_pixels: Count | None = Field(
+        None,
+        description="Pixels of an image at most, width times height: a larger one is made smaller before the model's "
+        "own processor sees it. By default the processor alone decides.",
+    )
+    image_min_pixels: Count | None = Field(
+        None, description="Pixels of an image at least: a row with a smaller one is skipped and counted."
     )
     ignore_columns: tuple[Text, ...] = Field(
         (),

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import TrainOn
+from tasks.runtime.data.image_messages import IMAGE, as_parts
 from tasks.runtime.data.messages import Messages, learned_messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.special_tokens import special_tokens_of
@@ -126,9 +127,16 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """A chat template with a tokenizer's special tokens, applied to checked messages."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> None:
-        """name: what `data.chat_template` says; None for the tokenizer's own template."""
+    def __init__(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, name: str | None = None, *, multimodal: bool = False
+    ) -> None:
+        """name: what `data.chat_template` says; None for the tokenizer's own template.
+
+        multimodal: of a vision-language model, so that it may read contents as lists of parts alone.
+        """
         self.source = source
+        self._reads_texts: bool | None = None if multimodal else True
+        self._in_parts = False
         self._named = "the tokenizer's own template" if name is None else repr(name)
         self._tokenizer = tokenizer
         self._marked = _GENERATION.search(source) is not None
@@ -147,6 +155,7 @@ class ChatTemplate:
             RowError: the template rejects these messages, or omits a message, a tool, a tool call or reasoning.
             ValueError: the assistant's spans cannot be located in the template's output.
         """
+        self._in_parts = self._needs_parts(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = learned_messages(messages, train_on)
         learned = [index for index in turns if index in chosen]
@@ -166,6 +175,17 @@ class ChatTemplate:
                 return [*documents, Rendered(whole, extra)]
             documents = [Rendered(whole, sorted([*documents[0].learned, *extra]))]
         return documents
+
+    def _needs_parts(self, messages: Messages) -> bool:
+        """Whether contents are rendered as lists of parts: those of a chat with images, or of a template for these."""
+        if self._reads_texts is None:
+            self._in_parts, text = False, chr(_PRIVATE)
+            try:
+                ((rendered, _),) = self._apply([([{"role": "user", "content": text}], False)], "", None)
+            except RowError:
+                rendered = text
+            self._reads_texts = text in rendered
+        return not self._reads_texts or any(IMAGE in message.get("content", "") for message in messages)
 
     def _marked_turns(
         self, messages: Messages, turns: list[int], learned: list[int], where: str, tools: Tools | None
@@ -276,7 +296,7 @@ class ChatTemplate:
         doubtful = {
             index: chr(_PRIVATE + index)
             for index, content in enumerate(contents)
-            if content and (content not in text or kinds[index] not in self._rendered)
+            if content and (not _is_within(content, text) or kinds[index] not in self._rendered)
         }
         if not doubtful:
             return
@@ -339,6 +359,8 @@ class ChatTemplate:
         chats: messages, and whether the generation prompt follows them.
         """
         common = {"tools": tools, "chat_template": self.source, **options, **self._tokenizer.special_tokens_map}
+        if self._in_parts:
+            chats = [([*map(as_parts, messages)], prompted) for messages, prompted in chats]
         try:
             found = render_templates(
                 common, [{"conversations": [chat], "add_generation_prompt": prompted} for chat, prompted in chats]
@@ -353,6 +375,11 @@ class ChatTemplate:
         for text, _ in found:
             require_valid_unicode(text, f"{where}: the chat template's output")
         return found
+
+
+def _is_within(content: str, text: str) -> bool:
+    """Whether a rendered text has the content of a message, without the places of its images."""
+    return all(piece.strip() in text for piece in content.split(IMAGE))
 
 
 def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from strata_platform.spec.data import Data
+from tasks.runtime.data.image_messages import image_columns
 from tasks.runtime.data.rows import Row, describe_type, suggestion
 from tasks.runtime.data.tools import COLUMN as TOOLS
 
@@ -116,11 +117,13 @@ _MEANINGS: dict[str, _Meaning] = {
     "train": _Meaning((*_RAW, *CHATS), _is_negative, "excludes the row from training", "drop such rows"),
     "weight": _Meaning((*_RAW, *CHATS), _is_other_than_one, "weighs the row", "drop the column"),
     "mask": _Meaning((*_RAW, *CHATS), _is_given, "says which tokens carry loss", "give messages with weight 0 instead"),
+    "images": _Meaning(_RAW, _is_given, "holds images", "give the row as a chat, by data.format 'alpaca' or messages"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
     "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
 _SYNONYMS = {
-    "context": "input", "system_prompt": "system", "system_message": "system", "kto_tag": "label", "loss": "train",
+    "image": "images", "context": "input", "system_prompt": "system", "system_message": "system",
+    "kto_tag": "label", "loss": "train",
     "masks": "mask", "loss_mask": "mask", "completion_mask": "mask", "assistant_masks": "mask",
 }  # fmt: skip
 
@@ -185,7 +188,7 @@ def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str
         return tuple(column for column in INPUTS if column not in data.ignore_columns and column not in columns)
     if name not in CHATS:
         return ()
-    found = (*system_columns(data), TOOLS)
+    found = (*system_columns(data), TOOLS, *image_columns(data))
     if name == "alpaca" or (name == "preference_chat" and len(tuple(columns)) == len(_FIELDS[name])):
         found += (*INPUTS, HISTORY)
     return tuple(column for column in found if column not in data.ignore_columns and column not in columns)

@@ -27,6 +27,12 @@ IGNORE_INDEX = -100
 
 MISMATCHED = "mismatched_"
 """Begins the names of columns with other completions."""
+IMAGE_COLUMNS = ("images", "image_sizes", "document_images")
+"""Of a row with images: their bytes [N], uint8; how many each has [I], and how many images each document [D], int64."""
+ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
+"""Positions of a token in three dimensions, each [T], int64, for models that rotate by them (M-RoPE)."""
+MODEL_INPUT = "model."
+"""Begins the names of what a batch has for the model alone, such as `model.pixel_values`."""
 
 Row = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -99,7 +105,8 @@ class RowDataset(Dataset[Row]):
             return self._with_mismatched(tensors, mismatched(shard, row, self._longest), reference)
         if reference is not None:
             tensors["reference"] = _at_starts(reference, tensors["position_ids"])
-        return _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
+        padded = _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
+        return padded | _images(shard, int(shard["rows"][row]), int(shard["rows"][row + 1]))
 
     def _with_mismatched(self, matched: Row, other: Row, reference: Tensor | None) -> Row:
         """One row of both, padded to one length."""
@@ -183,6 +190,18 @@ def _completion(shard: Row, document: tuple[int, int]) -> int:
     return document[0] + int(shard["targets"][slice(*document)].to(torch.uint8).argmax())
 
 
+def _images(shard: dict[str, Tensor], first: int, last: int) -> Row:
+    """The columns of IMAGE_COLUMNS of the documents from `first` to before `last`; {} if they have no image."""
+    if "images" not in shard:
+        return {}
+    numbers = shard["document_images"][first : last + 1]
+    ends = shard["image_ends"][int(numbers[0]) : int(numbers[-1]) + 1]
+    if ends.numel() == 1:
+        return {}
+    content = shard["images"][int(ends[0]) : int(ends[-1])]
+    return dict(zip(IMAGE_COLUMNS, (content, ends.diff(), numbers.diff()), strict=True))
+
+
 def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
     if padding == 0:
         return row
@@ -203,6 +222,7 @@ def collate(batch: list[Row]) -> Batch:
 
     The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
+    batch = [_without_images(row) for row in batch]
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -214,7 +234,12 @@ def collate_flat(batch: list[Row]) -> Batch:
     transformers' flash attention detects packed documents, by restarting position ids, only in batches of one row. In a
     larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
+    batch = [_without_images(row) for row in batch]
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
+
+
+def _without_images(row: Row) -> Row:
+    return {name: tensor for name, tensor in row.items() if name not in IMAGE_COLUMNS}
 
 
 def collator(attention: str) -> Callable[[list[Row]], Batch]:

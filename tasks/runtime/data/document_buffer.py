@@ -24,17 +24,19 @@ SHARD_TOKENS = 1 << 24
 
 
 class DocumentBuffer:
-    """Tokenized documents in order of arrival, in two temporary files in `folder`. A context manager.
+    """Tokenized documents in order of arrival, in temporary files in `folder`. A context manager.
 
-    tokens: of all documents so far. held_tokens: of those that `clear` has not removed.
+    tokens: of all documents so far. held_tokens, held_image_bytes: of those that `clear` has not removed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._paths = folder / "ids.spool", folder / "targets.spool"
-        self._ids, self._targets = (open(path, "wb") for path in self._paths)  # noqa: SIM115  # closed in __exit__
+        self._paths = folder / "ids.spool", folder / "targets.spool", folder / "images.spool"
+        # Closed in __exit__.
+        self._ids, self._targets, self._images = (open(path, "wb") for path in self._paths)  # noqa: SIM115
+        self._image_sizes, self._image_counts = array("q"), array("q")
         self._lengths, self._samples = array("q"), array("q")
         self._completion_spans, self._scores = array("q"), array("f")
-        self.tokens = self.held_tokens = 0
+        self.tokens = self.held_tokens = self.held_image_bytes = 0
         self.largest_token_id = 0
 
     def __enter__(self) -> DocumentBuffer:
@@ -45,6 +47,7 @@ class DocumentBuffer:
     ) -> None:
         self._ids.close()
         self._targets.close()
+        self._images.close()
         for path in self._paths:
             path.unlink()
 
@@ -59,18 +62,24 @@ class DocumentBuffer:
             self._scores.append(encoded.score)
         # All documents have a score, or none.
         assert len(self._scores) in (0, len(self._lengths))
+        for image in encoded.images:
+            self._images.write(image)
+            self._image_sizes.append(len(image))
+        self._image_counts.append(len(encoded.images))
+        self.held_image_bytes += sum(map(len, encoded.images))
         self.tokens += len(encoded)
         self.held_tokens += len(encoded)
         self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
 
     def clear(self) -> None:
         """Forget the documents, but not the counts of tokens."""
-        for file in (self._ids, self._targets):
+        for file in (self._ids, self._targets, self._images):
             file.seek(0)
             file.truncate()
         self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
         self._scores = array("f")
-        self.held_tokens = 0
+        self._image_sizes, self._image_counts = array("q"), array("q")
+        self.held_tokens = self.held_image_bytes = 0
 
     @property
     def samples(self) -> Ints:
@@ -91,6 +100,7 @@ class DocumentBuffer:
             ids[begin:end],
             targets[begin:end],
             (self._completion_spans[2 * index], self._completion_spans[2 * index + 1]),
+            images=tuple(image.tobytes() for image in self._images_of(np.array([index]))),
         )
 
     def write_shards(
@@ -114,7 +124,9 @@ class DocumentBuffer:
 
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
         (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row; and `scores` [D]
-        (float32), if documents have them.
+        (float32), if documents have them. With images, also `images` [bytes] (uint8) of all of them, concatenated;
+        `image_ends` [I + 1] (int64), the offset of each; `document_images` [D + 1] (int64), the first image of each
+        document.
         """
         lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -128,7 +140,7 @@ class DocumentBuffer:
         ids, targets = self._memory_map()
         scores = np.array(self._scores, dtype=np.float32)
         shards: list[Shard] = []
-        target_tokens = 0
+        target_tokens = images = 0
         row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
         for begin, end in _shard_ranges(row_tokens, shard_tokens):
             in_shard = slice(*np.searchsorted(row_of, [begin, end]))
@@ -141,6 +153,8 @@ class DocumentBuffer:
             }
             if scores.size:
                 tensors["scores"] = scores[documents[in_shard]]
+            tensors |= self._image_tensors(documents[in_shard])
+            images += tensors["image_ends"].size - 1 if "image_ends" in tensors else 0
             path = folder / f"{name}-{first + len(shards):05d}.safetensors"
             save_file(tensors, path)
             shards.append(Shard(path.name, end - begin, path.stat().st_size, _digest(tensors)))
@@ -152,7 +166,34 @@ class DocumentBuffer:
             target_tokens=target_tokens,
             rows=count,
             shards=tuple(shards),
+            images=images,
         )
+
+    def _image_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
+        """The tensors of a shard for the images of its documents; {} without images."""
+        counts = np.array(self._image_counts, dtype=np.int64)[documents]
+        if not counts.sum():
+            return {}
+        found = self._images_of(documents)
+        return {
+            "images": np.concatenate(found),
+            "image_ends": np.concatenate([[0], np.cumsum([image.size for image in found])]).astype(np.int64),
+            "document_images": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        }
+
+    def _images_of(self, documents: Ints) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of the images of some documents, in order."""
+        if not self._image_sizes:
+            return []
+        self._images.flush()
+        content = np.memmap(self._paths[2], np.uint8, "r")
+        ends = np.concatenate([[0], np.cumsum(np.array(self._image_sizes, dtype=np.int64))])
+        first = np.concatenate([[0], np.cumsum(np.array(self._image_counts, dtype=np.int64))])
+        return [
+            content[ends[image] : ends[image + 1]]
+            for document in documents
+            for image in range(first[document], first[document + 1])
+        ]
 
     def _memory_map(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         self._ids.flush()

@@ -12,14 +12,14 @@ Of a document that is far too long for a row, and is not split, only as much is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from tasks.runtime.data.formats import Document, Segment
+from tasks.runtime.data.documents import Document, Segment
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.text_files import pieces
 
@@ -44,7 +44,8 @@ class Encoded:
 
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
     that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
-    `score`: that of the document.
+    `score`: that of the document. `images`: the bytes of its images in order; `images_end`: the place after the last
+    token that stands for one.
     """
 
     ids: Ids
@@ -52,6 +53,8 @@ class Encoded:
     completion_span: tuple[int, int]
     complete: bool = True
     score: float | None = None
+    images: tuple[bytes, ...] = ()
+    images_end: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,10 +65,19 @@ class Encoder:
 
     learn_all: every token but those of context carries loss, not only those that the model generates.
     longest: tokens that a row takes, if longer documents are not split.
+    image_ids: gives the ids of tokens that stand for images.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, learn_all: bool, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        learn_all: bool,
+        longest: int | None = None,
+        image_ids: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._image_ids = image_ids
         self._learn_all = learn_all
         self.longest = longest
         # Ids of the last tokens of the assistant's turns in chats so far.
@@ -155,7 +167,13 @@ class Encoder:
         learned = np.concatenate(targets)
         if document.begins:
             learned[:1] = False
-        return Encoded(ids, learned, completion_span, score=document.score)
+        if not document.images:
+            return Encoded(ids, learned, completion_span, score=document.score)
+        stands = np.isin(ids, list(self._image_ids()))
+        end = int(np.flatnonzero(stands)[-1]) + 1 if stands.any() else 0
+        return Encoded(
+            ids, learned & ~stands, completion_span, score=document.score, images=document.images, images_end=end
+        )
 
     def _tokenize(self, texts: list[str], *, control: bool = True) -> list[Ids]:
         """Token ids of each text. control: special tokens that the texts contain are recognized as such."""
@@ -245,8 +263,9 @@ def split_long(encoded: Encoded, length: int) -> list[Encoded]:
 
 
 def truncate(encoded: Encoded, length: int) -> Encoded:
-    """The first `length` tokens."""
-    return _slice(encoded, 0, length)
+    """The first `length` tokens, among which are those of all images."""
+    assert encoded.images_end <= length
+    return replace(_slice(encoded, 0, length), images=encoded.images, images_end=encoded.images_end)
 
 
 def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:

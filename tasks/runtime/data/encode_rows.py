@@ -9,8 +9,10 @@ from functools import partial
 
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.document_buffer import DocumentBuffer
+from tasks.runtime.data.documents import Document
 from tasks.runtime.data.encode import Encoded, Encoder, join, split_long, truncate
-from tasks.runtime.data.formats import Document, Format
+from tasks.runtime.data.formats import Format
+from tasks.runtime.data.image_files import TooFewPixels
 from tasks.runtime.data.prepared_manifest import SKIP_REASONS
 from tasks.runtime.data.rows import Row, RowError
 
@@ -19,6 +21,8 @@ Report = Callable[[str], None]
 # Rows and characters that are tokenized together.
 _BATCH = 512
 _BATCH_CHARACTERS = 1 << 22
+# Bytes of images that count as a character.
+_IMAGE_BYTES = 64
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 # A sample's number, its row, and the row's documents.
@@ -122,12 +126,16 @@ def _batches(
         counts.read += row.begins
         try:
             documents = row_format.documents(row)
+        except TooFewPixels:
+            counts.skipped["image_size"] += 1
+            continue
         except RowError as error:
             raise_unless_skipping(recipe, error)
             counts.skipped["invalid"] += 1
             continue
         batch.append((number, row, documents))
         characters += sum(len(segment.text) for document in documents for segment in document.segments)
+        characters += sum(len(image) for document in documents for image in document.images) // _IMAGE_BYTES
         if len(batch) == _BATCH or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -191,7 +199,7 @@ def _fit_sample(
         if splits:
             learned = [piece for document in learned for piece in split_long(document, length)]
             counts.split_long += 1
-        elif recipe.data.overlong != "truncate":
+        elif recipe.data.overlong != "truncate" or any(not _can_truncate(one, length) for one in too_long):
             _skip_overlong(recipe, where, max(too_long, key=len), counts)
             return []
         else:
@@ -212,6 +220,9 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
             _skip_overlong(recipe, where, join(*documents), counts)
             return []
         limit = max(length // 2, length - min(map(len, documents)))
+        if any(len(document) > limit and not _can_truncate(document, limit) for document in documents):
+            _skip_overlong(recipe, where, join(*documents), counts)
+            return []
         documents = [truncate(document, limit) for document in documents]
     # Different answers may have the same tokens, at least up to the truncation. Such a pair has no gradient.
     equal = len({document.ids.tobytes() for document in documents}) < len(documents)
@@ -220,6 +231,11 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
         return []
     counts.truncated += longest > length
     return documents
+
+
+def _can_truncate(document: Encoded, length: int) -> bool:
+    """Whether the first `length` tokens of a document have those of all its images."""
+    return not document.images or (document.complete and document.images_end <= length)
 
 
 def _skip_overlong(recipe: DataRecipe, where: str, longest: Encoded, counts: Counts) -> None:

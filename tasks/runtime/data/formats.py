@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,6 +39,8 @@ from tasks.runtime.data.columns import (
     known_shapes,
     optional_columns,
 )
+from tasks.runtime.data.documents import Document, Segment
+from tasks.runtime.data.image_messages import IMAGE, images_in, with_images, without_images
 from tasks.runtime.data.messages import (
     Messages,
     answer_of,
@@ -51,6 +52,7 @@ from tasks.runtime.data.messages import (
 from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
 from tasks.runtime.data.preferences import chat_answers, text_answers
 from tasks.runtime.data.prompt_template import PromptTemplate, prompt_shape
+from tasks.runtime.data.row_images import Drawn, Processor, RowImages
 from tasks.runtime.data.rows import Row, RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.scores import with_scores
 from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
@@ -58,40 +60,9 @@ from tasks.runtime.data.template_renderer import Span
 from tasks.runtime.data.tools import COLUMN, tools_of
 from tasks.runtime.extensions import TextSegment
 
-
-class Segment(NamedTuple):
-    """A piece of text that is tokenized separately.
-
-    generated: the model has to generate it, so it carries loss.
-    control: special tokens that it contains are control tokens; otherwise they are text like any other.
-    context: it carries no loss, even if all tokens do.
-    """
-
-    text: str
-    generated: bool
-    control: bool = True
-    context: bool = False
-
-
-@dataclass(frozen=True)
-class Document:
-    """Segments in order.
-
-    has_special_tokens: a template rendered the text, so no special tokens are added around it.
-    score: the number that the row gives to it; see `scores`.
-    begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
-    """
-
-    segments: tuple[Segment, ...]
-    has_special_tokens: bool
-    begins: bool = True
-    ends: bool = True
-    score: float | None = None
-
-
 ToDocuments = Callable[[Row], list[Document]]
-# From a chat and its row to documents as segments; without text there are none.
-Render = Callable[[Messages, Row], list[list[Segment]]]
+# From a chat and its row to documents.
+Render = Callable[[Messages, Row], list[Drawn]]
 
 
 @dataclass(frozen=True)
@@ -105,6 +76,11 @@ class Format:
     documents: ToDocuments
     special_tokens: SpecialTokens
     templates: str | dict[str, str] | None = None
+    images: RowImages | None = None
+
+    def image_ids(self) -> set[int]:
+        """Ids of the tokens that stand for images in the rows so far."""
+        return self.images.token_ids if self.images else set()
 
     @property
     def paired(self) -> bool:
@@ -201,11 +177,13 @@ def make_format(
     data: Data,
     first: Sequence[Row] = (),
     score: str | None = None,
+    processor: Processor | None = None,
 ) -> Format:
     """The format of that name, with the chat template if it has chats.
 
     first: the first rows, by which `data.special_tokens: auto` decides.
     score: the column with a label for the answer of each row; its last turn alone is learned then.
+    processor: gives the processor of images, of a vision-language model.
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
     """
@@ -220,7 +198,8 @@ def make_format(
     # Nothing that a template is for was rendered beforehand.
     if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
-    build = _builder(name, columns, tokenizer, data, special, _labelled_chat if score else _chat)
+    images = RowImages(data, processor) if chats else None
+    build = _builder(name, columns, tokenizer, data, special, images, _labelled_chat if score else _chat)
     if score is not None:
         build = with_scores(build, score)
 
@@ -228,7 +207,7 @@ def make_format(
         unread.require_harmless(row)
         return build(row)
 
-    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None)
+    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None, images)
 
 
 def _builder(
@@ -237,18 +216,23 @@ def _builder(
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     special: SpecialTokens,
+    images: RowImages | None,
     build_chat: Callable[[list[Messages], Row, Render], list[Document]],
 ) -> ToDocuments:
     if data.template is not None:
         template = PromptTemplate(data, columns)
         return lambda row: _templated(row, template, special)
     if is_own_chat(data):
-        render = _renderer(tokenizer, data, special)
-        return lambda row: build_chat([chat] if (chat := own_messages(row, data)) else [], row, render)
+        assert images is not None
+        render = _renderer(tokenizer, data, special, images)
+        return lambda row: build_chat(
+            [with_images(chat, row, data)] if (chat := own_messages(row, data)) else [], row, render
+        )
     if is_own(name):
         return lambda row: _own(own_segments(row, data), row, special)
     if name in CHATS:
-        render = _renderer(tokenizer, data, special)
+        assert images is not None
+        render = _renderer(tokenizer, data, special, images)
         build = _chat_preference if name == "preference_chat" else build_chat
         return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "preference":
@@ -266,18 +250,26 @@ def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: Speci
     return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens) -> Render:
+def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, images: RowImages) -> Render:
     plain, with_tools = (
-        ChatTemplate(resolve_template(data.chat_template, tokenizer, tools=tools), tokenizer, data.chat_template)
+        ChatTemplate(
+            resolve_template(data.chat_template, tokenizer, tools=tools),
+            tokenizer,
+            data.chat_template,
+            multimodal=images.multimodal,
+        )
         for tools in (False, True)
     )
 
-    def render(messages: Messages, row: Row) -> list[list[Segment]]:
+    def render(messages: Messages, row: Row) -> list[Drawn]:
         tools = None if COLUMN in data.ignore_columns else tools_of(row)
-        (messages, tools), hidden = special.hide([messages, tools], row.where)
+        if found := images_in(messages):
+            # Before a template for texts alone would be blamed.
+            images.processor(row)
+        (texts, tools), hidden = special.hide([without_images(messages), tools], row.where)
         template = with_tools if tools else plain
-        rendered = template.render(messages, row.where, tools, data.train_on or "completions")
-        return [_segments(document, hidden, special) for document in rendered]
+        rendered = template.render(texts, row.where, tools, data.train_on or "completions")
+        return images.draw([_segments(document, hidden, special) for document in rendered], found, row)
 
     return render
 
@@ -299,7 +291,7 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
         chats = [_continued(row, columns, data)]
     else:
         chats = [messages_of(row, columns[0], data.ignore_columns)]
-    return [with_system(chat, row, data) for chat in chats]
+    return [with_images(with_system(chat, row, data), row, data) for chat in chats]
 
 
 def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
@@ -325,7 +317,7 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
         return "".join(segment.text for segment in own_segments(row, data))
     if name in CHATS or is_own(name):
         chats = [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
-        return "\n".join(message.get("content", "") for chat in chats for message in chat)
+        return "\n".join(message.get("content", "").replace(IMAGE, "") for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
 
 
@@ -370,11 +362,13 @@ def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Do
         return []
     # Only the last turn, in the last document, carries loss: all earlier turns are equal in both chats.
     last = [render(chat, row)[-1] for chat in chats]
-    if not all(last):
+    if not all(drawn.segments for drawn in last):
         raise RowError(
             f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another template"
         )
-    return [Document(tuple(_only_last_turn(segments)), has_special_tokens=True) for segments in last]
+    return [
+        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, images=drawn.images) for drawn in last
+    ]
 
 
 def _only_last_turn(segments: list[Segment]) -> list[Segment]:
@@ -399,8 +393,12 @@ def _labelled_chat(chats: list[Messages], row: Row, render: Render) -> list[Docu
                 f"{row.where}: the label belongs to the last message, which must be the assistant's answer and have no "
                 f"weight 0, but its role is {chat[-1]['role']!r}"
             )
-    last = [segments for chat in chats for segments in render(chat, row)][-1:]
-    return [Document(tuple(_only_last_turn(segments)), has_special_tokens=True) for segments in last if segments]
+    last = [drawn for chat in chats for drawn in render(chat, row)][-1:]
+    return [
+        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, images=drawn.images)
+        for drawn in last
+        if drawn.segments
+    ]
 
 
 def _prompt_completion_document(prompt: str, completion: str, control: bool) -> Document:
@@ -409,8 +407,12 @@ def _prompt_completion_document(prompt: str, completion: str, control: bool) -> 
 
 
 def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    rendered = [segments for chat in chats for segments in render(chat, row)]
-    return [Document(tuple(segments), has_special_tokens=True) for segments in rendered if segments]
+    rendered = [drawn for chat in chats for drawn in render(chat, row)]
+    return [
+        Document(tuple(drawn.segments), has_special_tokens=True, images=drawn.images)
+        for drawn in rendered
+        if drawn.segments
+    ]
 
 
 def _segments(rendered: Rendered, hidden: list[str], special: SpecialTokens) -> list[Segment]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from strata_platform.spec.data import Data, TrainOn
 from tasks.runtime.data.columns import HISTORY, INPUTS, system_columns
+from tasks.runtime.data.image_messages import IMAGE, image_of_part, is_image_part, require_places
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
 from tasks.runtime.data.tools import called_functions, drop_nulls
 
@@ -100,6 +101,7 @@ def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]
     if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
         raise RowError(f"{where}: content is {describe_type(message.get('content'))}, not text{_other_parts(message)}")
     require_valid_unicode(message.get("content", ""), f"{where}: content")
+    require_places(message, where)
     _require_weight(message, where)
     return message
 
@@ -131,11 +133,13 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Join a content that is a list of text parts."""
+    """Join a content that is a list of parts: texts, and images, which `images` lists; see `image_messages`."""
     parts = message.get("content")
-    if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
+    if not isinstance(parts, list) or not parts or not all(_is_text(part) or is_image_part(part) for part in parts):
         return message
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    joined = {**message, "content": "".join(IMAGE if is_image_part(part) else part["text"] for part in parts)}
+    images = [image_of_part(part) for part in parts if is_image_part(part)]
+    return {**joined, "images": images} if images else joined
 
 
 def _is_text(part: Any) -> bool:
@@ -149,10 +153,10 @@ def _other_parts(message: dict[str, Any]) -> str:
     parts = message.get("content")
     if not isinstance(parts, list) or not parts:
         return ""
-    other = next(part for part in parts if not _is_text(part))
+    other = next(part for part in parts if not (_is_text(part) or is_image_part(part)))
     kind = other.get("type") if isinstance(other, dict) else None
     shown = f"type {kind!r}" if isinstance(kind, str) else describe_type(other)
-    return f"; only parts of type 'text' are read, this one has {shown}"
+    return f"; only parts of type 'text' and images are read, this one has {shown}"
 
 
 def _other_keys(message: dict[str, Any]) -> str:

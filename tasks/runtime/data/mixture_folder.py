@@ -21,6 +21,7 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import require_replaceable
 from tasks.runtime.data.columns import CHATS, PREFERENCES
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
+from tasks.runtime.data.image_processor import copy_processor
 from tasks.runtime.data.own_format import is_own_chat
 from tasks.runtime.data.preparation_plan import Plan
 from tasks.runtime.data.prepared_manifest import EMPTY, SOURCES, SOURCES_KIND, Manifest, Split, values_in
@@ -79,6 +80,8 @@ def compose(out: Path, sources: Sequence[PreparedData]) -> None:
     """Make the folder of a mixture complete from its prepared sources; its tokenizer is there."""
     recipe, url = mixture_of(out)
     moved = [_moved(source, out, str(number), url) for number, source in enumerate(sources)]
+    for source in sources:
+        copy_processor(source.folder / TOKENIZER, out / TOKENIZER)
     rounds = zip_longest(*(source.samples() for source in sources))
     samples = [sample._asdict() for sample in chain.from_iterable(rounds) if sample is not None]
     write_atomic(out / SAMPLES, f"{json.dumps(samples, ensure_ascii=False, indent=1)}\n".encode(), durable=False)

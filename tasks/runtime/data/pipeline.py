@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
 from tasks.runtime.data.growing_data import fetch_manifest
+from tasks.runtime.data.image_processor import processor_of
 from tasks.runtime.data.mixture_folder import claim_folder, compose, copy_tokenizer, source_folders
 from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_parts
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, in_all, read_record
@@ -285,6 +287,13 @@ def _write_manifest(
     counts = whole.counts
     if not counts.used:
         raise ValueError(f"data.source {plan.source!r}: nothing is left to train on; {counts}")
+    versions = plan.versions
+    if whole.images_read:
+        report(f"{whole.images_read:,} images read, {whole.images_resized:,} made smaller by data.image_max_pixels")
+        processor = processor_of(recipe, tokenizer)
+        assert processor is not None
+        processor().save(folder / TOKENIZER)
+        versions = {**versions, **{package: version(package) for package in ("pillow", "torchvision")}}
     _report_special_tokens(plan, whole, report)
     if plan.format == "text":
         _report_lengths(recipe, whole, report)
@@ -314,7 +323,7 @@ def _write_manifest(
         largest_token_id=max(whole.largest_token_id, tokenizer.pad_token_id, *stop_tokens),
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=stop_tokens,
-        versions=plan.versions,
+        versions=versions,
         url=plan.url,
         plan_hash=plan.hash if plan.divided else None,
     )

@@ -20,6 +20,7 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data.columns import Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
+from tasks.runtime.data.image_processor import processor_of
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.prepare_part import numbered_rows
@@ -72,7 +73,8 @@ class Plan:
     def format_for(self, recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Format:
         """The format of the rows, as it was chosen by the first ones."""
         data = recipe.data.model_copy(update={"special_tokens": "control" if self.control else "text"})
-        return make_format(self.format, self.columns, tokenizer, data, score=self.score)
+        processor = processor_of(recipe, tokenizer)
+        return make_format(self.format, self.columns, tokenizer, data, score=self.score, processor=processor)
 
     @property
     def divided(self) -> bool:
@@ -132,7 +134,7 @@ def make_plan(
     report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
     _report_unread(recipe, Unread(name, columns, recipe.data, score), name, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
-    row_format = make_format(name, columns, tokenizer, recipe.data, first, score)
+    row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor_of(recipe, tokenizer))
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if row_format.templates is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tasks.runtime.data.document_buffer import SHARD_TOKENS, DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.encode_rows import Report, encode_rows, numbered
 from tasks.runtime.data.formats import Format
+from tasks.runtime.data.image_files import ImageCounts
 from tasks.runtime.data.packing import Ints
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, weighted_median
 from tasks.runtime.data.parts import Part
@@ -24,6 +26,8 @@ from tasks.runtime.data.validation import hold_out
 
 # Samples of a part have numbers of their own, by which some are held out.
 _NUMBERS = 1 << 40
+# Of the images in a file of rows, about.
+_SHARD_IMAGE_BYTES = 1 << 28
 
 
 def numbered_rows(part: Part, source: Source, recipe: DataRecipe) -> Iterator[tuple[int, Row]]:
@@ -53,7 +57,10 @@ class PartPreparer:
         self._last: dict[str, int] = {}
         splits = recipe.objective == "pretrain" or row_format.name == "text"
         self.encoder = Encoder(
-            tokenizer, learn_all=recipe.data.train_on == "all", longest=None if splits else recipe.data.sequence_length
+            tokenizer,
+            learn_all=recipe.data.train_on == "all",
+            longest=None if splits else recipe.data.sequence_length,
+            image_ids=row_format.image_ids,
         )
 
     def prepare(self, part: Part, folder: Path, suffix: str, report: Report) -> PartRecord:
@@ -64,12 +71,14 @@ class PartPreparer:
         """
         special = self._format.special_tokens
         special.found, special.example = 0, None
+        images = self._format.images
+        before = replace(images.reader.counts) if images else ImageCounts()
         self.encoder.turn_end_ids.clear()
         record, self._last = PartRecord(), {}
         with DocumentBuffer(folder) as buffer:
 
             def write_full() -> None:
-                if buffer.held_tokens >= self._shard_tokens:
+                if buffer.held_tokens >= self._shard_tokens or buffer.held_image_bytes >= _SHARD_IMAGE_BYTES:
                     self._write(buffer, folder, suffix, record)
 
             rows = numbered_rows(part, self._source, self._recipe)
@@ -77,6 +86,9 @@ class PartPreparer:
             self._write(buffer, folder, suffix, record)
             record.largest_token_id = buffer.largest_token_id
         record.turn_end_ids = sorted(self.encoder.turn_end_ids)
+        if images:
+            record.images_read = images.reader.counts.read - before.read
+            record.images_resized = images.reader.counts.resized - before.resized
         record.special_found, record.special_example = special.found, special.example
         return record
 
@@ -111,7 +123,8 @@ class PartPreparer:
         # The first document of each validation sample, or any end of a text.
         shown = np.flatnonzero(in_validation & (ends | (np.diff(samples, prepend=-1) != 0)))
         for document in shown[: MAX_GENERATION_SAMPLES - len(record.samples)]:
-            sample = _generation_sample(buffer.document(int(document)), self._tokenizer, self.encoder.prefix_ids)
+            found = buffer.document(int(document))
+            sample = _generation_sample(found, self._tokenizer, self.encoder.prefix_ids, self._format.image_ids())
             record.samples += [sample] if sample else []
         buffer.clear()
 
@@ -131,7 +144,9 @@ def _count_texts(record: PartRecord, samples: Ints, lengths: Ints, *, continued:
     record.documents += texts.size - continued
 
 
-def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int]) -> Sample | None:
+def _generation_sample(
+    document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int], image_ids: Collection[int]
+) -> Sample | None:
     """A document as prompt and completion; a document without a prompt is split in the middle."""
     begin, end = document.completion_span
     ids = document.ids.tolist()
@@ -140,8 +155,18 @@ def _generation_sample(document: Encoded, tokenizer: PreTrainedTokenizerBase, pr
         begin = (begin + end + 1) // 2
     if not skipped < begin < end:
         return None
+    if any(stands in image_ids for stands in ids[begin:]) and document.images:
+        # The prompt has a part of the images.
+        return None
+    # One token for each image, which has hundreds.
+    shown = [
+        one
+        for before, one in zip([None, *ids[skipped:begin]], ids[skipped:begin], strict=False)
+        if not document.images or one != before or one not in image_ids
+    ]
     return Sample(
-        prompt=tokenizer.decode(ids[skipped:begin], clean_up_tokenization_spaces=False),
+        prompt=tokenizer.decode(shown, clean_up_tokenization_spaces=False),
         completion=tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False),
         prompt_ids=ids[:begin],
+        images=tuple(base64.b64encode(image).decode() for image in document.images),
     )

@@ -24,15 +24,20 @@ SKIP_REASONS = {
     "invalid": "not readable or of the wrong type",
     "no_target": "without a token that carries loss",
     "overlong": "longer than a row",
+    "image_size": "with an image of fewer pixels than data.image_min_pixels",
 }
 
 
 class Sample(NamedTuple):
-    """A prompt, its completion in the data, and the prompt's token ids as in training, for generation."""
+    """A prompt, its completion in the data, and the prompt's token ids as in training, for generation.
+
+    images: those of the prompt, the bytes of each in base 64.
+    """
 
     prompt: str
     completion: str
     prompt_ids: list[int]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of one split. `tokens` excludes padding; `target_tokens` carry loss."""
+    """Counts of one split. `tokens` excludes padding; `target_tokens` carry loss; `images` are those of all rows."""
 
     samples: int
     documents: int
@@ -55,6 +60,7 @@ class Split:
     target_tokens: int
     rows: int
     shards: tuple[Shard, ...]
+    images: int = 0
 
     def __add__(self, other: Split) -> Split:
         """Both splits together; their samples are assumed to differ."""
@@ -119,6 +125,11 @@ class Manifest:
     def trained(self) -> tuple[Manifest, ...]:
         """The manifests of the sources that are trained on."""
         return tuple(source for source in self.single_sources if source.is_trained)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some rows have images."""
+        return bool(self.train.images or self.validation.images)
 
     @property
     def content_hash(self) -> str:

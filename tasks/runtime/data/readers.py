@@ -13,6 +13,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 from strata_platform.spec.data import COMPRESSIONS, ROW_SUFFIXES, TEXT_SUFFIXES
@@ -50,12 +51,17 @@ def read(filesystem: Any, path: str, texts: TextDocuments, span: Span | None = N
     span: the rows to read of a file of lines or a Parquet file, which is not compressed; all by default.
     """
     with naming_file(path), _opened(filesystem, path) as file:
+        if is_text(path):
+            yield from texts.rows(file, path) if span is None else _read_span(file, path, texts, span)
+            return
         if span is None:
-            yield from (texts.rows if is_text(path) else _READERS[extension(path)])(file, path)
+            rows = _READERS[extension(path)](file, path)
         elif extension(path) == ".parquet":
-            yield from _read_parquet(file, path, span)
+            rows = _read_parquet(file, path, span)
         else:
-            yield from _read_span(file, path, texts, span)
+            rows = _read_span(file, path, texts, span)
+        folder = filesystem.unstrip_protocol(path).split("?", 1)[0].rpartition("/")[0]
+        yield from (replace(row, folder=folder) for row in rows)
 
 
 def _read_span(file: IO[bytes], path: str, texts: TextDocuments, span: Span) -> Iterator[Row]:

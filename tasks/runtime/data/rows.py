@@ -19,6 +19,7 @@ class Row:
     where: its location, for messages: `/data/train.jsonl line 17`.
     problem: why it could not be read; `values` is None then.
     begins, ends: whether the row begins and ends a document; a long text file is read in several rows.
+    folder: the folder or URL of its file, which paths in it are relative to; empty if it is from no file.
     """
 
     where: str
@@ -26,6 +27,7 @@ class Row:
     problem: str | None = None
     begins: bool = True
     ends: bool = True
+    folder: str = ""
 
     def fields(self) -> dict[str, Any]:
         """The row's columns. Raises RowError when it could not be read or is not an object."""

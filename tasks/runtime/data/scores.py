@@ -11,7 +11,7 @@ from strata_platform.spec.objectives import LABELLED
 from tasks.runtime.data.rows import Row, RowError, describe_type, suggestion
 
 if TYPE_CHECKING:
-    from tasks.runtime.data.formats import Document
+    from tasks.runtime.data.documents import Document
 
 # Columns with KTO's label: TRL's; LLaMA-Factory's.
 LABELS = ("label", "kto_tag")

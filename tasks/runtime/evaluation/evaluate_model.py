@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
+from tasks.runtime.data.dataset import TOKENIZER
+from tasks.runtime.data.image_processor import saved_processor
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
+from tasks.runtime.models.vision import sample_inputs, with_model_inputs
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.process.log import indented
@@ -127,7 +131,7 @@ def _measure(
             Processes(),
             micro_batch_size=spec.training.micro_batch_size,
             max_batches=spec.evaluation.max_batches,
-            collate=collator(spec.model.attention),
+            collate=with_model_inputs(collator(spec.model.attention), model, data),
         )
     written = [generate(model, tokenizer, prompt, data, spec.evaluation.max_new_tokens) for prompt in prompts]
     scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
@@ -162,9 +166,15 @@ def generate(
         if left <= 0:
             return ""
         max_new_tokens = left
+    inputs = {}
+    if prompt.images:
+        processor = saved_processor(data.folder / TOKENIZER, tokenizer)
+        assert processor is not None
+        inputs = sample_inputs(processor, model, ids, [b64decode(image) for image in prompt.images])
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
+        **inputs,
         generation_config=GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,

@@ -70,7 +70,8 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     device, tokenizer = Processes().device, data.tokenizer()
     model = build_trained_model(spec, weights)
     set_special_tokens(model, tokenizer)
-    model.config.use_cache = True
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = True
     _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

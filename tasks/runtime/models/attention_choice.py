@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
+
+from tasks.runtime.models.vision import auto_class
 
 
 def choose_attention(attention: str, config: PretrainedConfig) -> str:
@@ -43,8 +45,8 @@ def missing_sdpa(attention: str, config: PretrainedConfig) -> str | None:
 
 
 def _class_of(config: PretrainedConfig) -> Any:
-    """The class that `AutoModelForCausalLM` builds; None if there is none for this configuration."""
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+    """The class that `auto_class` builds; None if there is none for this configuration."""
+    return auto_class(config)._model_mapping.get(type(config), None)
 
 
 def _supports(config: PretrainedConfig, implementation: str) -> bool:

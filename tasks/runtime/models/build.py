@@ -39,6 +39,7 @@ from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.models.recurrent_layers import isolate_sequences
 from tasks.runtime.models.sequence_masks import mask_sequences
+from tasks.runtime.models.vision import auto_class
 from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def build_model(
         _freeze_as_the_class_does(model)
         if settings.add_special_tokens and not weights:
             _resize_embeddings(model, load_config(settings).get_text_config().vocab_size, seed)
-    model.config.use_cache = False  # no cache in training; generation asks for its own
+    use_no_cache(model)
     _reset_unused_settings(model.generation_config)
     support_packed_rows(model)
     return model
@@ -190,6 +191,16 @@ def support_packed_rows(model: PreTrainedModel) -> None:
     """Make `model` keep the sequences of a packed row apart where its family does not. Changes it in place."""
     isolate_sequences(model)
     mask_sequences(model)
+
+
+def use_no_cache(model: PreTrainedModel) -> None:
+    """Leave the cache of keys and values out; generation asks for its own.
+
+    With one, transformers does not look for packed sequences. Of a multimodal model, the text part reads its own
+    configuration.
+    """
+    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+        config.use_cache = False
 
 
 def _freeze_as_the_class_does(model: PreTrainedModel) -> None:
@@ -247,10 +258,10 @@ def saved_dtype(folder: Path) -> torch.dtype:
 
 def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=choose_attention(attention, config)
         )
-    model.config.use_cache = False
+    use_no_cache(model)
     model.tie_weights()
     support_packed_rows(model)
     return model
@@ -377,13 +388,14 @@ def freeze_by_name(model: PreTrainedModel, settings: Model) -> None:
 def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel:
     """The model with everything on the meta device, for planning kernels. `dtype`: that of `compute_dtype`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        config = load_config(settings)
+        model = auto_class(config).from_config(
+            config,
             # Attention is not an operator of the kernel layer, and these run on meta tensors.
-            load_config(settings),
-            attn_implementation=choose_attention("auto", load_config(settings)),
+            attn_implementation=choose_attention("auto", config),
             dtype=dtype,
         )
-    model.config.use_cache = False
+    use_no_cache(model)
     return model
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
 from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import Distill
 from strata_platform.spec.run_spec import Objective
+from tasks.runtime.models.vision import auto_class
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
@@ -28,7 +29,7 @@ _SHOWN = 3
 
 
 def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(source, **options)` from safetensors; every tensor has its place.
+    """`auto_class(config).from_pretrained(source, **options)` from safetensors; every tensor has its place.
 
     Tied weights, and tensors that the model class names in `_keys_to_ignore_on_load_missing` and `..._unexpected`, are
     no problem.
@@ -44,7 +45,8 @@ def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -
         Unreachable: the Hub does not answer.
     """
     with readable(source):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(source, revision=options.get("revision"), trust_remote_code=False)
+        model, found = auto_class(config).from_pretrained(
             source,
             use_safetensors=True,
             trust_remote_code=False,

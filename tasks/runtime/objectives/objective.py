@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, collate
+from tasks.runtime.data.dataset import IGNORE_INDEX, MODEL_INPUT, ROPE_COLUMNS, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 
@@ -93,9 +94,17 @@ class Objective(Protocol):
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """The entries of a batch that a model takes."""
+    """The entries of a batch that a model takes.
+
+    With positions in three dimensions, `position_ids` is [4, B, T]: those in the text first, by which transformers
+    keeps packed sequences apart.
+    """
     names = ("input_ids", "position_ids", "attention_mask", *_VARLEN_INPUTS)
-    return {name: batch[name] for name in names if name in batch}
+    inputs = {name: batch[name] for name in names if name in batch}
+    if ROPE_COLUMNS[0] in batch:
+        inputs["position_ids"] = torch.stack([batch[name] for name in ("position_ids", *ROPE_COLUMNS)])
+    own = {name.removeprefix(MODEL_INPUT): batch[name] for name in batch if name.startswith(MODEL_INPUT)}
+    return inputs | own
 
 
 def without_varlen_inputs(inputs: Batch) -> Batch:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
@@ -20,6 +20,7 @@ from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.process.ranks import Processes
 
@@ -43,13 +44,15 @@ def with_initial_log_probs(context: ObjectiveContext, score: Score) -> PreparedD
     return with_reference_log_probs(replace(context, data=data), score, split="validation")
 
 
-def with_validation_log_probs(data: PreparedData, spec: RunSpec, score: Score) -> PreparedData:
-    """Add log-probabilities to the validation rows that evaluation reads; drop the other rows. For one process."""
+def with_validation_log_probs(data: PreparedData, spec: RunSpec, model: nn.Module, score: Score) -> PreparedData:
+    """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows. For one process."""
     rows, size = data.validation, spec.training.micro_batch_size
     limit = spec.evaluation.max_batches
     # With several sources, evaluation reads the first rows of each.
     read = len(rows) if limit is None or data.manifest.sources else min(len(rows), size * limit)
-    found = score_rows(rows, read, score, Processes(), size, collator(spec.model.attention))
+    found = score_rows(
+        rows, read, score, Processes(), size, with_model_inputs(collator(spec.model.attention), model, data)
+    )
     assert found is not None
     return data.with_reference_log_probs(validation=found)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import collator
+from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import (
     freeze_by_name,
@@ -20,6 +20,7 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
+from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.objective import Objective
 
@@ -41,21 +42,24 @@ class TrainingStep:
     """Whether attention runs from sequence to sequence of a packed row, without masks."""
 
 
-def build_training_step(model: PreTrainedModel, spec: RunSpec, device: torch.device) -> TrainingStep:
+def build_training_step(
+    model: PreTrainedModel, spec: RunSpec, device: torch.device, data: PreparedData | None = None
+) -> TrainingStep:
     """Freeze, patch and configure `model` as `spec` asks, for training on `device`. Changes `model` in place.
 
     `model` has its adapter, and may be on the meta device. The kernel plan passes a meta model and the device that the
-    run will have.
+    run will have, and no data: it plans a batch without images.
 
     Raises:
         ValueError: the kernel layer or `training.gradient_checkpointing` does not support the model.
     """
-    freeze_non_text_parameters(model)
+    if data is None or not data.manifest.has_images:
+        freeze_non_text_parameters(model)
     freeze_by_name(model, spec.model)
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_neftune(model, alpha)
     patched = prepare_for_training(model, spec.kernels, spec.training)
-    collate = collator(spec.model.attention)
+    collate = with_model_inputs(collator(spec.model.attention), model, data)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)
     if varlen:
         set_varlen_attention(model)

@@ -329,10 +329,10 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
             [
                 {
                     "role": "user",
-                    "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}],
+                    "content": [{"type": "text", "text": "a"}, {"type": "video", "video": "b"}],
                 }
             ],
-            "message 1: content is list, not text; only parts of type 'text' are read, this one has type 'image_url'",
+            "message 1: content is list, not text; only parts of type 'text' and images are read, this one has type 'video'",
         ),
         ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; set it to 1"),
         (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tasks.runtime.data.prepared_manifest import EMPTY, Shard, Split
+from tasks.runtime.data.prepared_manifest import EMPTY, Shard
 from tasks.runtime.data.row_order import WindowShuffledRows
 from tasks.runtime.data.shards import Shards
 
@@ -19,9 +20,7 @@ class Looked(Shards):
 
     def __init__(self) -> None:
         found = tuple(Shard(f"{number}", rows, 1, "") for number, rows in enumerate(SIZES))
-        super().__init__(
-            Path(), Split(*(getattr(EMPTY, name) for name in list(Split.__dataclass_fields__)[:-1]), found)
-        )
+        super().__init__(Path(), replace(EMPTY, shards=found))
         self.last = -1
 
     def rows_of(self, number: int) -> int | None:

@@ -1,0 +1,38 @@
+"""Documents: segments of text in order, before they are tokenized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+    """A piece of text that is tokenized separately.
+
+    generated: the model has to generate it, so it carries loss.
+    control: special tokens that it contains are control tokens; otherwise they are text like any other.
+    context: it carries no loss, even if all tokens do.
+    """
+
+    text: str
+    generated: bool
+    control: bool = True
+    context: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """Segments in order.
+
+    has_special_tokens: a template rendered the text, so no special tokens are added around it.
+    score: the number that the row gives to it; see `scores`.
+    begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
+    images: the bytes of the images that its text has tokens for, in order.
+    """
+
+    segments: tuple[Segment, ...]
+    has_special_tokens: bool
+    begins: bool = True
+    ends: bool = True
+    score: float | None = None
+    images: tuple[bytes, ...] = ()

@@ -1,0 +1,137 @@
+"""The processor of a vision-language model: the tokens that stand for an image, and the inputs that a model takes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec import DataRecipe
+from strata_platform.spec.model import PRESETS
+from tasks.runtime.data.special_tokens import special_tokens_of
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.hub import asking_hub
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def processor_of(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[], ImageProcessor] | None:
+    """A function that gives the processor of the recipe's model, with the tokenizer of the data; None for a preset.
+
+    The first call loads it, and raises:
+        ValueError: a package is missing, or the model has no processor of images.
+        Unreachable: the Hub does not answer.
+    """
+    if recipe.model in PRESETS:
+        return None
+
+    def load() -> ImageProcessor:
+        require_vision_packages()
+        return _read(recipe.model, recipe.revision, tokenizer)
+
+    return cache(load)
+
+
+def require_vision_packages() -> None:
+    """Raises ValueError if the packages that read images are not installed."""
+    for module, package in (("PIL", "pillow"), ("torchvision", "torchvision")):
+        if find_spec(module) is None:
+            raise ValueError(
+                f"the data has images, which need the package {package}, which is not installed; install "
+                "strata[vision], or name the column of images in data.ignore_columns"
+            )
+
+
+def saved_processor(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """The processor in a tokenizer's folder of prepared data; None if it has none."""
+    if not any((folder / file).is_file() for file in PROCESSOR_FILES):
+        return None
+    return _read(str(folder), None, tokenizer)
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copy the files of a processor, if there are any, from one tokenizer's folder to another."""
+    for file in PROCESSOR_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, target / file)
+
+
+def _read(name: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+    from transformers import AutoProcessor
+
+    try:
+        with asking_hub(f"model.name {name!r}"):
+            processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Unreachable:
+        raise
+    # Settings of processors cause errors of any type.
+    except Exception as error:
+        raise ValueError(_no_processor(name, " ".join(str(error).split()))) from error
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "image_token", None) is None:
+        raise ValueError(_no_processor(name, f"it has a {type(processor).__name__}"))
+    return ImageProcessor(processor, tokenizer)
+
+
+def _no_processor(name: str, reason: str) -> str:
+    return (
+        f"the data has images, but model.name {name!r} has no processor of images ({reason[:300]}); choose a "
+        "vision-language model, or name the column of images in data.ignore_columns"
+    )
+
+
+class ImageProcessor:
+    """A processor of transformers, with the tokenizer of the data.
+
+    placeholder: what a chat template writes for an image. token_ids: of tokens that stand for images; they carry no
+    loss.
+    """
+
+    def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._processor = processor
+        processor.tokenizer = tokenizer
+        if tokenizer.chat_template and not isinstance(tokenizer.chat_template, dict):
+            processor.chat_template = tokenizer.chat_template
+        self._tokenizer = tokenizer
+        self.placeholder: str = processor.image_token
+        if processor.image_token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"model.tokenizer lacks the token {processor.image_token!r}, which the processor of model.name puts in "
+                "the places of images; use the model's own tokenizer"
+            )
+        self.token_ids = {number for number in processor.image_token_ids if number is not None}
+        self._special = set(tokenizer.convert_tokens_to_ids(list(special_tokens_of(tokenizer))))
+        self._known: set[str] = set()
+
+    def save(self, folder: Path) -> None:
+        """Write the processor with its tokenizer to a folder, for `AutoProcessor.from_pretrained`."""
+        self._processor.save_pretrained(str(folder))
+
+    def replacements(self, pictures: list[Image.Image]) -> list[str]:
+        """The text that stands for each picture of a chat in place of the placeholder."""
+        encoded = self._processor(
+            images=[pictures], text=[self.placeholder * len(pictures)], return_text_replacement_offsets=True
+        )
+        found = [str(one["replacement"]) for one in encoded["text_replacement_offsets"][0]]
+        assert len(found) == len(pictures)
+        for text in {*found} - self._known:
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            self.token_ids |= self._special & {*ids}
+            self._known.add(text)
+        return found
+
+    def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
+        """What the model takes beside tokens, for all images of a batch in order, as tensors."""
+        return dict(self._processor.image_processor([pictures], return_tensors="pt"))
+
+    @property
+    def image_ids(self) -> list[int]:
+        """Ids of the tokens in whose places the model puts image features."""
+        return [number for number in self._processor.image_token_ids if number is not None]

@@ -1,0 +1,145 @@
+"""Vision-language models: their class, the inputs that images add to a batch, and positions of several dimensions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from strata_kernels.patch.structure import original_class, unwrap
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import (
+    IMAGE_COLUMNS,
+    MODEL_INPUT,
+    ROPE_COLUMNS,
+    TOKENIZER,
+    Batch,
+    Row,
+)
+from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
+
+# Whether a token is of an image, under the names of different families.
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that builds the model of a configuration: of a vision-language model, the one with its tower.
+
+    For some families `AutoModelForCausalLM` has no class, and for others one that leaves the tower out.
+    """
+    multimodal = config.get_text_config() is not config
+    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def with_model_inputs(
+    collate: Callable[[list[Row]], Batch], model: nn.Module, data: PreparedData | None
+) -> Callable[[list[Row]], Batch]:
+    """Make `collate` add to its batches what a vision-language model takes beside tokens and their positions.
+
+    `data`: whose processor prepares the images; without images in it, or without it, there are none to prepare.
+    """
+    base = unwrap(model)
+    processor = None
+    if data is not None and data.manifest.has_images:
+        processor = saved_processor(data.folder / TOKENIZER, data.tokenizer())
+        assert processor is not None, f"{data.folder} has images and no processor"
+    rope_index = getattr(getattr(base, "model", None), "get_rope_index", None)
+    if processor is None and rope_index is None:
+        return collate
+    return _Collator(collate, base, processor, rope_index)
+
+
+class _Collator:
+    """A collate function with the inputs of images.
+
+    Attributes of a batch whose names begin with MODEL_INPUT are passed to the model under the rest of the name.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Row]], Batch],
+        model: PreTrainedModel,
+        processor: ImageProcessor | None,
+        rope_index: Callable[..., Any] | None,
+    ) -> None:
+        self._collate, self._processor, self._rope_index = collate, processor, rope_index
+        self._dtype = model.dtype
+        self._accepted = set(inspect.signature(original_class(model).forward).parameters)
+        self._rope_takes = set(inspect.signature(rope_index).parameters) if rope_index else set()
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        pictures = [open_picture(image.numpy().tobytes()) for row in rows for image in _images_of(row)]
+        inputs: dict[str, Any] = {}
+        if pictures:
+            assert self._processor is not None
+            inputs = self._processor.inputs(pictures)
+        if self._rope_index is not None:
+            rows = self._with_rope_positions(rows, inputs)
+        batch = self._collate(rows)
+        for name, tensor in inputs.items():
+            if name in self._accepted:
+                floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+                batch[MODEL_INPUT + name] = tensor.to(self._dtype) if floating else tensor
+        if self._processor is not None:
+            stands = self._types(batch["input_ids"])
+            batch |= {MODEL_INPUT + name: stands for name in _TYPES if name in self._accepted}
+        return batch
+
+    def _types(self, ids: Tensor) -> Tensor:
+        """1 for the tokens of images, 0 for others."""
+        known = self._processor.image_ids if self._processor else []
+        return torch.isin(ids, torch.tensor(known, dtype=ids.dtype)).long()
+
+    def _with_rope_positions(self, rows: list[Row], inputs: dict[str, Any]) -> list[Row]:
+        """The rows with the columns of ROPE_COLUMNS, computed by the model for each document alone."""
+        first = 0
+        found = []
+        for row in rows:
+            starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+            counts = row["document_images"].tolist() if "document_images" in row else []
+            counts += [0] * (len(starts) - len(counts))
+            positions = []
+            for begin, end, count in zip(starts, [*starts[1:], None], counts, strict=True):
+                ids = row["input_ids"][begin:end]
+                positions.append(self._positions(ids, inputs, first, first + count))
+                first += count
+            found.append(row | dict(zip(ROPE_COLUMNS, torch.cat(positions, dim=1), strict=True)))
+        return found
+
+    def _positions(self, ids: Tensor, inputs: dict[str, Any], first: int, last: int) -> Tensor:
+        """[3, T]: positions of a document whose images are those from `first` to before `last`."""
+        if first == last:
+            return torch.arange(ids.numel()).expand(3, -1)
+        assert self._rope_index is not None
+        arguments = {
+            "input_ids": ids[None],
+            "mm_token_type_ids": self._types(ids)[None].int(),
+            **{name: tensor[first:last] for name, tensor in inputs.items() if name in self._rope_takes},
+        }
+        positions, _ = self._rope_index(**{k: v for k, v in arguments.items() if k in self._rope_takes})
+        return positions[:, 0]
+
+
+def _images_of(row: Row) -> list[Tensor]:
+    content, sizes, _ = (row.get(name) for name in IMAGE_COLUMNS)
+    return [] if content is None or sizes is None else list(content.split(sizes.tolist()))
+
+
+def sample_inputs(processor: ImageProcessor, model: PreTrainedModel, ids: Tensor, images: list[bytes]) -> Batch:
+    """What `model` takes beside `ids` [1, T] to continue a prompt with images, on its device."""
+    accepted = set(inspect.signature(original_class(unwrap(model)).forward).parameters)
+    inputs = processor.inputs([open_picture(image) for image in images])
+    stands = torch.isin(ids.cpu(), torch.tensor(processor.image_ids)).long()
+    inputs |= {name: stands for name in _TYPES}
+    return {
+        name: (tensor.to(model.dtype) if tensor.is_floating_point() else tensor).to(model.device)
+        for name, tensor in inputs.items()
+        if name in accepted
+    }
