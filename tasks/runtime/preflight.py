@@ -187,6 +187,13 @@ CHECKS = (
         "the model has an embedding for every token of the prepared rows",
     ),
     Check(
+        "images",
+        ("rank 0",),
+        "models.vision:require_image_support",
+        ("spec", "data"),
+        "with images in the rows, the model's family and the parallelism support them",
+    ),
+    Check(
         "validation rows",
         ("rank 0",),
         "evaluation.during_training:require_validation_rows",

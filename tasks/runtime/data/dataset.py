@@ -222,7 +222,7 @@ def collate(batch: list[Row]) -> Batch:
 
     The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
-    batch = [_without_images(row) for row in batch]
+    _require_no_images(batch)
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -234,12 +234,17 @@ def collate_flat(batch: list[Row]) -> Batch:
     transformers' flash attention detects packed documents, by restarting position ids, only in batches of one row. In a
     larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
-    batch = [_without_images(row) for row in batch]
+    _require_no_images(batch)
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 
-def _without_images(row: Row) -> Row:
-    return {name: tensor for name, tensor in row.items() if name not in IMAGE_COLUMNS}
+def _require_no_images(batch: list[Row]) -> None:
+    """Raise ValueError for rows whose images nothing has taken."""
+    if any(name in row for row in batch for name in IMAGE_COLUMNS):
+        raise ValueError(
+            "data.source: its rows have images, which are read only where all rows are prepared before training; set "
+            "data.streaming to false"
+        )
 
 
 def collator(attention: str) -> Callable[[list[Row]], Batch]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Bytes of a file that is read.
 _LARGEST = 1 << 27
 # Others run programs (EPS) or are no pictures.
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _PROTOCOLS = ("file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
 
 

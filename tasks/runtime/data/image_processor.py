@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.model import PRESETS
+from tasks.runtime.data.image_files import png_of
 from tasks.runtime.data.special_tokens import special_tokens_of
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -130,6 +131,14 @@ class ImageProcessor:
     def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
         """What the model takes beside tokens, for all images of a batch in order, as tensors."""
         return dict(self._processor.image_processor([pictures], return_tensors="pt"))
+
+    def blank(self) -> tuple[bytes, list[int]]:
+        """The bytes of a blank image, and the ids of the tokens that stand for it."""
+        from PIL import Image
+
+        picture = Image.new("RGB", (64, 64))
+        (text,) = self.replacements([picture])
+        return png_of(picture), list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def image_ids(self) -> list[int]:

@@ -15,9 +15,11 @@ import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec.training import Training
+from tasks.runtime.models.vision import is_multimodal
 
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
 _SAVED = (
@@ -59,13 +61,15 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
 
 
-def compile_layers(model: nn.Module, training: Training) -> None:
+def compile_layers(model: PreTrainedModel, training: Training) -> None:
     """Compile each layer with `torch.compile` if `training.compile` is true; equal layers share one graph."""
     if training.compile:
         # The precompiled header lies outside of the cache folder that runs keep. If all kernels are cached, it is the
         # only thing that would still need a C++ compiler.
         inductor.cpp_cache_precompile_headers = False
-        for layer in transformer_layers(model, "training.compile", "false"):
+        # The sizes of a vision tower's inputs differ from batch to batch.
+        decoder = model.get_decoder() if is_multimodal(model.config) else model
+        for layer in transformer_layers(decoder, "training.compile", "false"):
             _set_forward(layer, _full_graph(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
 
 

@@ -25,6 +25,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 from tasks.runtime.models.build import build_model_on_meta
+from tasks.runtime.models.vision import is_multimodal
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
 
     _require_names(model, settings)
     # By their paths: what PEFT calls "all-linear" has experts and routers in it for some mixtures, and not for others.
-    config = lora_config(settings, target_modules=list(settings.target_modules) or list(_linear_layers(model)))
+    config = lora_config(settings, target_modules=list(settings.target_modules) or _default_targets(model))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext(), _renaming_nothing():
@@ -70,6 +71,15 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
             )
         module.requires_grad_(True)
     return adapted
+
+
+def _default_targets(model: PreTrainedModel) -> list[str]:
+    """All linear layers but the head and routers; of a vision-language model, those of its language model."""
+    layers = _linear_layers(model)
+    if not is_multimodal(model.config):
+        return list(layers)
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    return [name for name in layers if id(model.get_submodule(name)) in decoder]
 
 
 def lora_config(settings: Lora, **options: Any) -> LoraConfig:

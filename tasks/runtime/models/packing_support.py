@@ -24,6 +24,7 @@ from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
 from tasks.runtime.models.recurrent_layers import recurrent_layers
+from tasks.runtime.models.vision import has_rope_index
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,9 @@ def supports_packing(model: PreTrainedModel) -> bool:
     model.set_attn_implementation(
         choose_attention("auto", model.config) if attention.startswith("flash") else attention
     )
+    if has_rope_index(model):
+        # Those in the text come first; a token that is no image's has the same in all three dimensions.
+        positions = positions.expand(4, 1, -1)
     try:
         states = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, _FIRST:]
         weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)

@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from strata_kernels.patch.structure import original_class, unwrap
+from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.columns import PREFERENCES
 from tasks.runtime.data.dataset import (
+    IGNORE_INDEX,
     IMAGE_COLUMNS,
     MODEL_INPUT,
     ROPE_COLUMNS,
@@ -27,15 +36,49 @@ from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
+IMAGE_PACKING = frozenset(("qwen2_vl", "qwen2_5_vl"))
+"""Families that are known to keep the sequences of a packed row apart, with their images."""
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether a model takes other input than text: its text part has a configuration of its own."""
+    return config.get_text_config() is not config
+
+
+def has_rope_index(model: nn.Module) -> bool:
+    """Whether the model rotates by positions in three dimensions, which it computes from tokens and images (M-RoPE)."""
+    return hasattr(getattr(model, "model", None), "get_rope_index")
+
+
 def auto_class(config: PretrainedConfig) -> Any:
     """transformers' class that builds the model of a configuration: of a vision-language model, the one with its tower.
 
     For some families `AutoModelForCausalLM` has no class, and for others one that leaves the tower out.
     """
-    multimodal = config.get_text_config() is not config
-    if multimodal and type(config) in AutoModelForImageTextToText._model_mapping:
+    if is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def require_image_support(spec: RunSpec, data: PreparedData) -> None:
+    """Raises ValueError if rows have images and a section of the spec does not go with that."""
+    if not data.manifest.has_images:
+        return
+    config = AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+    packing = data.manifest.packing
+    if (packing or data.manifest.format in PREFERENCES) and config.model_type not in IMAGE_PACKING:
+        field = "data.packing is true" if packing else f"objective.type {spec.objective.type!r} shares rows"
+        raise ValueError(
+            f"{field}, but model.name {spec.model.name!r} is of type {config.model_type}, and sequences with images "
+            f"are known to be kept apart in {', '.join(sorted(IMAGE_PACKING))} only; "
+            f"{'set data.packing to false' if packing else 'choose one of these'}"
+        )
+    for ways, field in ((spec.parallel.context_parallel, "context"), (spec.parallel.tensor_parallel, "tensor")):
+        if ways > 1:
+            raise ValueError(
+                f"parallel.{field}_parallel {ways} does not support rows with images; set it to 1, or name the column "
+                "of images in data.ignore_columns"
+            )
 
 
 def with_model_inputs(
@@ -45,12 +88,12 @@ def with_model_inputs(
 
     `data`: whose processor prepares the images; without images in it, or without it, there are none to prepare.
     """
-    base = unwrap(model)
+    base: Any = unwrap(model)
     processor = None
     if data is not None and data.manifest.has_images:
         processor = saved_processor(data.folder / TOKENIZER, data.tokenizer())
         assert processor is not None, f"{data.folder} has images and no processor"
-    rope_index = getattr(getattr(base, "model", None), "get_rope_index", None)
+    rope_index = base.model.get_rope_index if has_rope_index(base) else None
     if processor is None and rope_index is None:
         return collate
     return _Collator(collate, base, processor, rope_index)
@@ -71,10 +114,14 @@ class _Collator:
     ) -> None:
         self._collate, self._processor, self._rope_index = collate, processor, rope_index
         self._dtype = model.dtype
+        self._blank: tuple[Tensor, Tensor] | None = None
         self._accepted = set(inspect.signature(original_class(model).forward).parameters)
         self._rope_takes = set(inspect.signature(rope_index).parameters) if rope_index else set()
 
     def __call__(self, rows: list[Row]) -> Batch:
+        if self._processor is not None and not any("images" in row for row in rows):
+            # Every batch runs the tower, so that sharded weights are gathered, and moments decay, on all ranks alike.
+            rows = [*rows, self._blank_row(rows[0])]
         pictures = [open_picture(image.numpy().tobytes()) for row in rows for image in _images_of(row)]
         inputs: dict[str, Any] = {}
         if pictures:
@@ -82,7 +129,7 @@ class _Collator:
             inputs = self._processor.inputs(pictures)
         if self._rope_index is not None:
             rows = self._with_rope_positions(rows, inputs)
-        batch = self._collate(rows)
+        batch = self._collate([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
         for name, tensor in inputs.items():
             if name in self._accepted:
                 floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
@@ -91,6 +138,22 @@ class _Collator:
             stands = self._types(batch["input_ids"])
             batch |= {MODEL_INPUT + name: stands for name in _TYPES if name in self._accepted}
         return batch
+
+    def _blank_row(self, like: Row) -> Row:
+        """A row with the tokens of a blank image and nothing that is learned."""
+        assert self._processor is not None
+        if self._blank is None:
+            content, numbers = self._processor.blank()
+            self._blank = torch.tensor(list(content), dtype=torch.uint8), torch.tensor(numbers)
+        image, ids = self._blank
+        row = {name: torch.zeros(ids.numel(), dtype=tensor.dtype) for name, tensor in like.items()}
+        row |= {
+            "input_ids": ids,
+            "labels": torch.full_like(ids, IGNORE_INDEX),
+            "position_ids": torch.arange(ids.numel()),
+        }
+        sizes = torch.tensor([image.numel()]), torch.tensor([1])
+        return row | dict(zip(IMAGE_COLUMNS, (image, *sizes), strict=True))
 
     def _types(self, ids: Tensor) -> Tensor:
         """1 for the tokens of images, 0 for others."""

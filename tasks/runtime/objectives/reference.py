@@ -45,7 +45,7 @@ def with_initial_log_probs(context: ObjectiveContext, score: Score) -> PreparedD
 
 
 def with_validation_log_probs(data: PreparedData, spec: RunSpec, model: nn.Module, score: Score) -> PreparedData:
-    """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows. For one process."""
+    """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the others. One process."""
     rows, size = data.validation, spec.training.micro_batch_size
     limit = spec.evaluation.max_batches
     # With several sources, evaluation reads the first rows of each.

@@ -15,6 +15,7 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model, freeze_non_text_parameters, set_special_tokens
 from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
@@ -53,7 +54,8 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
         teacher = vars(objective).get("_teacher")
         if teacher is not None:
             teacher.double()
-        batches = list(training_loader(spec, data, processes, collate=collator(spec.model.attention), start=0, stop=1))
+        collate = with_model_inputs(collator(spec.model.attention), model, data)
+        batches = list(training_loader(spec, data, processes, collate=collate, start=0, stop=1))
         batches = [{name: tensor.to(processes.device) for name, tensor in batch.items()} for batch in batches]
         items = torch.stack([objective.count(batch) for batch in batches]).sum()
         objective.before_step(model, batches, processes)
@@ -73,7 +75,8 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
 def in_double(model: PreTrainedModel, data: PreparedData, device: torch.device) -> PreTrainedModel:
     """The model in fp64 on `device`, ready to train without dropout."""
     set_special_tokens(model, data.tokenizer())
-    freeze_non_text_parameters(model)
+    if not data.manifest.has_images:
+        freeze_non_text_parameters(model)
     without_dropout(model)
     return model.double().to(device).train()
 

@@ -29,16 +29,16 @@ def picture(shape, draw, size=32):
     return image
 
 
-def write_shapes(folder, rows, *, seed=0, name="train", shapes=SHAPES, size=32):
-    """Rows in `folder/name.jsonl` with pictures beside it: messages with OpenAI's parts."""
+def write_shapes(folder, rows, *, seed=0, name="train", answers=SHAPES, size=16):
+    """Rows in `folder/name.jsonl` with pictures beside it, in OpenAI's form. answers: one for each of SHAPES."""
     draw, found = random.Random(seed), []
     (folder / name).mkdir(parents=True)
     for number in range(rows):
-        shape = shapes[number % len(shapes)]
+        shape, answer = list(zip(SHAPES, answers, strict=True))[number % len(SHAPES)]
         path = f"{name}/{number}.png"
         picture(shape, draw, size).save(folder / path)
         parts = [{"type": "image_url", "image_url": {"url": path}}, {"type": "text", "text": QUESTION}]
-        found.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": shape}]})
+        found.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
     draw.shuffle(found)
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in found))

@@ -8,9 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-TEXTS = (
-    "system user assistant: What shape is this? Which one has the digit? circle square triangle cross red green blue 0 1 2 3 4 5 6 7 8 9",
-)
+TEXTS = ("system user assistant: What shape is this? circle triangle cross",)
 CHATML = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -117,3 +115,6 @@ def _saved(folder, model_class, config, processor, seed):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+FAMILIES = {"qwen2_5_vl": qwen2_5_vl}

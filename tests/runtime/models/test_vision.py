@@ -1,0 +1,170 @@
+"""What a vision-language model gets of a batch of rows, against transformers on the output of its own processor."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
+from tasks.runtime.data.dataset import IMAGE_COLUMNS
+from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.vision import IMAGE_PACKING, with_model_inputs
+from tasks.runtime.objectives.objective import model_inputs
+from tasks.runtime.objectives.training_step import build_training_step
+from tests.runtime.helpers import vision_models
+from tests.runtime.helpers.pictures import SHAPES, picture
+
+# Families whose models and processors are made here from scratch.
+FAMILIES = vision_models.FAMILIES
+
+
+def rows_of(folder, family):
+    """Chats with one image, with none, and with two of other sizes in two turns."""
+    import random
+
+    draw = random.Random(4)
+    for number, size in enumerate((32, 16, 48)):
+        picture(SHAPES[number], draw, size).save(folder / f"{number}.png")
+    ask = lambda text, *images: {  # noqa: E731
+        "role": "user",
+        "content": [*({"type": "image", "image": f"{image}.png"} for image in images), {"type": "text", "text": text}],
+    }
+    say = lambda text: {"role": "assistant", "content": text}  # noqa: E731
+    chats = [
+        [ask("What shape is this?", 0), say("circle")],
+        [ask("What shape?"), say("none")],
+        [ask("And this?", 1), say("triangle"), ask("And this?", 2), say("cross")],
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+def family(request, tmp_path_factory):
+    """The model's folder, its spec and the prepared data of three chats, one to a row."""
+    folder = tmp_path_factory.mktemp(request.param)
+    FAMILIES[request.param](folder / "model")
+    rows_of(folder, request.param)
+    spec = RunSpec.model_validate({
+        "model": {"name": str(folder / "model")}, "kernels": {"enabled": False},
+        "data": {"source": str(folder / "rows.jsonl"), "packing": False, "validation_fraction": 0},
+    })  # fmt: skip
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return request.param, folder / "model", spec, prepare(recipe, folder / "data", report=print)
+
+
+def by_images(data):
+    """The rows with one, no and two images."""
+    rows = sorted(data.train, key=lambda row: int(row["document_images"][0]) if "images" in row else 0)
+    return rows[1], rows[0], rows[2]
+
+
+def plain_loss(folder, row):
+    """The sum of the row's loss, as transformers computes it of the output of its processor; and the gradients."""
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
+    images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
+    parts = lambda text, count: [*[{"type": "image"}] * count, {"type": "text", "text": text}]  # noqa: E731
+    if len(images) == 1:
+        chat = [{"role": "user", "content": parts("What shape is this?", 1)},
+                {"role": "assistant", "content": parts("circle", 0)}]  # fmt: skip
+    else:
+        chat = [{"role": role, "content": parts(text, count)} for role, text, count in (
+            ("user", "And this?", 1), ("assistant", "triangle", 0), ("user", "And this?", 1), ("assistant", "cross", 0)
+        )]  # fmt: skip
+    text = processor.apply_chat_template(chat)
+    inputs = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    ids = inputs["input_ids"][0]
+    assert ids[: row["input_ids"].numel()].tolist() == row["input_ids"].tolist()
+    logits = model(**inputs).logits[0, : row["input_ids"].numel() - 1]
+    loss = cross_entropy(logits, row["labels"][1:], reduction="sum")
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("which", [0, 2], ids=["one image", "two images"])
+def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which):
+    _, folder, spec, data = family
+    row = by_images(data)[which]
+    expected, gradients = plain_loss(folder, row)
+    model = build_model(spec.model, spec.seed).eval()
+    step = build_training_step(model, spec, torch.device("cpu"), data)
+    batch = step.collate([row])
+    step.objective.micro_batch_loss(model.eval(), batch, torch.tensor(1)).loss.backward()
+    found = step.objective.micro_batch_loss(model, batch, torch.tensor(1)).loss.item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        if gradients[name] is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert any("lang" not in name and gradient.any() for name, gradient in gradients.items() if gradient is not None)
+
+
+def test_rows_of_a_batch_do_not_change_each_other(family):
+    """Padded to the longest row, with images of other sizes beside them, each row has the logits that it has alone."""
+    _, _, spec, data = family
+    model = build_model(spec.model, spec.seed).eval()
+    rows = by_images(data)
+    together = with_model_inputs(collate, model, data)
+    logits = model(**model_inputs(together(list(rows)))).logits
+    for index, row in enumerate(rows):
+        alone = model(**model_inputs(together([row]))).logits[0]
+        length = row["input_ids"].numel()
+        torch.testing.assert_close(logits[index, :length], alone[:length], rtol=1e-4, atol=1e-5)
+
+
+def packed(rows):
+    """One row of several."""
+    pictured = [row for row in rows if "images" in row]
+    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels", "position_ids")}
+    images = {name: torch.cat([row[name] for row in pictured]) for name in IMAGE_COLUMNS[:2]}
+    counts = [row.get("document_images", torch.tensor([0])) for row in rows]
+    return joined | images | {IMAGE_COLUMNS[2]: torch.cat(counts)}
+
+
+def test_chats_of_a_packed_row_are_kept_apart(family):
+    """Exactly for the families that may be packed: each chat's logits, and no gradient from one chat to another."""
+    name, _, spec, data = family
+    model = build_model(spec.model, spec.seed).eval()
+    rows = by_images(data)
+    made = with_model_inputs(collate, model, data)
+    inputs = model_inputs(made([packed(rows)]))
+    logits = model(**inputs).logits[0]
+    ends = torch.tensor([row["input_ids"].numel() for row in rows]).cumsum(0).tolist()
+    apart = True
+    for row, end in zip(rows, ends, strict=True):
+        length = row["input_ids"].numel()
+        alone = model(**model_inputs(made([row]))).logits[0, :length]
+        apart &= torch.allclose(logits[end - length : end], alone, rtol=1e-4, atol=1e-5)
+    pixels = inputs["pixel_values"].requires_grad_()
+    states = model(**inputs).logits[0, ends[0] : ends[1]]
+    (gradient,) = torch.autograd.grad(states.square().sum(), pixels, allow_unused=True)
+    apart &= gradient is None or not bool(gradient.any())
+    assert apart == (name in IMAGE_PACKING)
+
+
+def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
+    _, _, spec, data = family
+    model = build_model(spec.model, spec.seed).eval()
+    step = build_training_step(model, spec, torch.device("cpu"), data)
+    batch = step.collate([by_images(data)[1]])
+    step.objective.micro_batch_loss(model.eval(), batch, torch.tensor(1)).loss.backward()
+    tower = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
+    assert tower
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in tower if parameter.requires_grad
+    )
+
+
+def test_rows_that_attend_by_flash_attention_are_one_row(family):
+    name, _, spec, data = family
+    if name not in IMAGE_PACKING:
+        pytest.skip("rows share a batch's only row")
+    model = build_model(spec.model, spec.seed).eval()
+    rows = by_images(data)
+    flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
+    row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
+    torch.testing.assert_close(flat, row)

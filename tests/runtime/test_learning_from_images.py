@@ -1,0 +1,117 @@
+"""A vision-language model learns what only the image holds: whole and with LoRA, packed and not, also interrupted."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.export_model import export
+from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tests.runtime.helpers.comparable_runs import curve
+from tests.runtime.helpers.pictures import QUESTION, SHAPES, picture, write_shapes
+from tests.runtime.helpers.train_only import train_spec
+from tests.runtime.helpers.vision_models import qwen2_5_vl
+
+ROOT = Path(__file__).parents[2]
+ROTATED = (*SHAPES[1:], SHAPES[0])
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
+
+
+def spec_of(folder, name, model, source, **changes):
+    spec = {
+        "name": name,
+        "output": str(folder / "out"),
+        "model": {"name": str(model)},
+        "data": {"source": str(source), "sequence_length": 48, "packing": False, "validation_fraction": 0.02},
+        "runtime": {"framework": "torch"},
+        "evaluation": {"samples": 1, "max_new_tokens": 5},
+        "tracking": {"report_to": []},
+    }
+    return RunSpec.model_validate({key: {**spec.get(key, {}), **value} for key, value in changes.items()} | {
+        key: value for key, value in spec.items() if key not in changes
+    })  # fmt: skip
+
+
+@torch.no_grad()
+def accuracy(folder, answers=SHAPES, among=False):
+    """Of a published folder, as its users ask it about pictures that it has not seen.
+
+    among: the likeliest of the answers counts, so that chance is one third; otherwise what the model writes.
+    """
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    draw, right = random.Random(99), 0
+    first = [processor.tokenizer(answer)["input_ids"][0] for answer in answers]
+    pictures = [(number % 3, picture(SHAPES[number % 3], draw, 16)) for number in range(120)]
+    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    inputs = processor(text=[prompt] * 120, images=[[image] for _, image in pictures], return_tensors="pt")
+    if among:
+        chosen = model(**inputs).logits[:, -1, first].argmax(-1).tolist()
+        return sum(a == b for a, (b, _) in zip(chosen, pictures, strict=True)) / 120
+    written = model.generate(**inputs, max_new_tokens=6, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for text, (shape, _) in zip(processor.batch_decode(written, skip_special_tokens=True), pictures, strict=True):
+        right += text == answers[shape]
+    return right / 120
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The folder that the command publishes of a model from scratch."""
+    folder = tmp_path_factory.mktemp("vision")
+    base = qwen2_5_vl(folder / "base", hidden=32, edge=16)
+    assert accuracy(base, among=True) < 0.6
+    spec = spec_of(
+        folder, "whole", base, write_shapes(folder, 1500),
+        training={"steps": 260, "micro_batch_size": 32}, optimizer={"lr": 4e-3}, checkpoint={"every": 1000},
+    )  # fmt: skip
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    done = subprocess.run(
+        [sys.executable, "-m", "tasks.runtime", str(folder / "spec.json")],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return RunFolder.of(spec)
+
+
+def test_it_learns_what_only_the_image_holds(learned):
+    assert accuracy(learned.model) > 0.95
+    record = json.loads(learned.record.read_text())
+    assert record["eval_loss_after"] < 0.1 * record["eval_loss_before"]
+    # What it wrote for a held-out row is about the row's image.
+    (sample,) = record["samples"]
+    assert sample["after"] == sample["reference"]
+    assert sample["prompt"].count("<|image_pad|>") == 1
+
+
+def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned, tmp_path):
+    spec = spec_of(
+        tmp_path, "adapter", learned.model, write_shapes(tmp_path, 600, answers=ROTATED),
+        adapter={"type": "lora", "r": 8},
+        data={"sequence_length": 128, "packing": True},
+        training={"steps": 80, "micro_batch_size": 8}, optimizer={"lr": 1e-2}, checkpoint={"every": 40, "keep_last": 9},
+        tracking={"log_every": 1},
+    )  # fmt: skip
+    train_spec(spec)
+    whole = curve(spec, 0)
+    record = train_spec(spec, step=40)
+    again = curve(spec, 1)
+    assert len(whole) == 80
+    assert again == whole[40:]
+
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
+    assert data.manifest.train.images == data.manifest.train.samples > data.manifest.train.rows
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+    folder = export(spec, evaluate(spec, record, data, weights), data, weights)
+    assert accuracy(folder.model, ROTATED) > 0.95
