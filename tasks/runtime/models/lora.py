@@ -74,7 +74,7 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
 
 
 def _default_targets(model: PreTrainedModel) -> list[str]:
-    """All linear layers but the head and routers; of a vision-language model, those of its language model."""
+    """All linear layers but the head; of a vision-language model, those of its language model."""
     layers = _linear_layers(model)
     if not is_multimodal(model.config):
         return list(layers)

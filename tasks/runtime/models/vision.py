@@ -18,6 +18,7 @@ from transformers import (
 
 from strata_kernels.patch.structure import original_class, unwrap
 from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import LABELLED
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.columns import PREFERENCES
 from tasks.runtime.data.dataset import (
@@ -64,6 +65,11 @@ def require_image_support(spec: RunSpec, data: PreparedData) -> None:
     """Raises ValueError if rows have images and a section of the spec does not go with that."""
     if not data.manifest.has_images:
         return
+    if spec.objective.type in LABELLED:
+        raise ValueError(
+            f"objective.type {spec.objective.type!r} does not support rows with images; choose 'sft' or 'dpo', or name "
+            "the column of images in data.ignore_columns"
+        )
     config = AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
     packing = data.manifest.packing
     if (packing or data.manifest.format in PREFERENCES) and config.model_type not in IMAGE_PACKING:

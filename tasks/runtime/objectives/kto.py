@@ -70,7 +70,7 @@ class Kto:
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Add log-probabilities of `model` to the validation rows that evaluation reads; drop the other rows."""
-        return with_validation_log_probs(data, spec, lambda batch: self.scores(model, batch))
+        return with_validation_log_probs(data, spec, model, lambda batch: self.scores(model, batch))
 
     def example_row(self, tokens: Tensor) -> Batch:
         """A row with `sides`, its mismatched columns, and with `reference` if rows have it."""
