@@ -110,6 +110,12 @@ def _experts_flops(s: Shape) -> float:
     return 18 * s["tokens"] * s["top_k"] * s["features"] * s["inner"]
 
 
+def _adapted_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
+                     *factors: Tensor) -> Tensor:  # fmt: skip
+    of_up, of_down = (strata_kernels.LowRank(*pair, reference.LORA_SCALE) for pair in (factors[:2], factors[2:]))
+    return strata_kernels.experts(x, gate_up, down, index, weights, gate_up_adapter=of_up, down_adapter=of_down)
+
+
 def _head(rows: int, features: int, vocabulary: int, **more: int) -> Shape:
     return {"rows": rows, "features": features, "vocabulary": vocabulary, **more}
 
@@ -240,6 +246,20 @@ OPERATORS = (
         flops=_experts_flops,
         waits=True,
         label=_experts_label,
+    ),
+    Operator(
+        name="experts_lora",
+        ours=_adapted_experts,
+        torch=reference.experts_lora,
+        inputs=reference.experts_lora_inputs,
+        cases=(
+            Case(_experts(16384, 128, 8, 2048, 768) | {"rank": 16}, {"of grouped_mm": 0.83}),
+            Case(_experts(16384, 128, 8, 2048, 768) | {"rank": 64}),
+        ),
+        # Frozen weights have no gradients.
+        flops=lambda shape: _experts_flops(shape) * 2 / 3,
+        waits=True,
+        label=lambda shape: f"{_experts_label(shape)}, rank {shape['rank']}",
     ),
     Operator(
         name="cross_entropy",

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .measure import Function
 from .operators import Operator
-from .reference import LAYER_EPS, RMS_EPS
+from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS
 
 # As tables name them, in their order; `torch` and `compile` are the operator's own PyTorch function.
 NAMES = {
@@ -84,6 +84,13 @@ def _grouped_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: 
     return moe.grouped_mm_experts_forward(module, x, index, weights)
 
 
+def _summed_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
+                    a_up: Tensor, b_up: Tensor, a_down: Tensor, b_down: Tensor) -> Any:  # fmt: skip
+    """As PEFT 0.21 with `target_parameters`: experts with the sums of weights and adapters."""
+    sums = [torch.baddbmm(w, b, a, alpha=LORA_SCALE) for w, a, b in ((gate_up, a_up, b_up), (down, a_down, b_down))]
+    return _grouped_experts(moe, x, *sums, index, weights)
+
+
 _LIGER = "liger_kernel.transformers.functional"
 
 PEERS: Mapping[str, Mapping[str, Peer]] = {
@@ -117,6 +124,7 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
             "liger_kernel.ops.fused_moe", lambda moe, *inputs: moe.LigerFusedMoEFunction.apply(*inputs), waits=True
         ),
     },
+    "experts_lora": {"grouped_mm": Peer("transformers.integrations.moe", _summed_experts)},
     "cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, logits, target: liger.liger_cross_entropy(logits, target), waits=True),
         "quack": Peer("quack", lambda quack, logits, target: quack.cross_entropy(logits, target)),

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 Shape = Mapping[str, int]
 
 RMS_EPS = 1e-6
+# alpha / r of the adapters of experts.
+LORA_SCALE = 2.0
 LAYER_EPS = 1e-5
 IGNORE_INDEX = -100
 
@@ -127,6 +129,26 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Te
         y = functional.linear(functional.silu(gate) * up, down[e]) * weights[token, slot, None]
         out = out.index_add(0, token, y.to(out.dtype))
     return out
+
+
+def experts_lora_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """As `experts_inputs` with frozen weights; a [E, R, K] and b [E, N, R] of gate and up, and of down."""
+    x, up, down, index, weights = experts_inputs(shape, dtype, device)
+    rank, factors = shape["rank"], []
+    for weight in (up, down):
+        count, outputs, inputs = weight.shape
+        a = random(count, rank, inputs, dtype=dtype, device=device).detach() * inputs**-0.5
+        # As in training: small beside the weight.
+        b = random(count, outputs, rank, dtype=dtype, device=device).detach() * 0.02
+        factors += [a.requires_grad_(), b.requires_grad_()]
+    return x, up.detach(), down.detach(), index, weights, *factors
+
+
+def experts_lora(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
+    """PEFT's sums of weights and adapters, and `experts`."""
+    a_up, b_up, a_down, b_down = factors
+    sums = [torch.baddbmm(w, b, a, alpha=LORA_SCALE) for w, a, b in ((gate_up, a_up, b_up), (down, a_down, b_down))]
+    return experts(x, *sums, index, weights)
 
 
 def cross_entropy_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -208,7 +208,7 @@ def heads_table(rows: Sequence[Row]) -> str:
 def experts_table(rows: Sequence[Row]) -> str:
     return _compared(
         rows,
-        lambda operator, case: operator.name == "experts",
+        lambda operator, case: operator.name in ("experts", "experts_lora"),
         lambda row: f"{row['ms']:.2f} ms, {show(row, 'share')}, {row['extra MiB']:,.0f} MiB",
     )
 
