@@ -10,6 +10,7 @@
     hangs/               stacks of processes that hung, by start
     tensorboard/         event files
     data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
+    .lease/              which machine trains it now
     supervisor/          what the supervisor of a local run writes; see `SupervisorLayout`
 
 The runtime writes these files; the backends read them from a folder, or from a copy in an object store.

@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tasks.runtime.checkpoint import manifest
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.object_store_url import open_url
+from tasks.runtime.run_folder import lease
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +108,9 @@ class RunStore:
         return True
 
     def delete_if_only(self, path: Path) -> None:
-        """Delete a file from the run's folder if nothing else is in it."""
+        """Delete a file from the run's folder if nothing else is in it, but for the lease."""
         self._fs.invalidate_cache()
-        if self._list(self._root) == [path.name]:
+        if {*self._list(self._root)} - {lease.FOLDER} == {path.name}:
             self._fs.rm_file(f"{self._root}/{path.name}")
 
     def _folder(self, step: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ import torch
 
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
-from tasks.runtime.checkpoint.object_store import undo_upload
-from tasks.runtime.checkpoint.upload import CheckpointUploader, uploader_for
+from tasks.runtime.checkpoint.object_store import retry, undo_upload
+from tasks.runtime.checkpoint.upload import STARTUP_TIMEOUT, CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
 from tasks.runtime.metrics.progress import report_progress
@@ -22,9 +24,12 @@ from tasks.runtime.process.deterministic import deterministic
 from tasks.runtime.process.error_explanations import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
-from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.folder import LOCK_TIMEOUT, RunFolder
+from tasks.runtime.run_folder.lease import RENEWAL, Lease
 from tasks.runtime.warmup.pod import warm_up_pod
 from tasks.runtime.warmup.training_process import TrainingWarmup, training_warmup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class Session:
     training_warmup: TrainingWarmup
     uploader: CheckpointUploader | None
     """Uploads checkpoints; None on other ranks than 0, or without `checkpoint.url`."""
+    leases: list[Lease]
+    """Those that rank 0 holds, of the run's folder on disk and in the store."""
+
+    def require_folder(self) -> None:
+        """Raises ValueError if another machine has taken over the run's folder."""
+        for lease in self.leases:
+            lease.require_held()
 
 
 @contextmanager
@@ -63,24 +75,33 @@ def session(spec: RunSpec) -> Iterator[Session]:
         report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
         processes.connect()
-        processes.on_main(lambda: held.enter_context(_locked_folder(spec, folder, uploader)))
+        leases: list[Lease] = []
+        processes.on_main(lambda: held.enter_context(_locked_folder(spec, folder, uploader, leases)))
         if uploader is not None:
             held.callback(uploader.close)
         _require_shared_folder(spec.output, folder, processes)
         with _explain_errors(spec, folder, processes):
             check_health(spec.faults, folder, processes)
             with training_warmup(spec, folder, processes, report) as warm:
-                yield Session(spec, folder, processes, warm, uploader)
+                yield Session(spec, folder, processes, warm, uploader, leases)
 
 
 @contextmanager
-def _locked_folder(spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None) -> Iterator[None]:
-    """Lock the run's folder and claim it for this spec, on disk and in the object store.
+def _locked_folder(
+    spec: RunSpec, folder: RunFolder, uploader: CheckpointUploader | None, leases: list[Lease]
+) -> Iterator[None]:
+    """Lock the run's folder and claim it for this spec, on disk and in the object store; adds to `leases`.
 
-    A store has no lock that shows whether another run is active. A start that fails before its first step therefore
-    removes its claim from the store.
+    A start that fails before its first step removes its claim from the store.
     """
-    with folder.lock() as exclusive:
+    with folder.lock() as exclusive, ExitStack() as held:
+        urls = [
+            f"file://{folder.root}",
+            *([f"{spec.checkpoint.url.rstrip('/')}/{spec.name}"] if spec.checkpoint.url else []),
+        ]
+        for url in urls:
+            leases.append(_taken(url))
+            held.callback(leases[-1].release)
         if uploader is not None:
             uploader.download_run_files()
         folder.claim(spec, exclusive=exclusive)
@@ -92,6 +113,22 @@ def _locked_folder(spec: RunSpec, folder: RunFolder, uploader: CheckpointUploade
             if spec.checkpoint.url and exclusive and not folder.has_progress:
                 undo_upload(spec.checkpoint.url, spec.name, folder.spec)
             raise
+
+
+def _taken(url: str) -> Lease:
+    """The lease of a folder, once this process has it. Raises ValueError while another one keeps it."""
+    lease, deadline, waiting = Lease(url), time.monotonic() + LOCK_TIMEOUT, False
+    while (holder := retry(lease.try_to_take, url, STARTUP_TIMEOUT)) is not None:
+        if time.monotonic() >= deadline:
+            raise ValueError(
+                f"{url} is being trained by {holder}; wait for it or end it, or choose another name for this run"
+            )
+        if not waiting:
+            log.warning("%s is being trained by %s; waiting for its end", url, holder)
+        waiting = True
+        time.sleep(RENEWAL / 5)
+    lease.start_renewing()
+    return lease
 
 
 @contextmanager

@@ -256,10 +256,16 @@ def build_job(
         load=load,
         early_stopping=EarlyStopping(run.spec.evaluation, metadata),
         evaluator=evaluator,
-        step_ended=run.training_warmup.step_ended,
+        step_ended=partial(_step_ended, run),
         callbacks=callbacks,
         set_random_states=load(resume_from),
     )
+
+
+def _step_ended(run: Session) -> None:
+    """Before a checkpoint of the step: another machine may have taken over."""
+    run.require_folder()
+    run.training_warmup.step_ended()
 
 
 def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedModel, str, InitialMatrices]:

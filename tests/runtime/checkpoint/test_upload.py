@@ -97,7 +97,8 @@ def store(monkeypatch):
 
 
 def names():
-    return sorted(path.removeprefix("/bucket/runs/") for path in Flaky.store)
+    """Files of runs in the store, without the leases."""
+    return sorted(path.removeprefix("/bucket/runs/") for path in Flaky.store if "/.lease/" not in path)
 
 
 def save(root, step, text="weights", **metadata):
