@@ -15,7 +15,7 @@ DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 RULES = (CHART / "templates" / "observability" / "rules.yaml").read_text()
 # Kueue's, as pkg/metrics/metrics.go of 0.19 has them.
 KUEUE = {
-    "kueue_pending_workloads": {"cluster_queue", "status"},
+    "kueue_pending_workloads": {"cluster_queue", "status", "replica_role"},
     "kueue_admitted_active_workloads": {"cluster_queue"},
     "kueue_admission_wait_time_seconds_bucket": {"cluster_queue", "priority_class", "le"},
     "kueue_preempted_workloads_total": {"preempting_cluster_queue", "reason"},
@@ -24,7 +24,9 @@ KUEUE = {
 
 def of_rules():
     """Expressions of the alerts, with durations and numbers in place of values."""
-    found = re.findall(r"- alert: (\w+)\n\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL)
+    found = re.findall(
+        r"- alert: (\w+)\n(?:\s+#[^\n]*\n)?\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL
+    )
     return {
         f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", lambda value: "15m" if "fter" in value[1] else "0.5", expression)
         for name, expression in found

@@ -132,7 +132,7 @@ def test_projects_that_flyte_does_not_make_are_named(tmp_path):
     # In both places that Flyte reads.
     admin = {"seedProjects": ["speech"], "seedProjectsWithDetails": [{"name": "flytesnacks", "description": ""}]}
     mine = {
-        "strata": {"image": {"repository": "x"}, "tenants": tenants},
+        "strata": {"image": {"repository": "x"}, "queues": {"required": False}, "tenants": tenants},
         "flyte-binary": {"flyte-core-components": {"admin": admin}},
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))

@@ -127,10 +127,13 @@ def test_a_tenant_differs_from_the_defaults_key_by_key(rendered):
     assert "max" not in limits["language-production"]
 
 
+UNQUEUED = {"image": {"repository": "x"}, "queues": {"required": False}}
+
+
 def test_limits_that_all_fit_into_are_taken(helm, tmp_path):
     own = {"default": {"cpu": "8000m"}, "max": {"cpu": 8, "memory": "34359738368", "nvidia.com/gpu": 8}}
     tenant = {"project": "p", "domains": ["d"], "limits": own}
-    (tmp_path / "values.yaml").write_text(json.dumps({"image": {"repository": "x"}, "tenants": [tenant]}))
+    (tmp_path / "values.yaml").write_text(json.dumps(UNQUEUED | {"tenants": [tenant]}))
     (limits,) = of_kind(helm.render("--values", tmp_path / "values.yaml"), "LimitRange")
     assert limits["spec"]["limits"][0]["max"] == own["max"]
 
@@ -139,6 +142,7 @@ def test_pods_have_the_labels_that_an_identity_asks_for(helm, tmp_path):
     (tmp_path / "values.yaml").write_text(
         """
         image: {repository: x}
+        queues: {required: false}
         tenantDefaults: {podTemplate: {labels: {azure.workload.identity/use: "true", strata/tenant: other}}}
         tenants: [{project: p, domains: [d], podTemplate: {labels: {team: p}, variants: [{name: fast}]}}]
         """
@@ -302,6 +306,7 @@ def test_a_toleration_of_a_value_compares_it(helm, tmp_path):
     (tmp_path / "values.yaml").write_text(
         """
         image: {repository: x}
+        queues: {required: false}
         tenants:
           - project: p
             domains: [d]

@@ -20,6 +20,37 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- end }}
 {{- end }}
 
+{{/* Of a tenant's names: namespaces that are not its own, groups of everybody, labels and variables that are the chart's. */}}
+{{- define "strata.problems.reserved" -}}
+{{- $where := .where }}
+{{- $others := list "default" .root.Release.Namespace .root.Values.queues.kueue.namespace .root.Values.tests.flyte.namespace .root.Values.observability.namespace }}
+{{- with .tenant }}
+{{- if or (hasPrefix "kube-" .namespace) (has .namespace $others) }}
+{{ $where }}: the namespace {{ .namespace }} belongs to the cluster, and tenants' policies and rights would hold for what runs there; choose another project or domain
+{{- end }}
+{{- range .members }}
+{{- $account := printf "system:serviceaccount%s:" (ternary "s" "" (eq .kind "Group")) }}
+{{- if and (hasPrefix "system:" .name) (not (hasPrefix $account .name)) }}
+{{ $where }}.members ({{ .name }}): Kubernetes gives this name to accounts that are not of one team, such as all that are logged in; name a {{ lower .kind }} of your own
+{{- end }}
+{{- end }}
+{{- range $label, $_ := .labels }}
+{{- if or (hasPrefix "pod-security.kubernetes.io/" $label) (hasPrefix "strata/" $label) (eq "kubernetes.io/metadata.name" $label) }}
+{{ $where }}.labels.{{ $label }}: the chart sets this label itself; set podSecurity, project or domain, or leave it out
+{{- end }}
+{{- end }}
+{{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
+{{- range $variable, $_ := .podTemplate.env }}
+{{- if hasKey $set $variable }}
+{{ $where }}.podTemplate.env.{{ $variable }}: the chart sets this variable by {{ get $set $variable }}; set that, or leave it out
+{{- end }}
+{{- end }}
+{{- if and $.root.Values.queues.required (not .queues) }}
+{{ $where }}.queues: empty, but queues.required rejects every run that names no queue; give the tenant one, or set queues.required to false
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "strata.problems.tenants" -}}
 {{- $seen := dict }}
 {{- $clusterQueues := dict }}
@@ -33,6 +64,7 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{ $where }}: the namespace appears twice; another project and domain join to the same name
 {{- end }}
 {{- $_ := set $seen $tenant.namespace true }}
+{{- include "strata.problems.reserved" (dict "root" $ "tenant" $tenant "where" $where) }}
 {{- range $queue := $tenant.queues }}
 {{- if and $.Values.queues.enabled (not (hasKey $clusterQueues $queue.clusterQueue)) }}
 {{ $where }}.queues ({{ $queue.name }}).clusterQueue: there is no queues.clusterQueues entry {{ quote $queue.clusterQueue }}; there are: {{ keys $clusterQueues | sortAlpha | join ", " | default "none" }}
@@ -69,6 +101,12 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- end }}
 
 {{- define "strata.problems.queues" -}}
+{{- range $name, $most := .Values.queues.unqueuedLimits }}
+{{- $needed := get ($.Files.Get "tasks.json" | fromJson) $name }}
+{{- if and $needed (lt (include "strata.number" $most | float64) (include "strata.number" $needed | float64)) }}
+queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which Strata's tasks may use; raise it
+{{- end }}
+{{- end }}
 {{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" }}
 {{- include "strata.problems.taken" (list (printf "queues.%s" $list) "name" (index $.Values.queues $list)) }}
 {{- end }}

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from strata_platform.chart.tenants import Toleration
-from strata_platform.chart.value_fields import Labels, OptionalDnsName, Path, Quantities, Values
+from strata_platform.chart.value_fields import FolderOrUrl, Labels, OptionalDnsName, Path, Quantities, Values
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$")]
 """A name or path without commas and spaces."""
@@ -43,7 +43,7 @@ class Prepull(Values):
 class Store(Values):
     """Compiled kernels that pods share, for runs whose spec names no `kernels.store`. Pods execute them: sign them."""
 
-    url: str = Field(
+    url: FolderOrUrl = Field(
         "", description="Folder that all pods mount, or an object store such as `s3://bucket/path`; empty for none."
     )
     secret: OptionalDnsName = Field(

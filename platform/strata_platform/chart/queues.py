@@ -13,10 +13,13 @@ from strata_platform.chart.value_fields import (
     Labels,
     OptionalDnsName,
     OptionalQuantity,
+    Quantities,
     Quantity,
     ResourceName,
+    ResourcePattern,
     Values,
 )
+from strata_platform.kubernetes_answers import TASK_LIMITS
 
 
 class Topology(Values):
@@ -115,10 +118,26 @@ class Queues(Values):
 
     enabled: bool = Field(True, description="Create the objects of this section.")
     required: bool = Field(
-        True, description="Reject training jobs, and pods with GPUs, that name none of their tenant's queues."
+        True,
+        description="Reject training jobs, pods with accelerators or device claims, and large pods, that name none of "
+        "their tenant's queues.",
     )
-    gpu_resources: tuple[ResourceName, ...] = Field(
-        ("nvidia.com/gpu", "amd.com/gpu"), description="Resources that only queued pods may request."
+    gpu_resources: tuple[ResourcePattern, ...] = Field(
+        (
+            "nvidia.com/gpu*",
+            "nvidia.com/mig-*",
+            "amd.com/gpu*",
+            "gpu.intel.com/*",
+            "habana.ai/*",
+            "google.com/tpu",
+            "aws.amazon.com/neuron*",
+        ),
+        description="Resources that only queued pods may request; `*` at the end stands for any rest.",
+    )
+    unqueued_limits: Quantities = Field(
+        {"cpu": "16", "memory": "64Gi"},
+        description="Maximum of a container in a pod without a queue; more needs one. Strata's own tasks have "
+        f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
     )
     topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
     flavors: tuple[Flavor, ...] = Field((), description="Kinds of nodes.")

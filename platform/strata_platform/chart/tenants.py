@@ -18,6 +18,7 @@ from strata_platform.chart.value_fields import (
     PortNumber,
     Quantities,
     Quantity,
+    QuotaKey,
     UserId,
     Values,
     VariableName,
@@ -195,13 +196,17 @@ class TenantSettings(Values):
     pod_security: Literal["restricted", "baseline", "privileged"] = Field(
         "restricted", description="Pod security level that the namespace enforces."
     )
-    labels: Labels = Field({}, description="Additional labels of the namespace.")
+    labels: Labels = Field(
+        {}, description="Additional labels of the namespace, other than those of pod security and of the chart."
+    )
     members: tuple[Member, ...] = Field(
         (), description="Groups and users that may read pods, logs, events, jobs, queues."
     )
     service_account: ServiceAccount = Field(ServiceAccount(), description="Identity of the pods.")
     queues: tuple[TenantQueue, ...] = Field((), description="Queues that the tenant's runs may name.")
-    quota: Quantities = Field({}, description="ResourceQuota of the namespace, such as `requests.nvidia.com/gpu: 64`.")
+    quota: dict[QuotaKey, Quantity] = Field(
+        {}, description="ResourceQuota of the namespace, such as `requests.nvidia.com/gpu: 64`."
+    )
     limits: Limits = Field(Limits(), description="LimitRange of the namespace.")
     network: Network = Field(Network(), description="Network policies.")
     pod_template: PodTemplate = Field(PodTemplate(), description="PodTemplate of the tenant's pods.")

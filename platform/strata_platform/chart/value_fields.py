@@ -55,14 +55,34 @@ OptionalQuantity = Annotated[
 ResourceName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./_-]*[a-z0-9])?$")]
 Quantities = dict[ResourceName, Quantity]
 
-Path = Annotated[str, Field(pattern=r"^/[^:]*$")]
-"""An absolute path."""
+QuotaKey = Annotated[
+    str,
+    Field(
+        pattern=r"^(pods|services(\.nodeports|\.loadbalancers)?|replicationcontrollers|resourcequotas|secrets|configmaps"
+        r"|persistentvolumeclaims|((requests|limits)\.)?(cpu|memory|ephemeral-storage)|requests\.storage"
+        r"|((requests|limits)\.)?hugepages-[0-9]+[KMG]i|count/[a-z0-9.-]+|requests\.[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+"
+        r"|[a-z0-9][a-z0-9.-]*\.storageclass\.storage\.k8s\.io/(requests\.storage|persistentvolumeclaims))$"
+    ),
+]
+"""What a ResourceQuota counts. Devices only with `requests.`: Kubernetes accepts `nvidia.com/gpu` and ignores it."""
 
-OptionalPath = Annotated[str, Field(pattern=r"^(/[^:]*)?$")]
-"""An absolute path; empty where there is none."""
+ResourcePattern = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9./_-]*\*?$")]
+"""A resource, or all whose names begin with what is before `*`."""
 
+_PATH = r"(/([^/:.][^/:]*|\.[^/:.][^/:]*))+"
+Path = Annotated[str, Field(pattern=f"^{_PATH}$")]
+"""An absolute path below `/`, without `.`, `..` and a slash at its end."""
+
+OptionalPath = Annotated[str, Field(pattern=f"^({_PATH})?$")]
+"""The same; empty where there is none."""
+
+_BYTE = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 Cidr = Annotated[
-    str, Field(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}/[0-9]{1,2}|[0-9a-fA-F:]*:[0-9a-fA-F:]*/[0-9]{1,3})?$")
+    str,
+    Field(
+        pattern=rf"^({_BYTE}(\.{_BYTE}){{3}}/(3[0-2]|[12]?[0-9])"
+        r"|[0-9a-fA-F:]*:[0-9a-fA-F:]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))?$"
+    ),
 ]
 """A range of IPv4 or IPv6 addresses; empty where there is none."""
 
@@ -71,4 +91,14 @@ Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):[0
 
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 UserId = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_WORD = "[a-z0-9]+([._-]+[a-z0-9]+)*"
+Repository = Annotated[str, Field(pattern=rf"^(([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{{1,5}})?/)?{_WORD}(/{_WORD})*)?$")]
+"""A repository of images, without a tag; empty where there is none."""
+
+ImageTag = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$")]
+"""A tag, or a digest; empty for a default."""
+
+FolderOrUrl = Annotated[str, Field(pattern=r"^(/[^ ]+|[a-z][a-z0-9+.-]*://[^ ]+)?$")]
+"""An absolute path, or a URL with its scheme; empty where there is none."""
+
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

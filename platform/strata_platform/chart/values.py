@@ -10,15 +10,15 @@ from strata_platform.chart.kernel_cache import Kernels
 from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
-from strata_platform.chart.value_fields import Address, DnsName, Quantities, Values, VariableName
+from strata_platform.chart.value_fields import Address, DnsName, ImageTag, Quantities, Repository, Values, VariableName
 from strata_platform.estimate.prices import Prices
 
 
 class Image(Values):
     """The training image, for the chart's own tests and Jobs."""
 
-    repository: str = Field("", description="Repository; tests and Jobs need it.")
-    tag: str = Field("", description="Tag or `sha256:` digest; by default the chart's appVersion.")
+    repository: Repository = Field("", description="Repository, without a tag; tests and Jobs need it.")
+    tag: ImageTag = Field("", description="Tag or `sha256:` digest; by default the chart's appVersion.")
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="Image pull policy.")
     pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the release's namespace.")
 

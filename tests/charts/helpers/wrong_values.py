@@ -97,6 +97,43 @@ REFUSED_BY_THE_SCHEMA = {
         "tenantDefaults: {podTemplate: {caches: {huggingFace: {sizeLimit: 200 GiB}}}}",
         "/tenantDefaults/podTemplate/caches/huggingFace/sizeLimit",
     ),
+    "a path that ends in a slash": (
+        "tenantDefaults: {podTemplate: {volumes: [{name: v, claim: c, mountPath: /dev/shm/}]}}",
+        "/tenantDefaults/podTemplate/volumes/0/mountPath",
+    ),
+    "the whole file system": (
+        "tenantDefaults: {podTemplate: {volumes: [{name: v, claim: c, mountPath: /}]}}",
+        "/tenantDefaults/podTemplate/volumes/0/mountPath",
+    ),
+    "a path that leads elsewhere": (
+        "tenantDefaults: {podTemplate: {volumes: [{name: v, claim: c, mountPath: /data/../dev}]}}",
+        "/tenantDefaults/podTemplate/volumes/0/mountPath",
+    ),
+    "a mask of 33 bits": (
+        "tenantDefaults: {network: {objectStore: [{cidr: 10.0.0.0/33}]}}",
+        "/tenantDefaults/network/objectStore/0/cidr",
+    ),
+    "an address of 256": (
+        "tenantDefaults: {network: {objectStore: [{cidr: 10.0.256.0/24}]}}",
+        "/tenantDefaults/network/objectStore/0/cidr",
+    ),
+    "a mask of 129 bits": (
+        "tenantDefaults: {network: {objectStore: [{cidr: 'fd00::/129'}]}}",
+        "/tenantDefaults/network/objectStore/0/cidr",
+    ),
+    "a quota of what Kubernetes does not count": (
+        "tenantDefaults: {quota: {gpus: 4}}",
+        "/tenantDefaults/quota",
+        "gpus",
+    ),
+    "a quota that Kubernetes ignores": (
+        "tenantDefaults: {quota: {nvidia.com/gpu: 4}}",
+        "/tenantDefaults/quota",
+        "nvidia.com/gpu",
+    ),
+    "a tag with a blank": ("image: {tag: 'v1 '}", "/image/tag"),
+    "a repository with a tag": ("image: {repository: 'registry.example/strata:1'}", "/image/repository"),
+    "a store without a scheme": ("kernels: {store: {url: bucket/kernels, secret: k}}", "/kernels/store/url"),
     "a topology without levels": ("queues: {topologies: [{name: t, levels: []}]}", "/queues/topologies/0/levels"),
     "a flavor without a name": ("queues: {flavors: [{nodeLabels: {a: b}}]}", "/queues/flavors/0", "name"),
     "a taint with an unknown effect": (
@@ -171,6 +208,25 @@ REFUSED_BY_THE_TEMPLATES = {
         "{reclaimWithinCohort: Never, borrowWithinCohort: LowerPriority}, "
         "quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
         "queues.clusterQueues (q).preemption.borrowWithinCohort"),
+    "a tenant of the cluster's own": ("tenants: [{project: kube, domains: [system]}]",
+        "tenants (kube-system): the namespace kube-system belongs to the cluster"),
+    "a tenant where Kueue is": ("tenants: [{project: kueue, domains: [system]}]",
+        "tenants (kueue-system): the namespace kueue-system belongs to the cluster"),
+    "everybody as a member": (f"tenants: [{{{TENANT}, members: [{{kind: Group, name: 'system:authenticated'}}]}}]",
+        "tenants (p-d).members (system:authenticated): Kubernetes gives this name to accounts"),
+    "a part of Kubernetes as a member": (
+        f"tenants: [{{{TENANT}, members: [{{kind: User, name: 'system:kube-scheduler'}}]}}]",
+        "tenants (p-d).members (system:kube-scheduler)"),
+    "labels against pod security": (
+        f"tenants: [{{{TENANT}, labels: {{pod-security.kubernetes.io/enforce: privileged}}}}]",
+        "tenants (p-d).labels.pod-security.kubernetes.io/enforce: the chart sets this label itself"),
+    "a cache in two places": (f"tenants: [{{{TENANT}, podTemplate: {{env: {{TRITON_CACHE_DIR: /x}}}}}}]",
+        "tenants (p-d).podTemplate.env.TRITON_CACHE_DIR: the chart sets this variable by "
+        "podTemplate.caches.triton.path"),
+    "no queue where one is required": (f"tenants: [{{{TENANT}}}]",
+        "tenants (p-d).queues: empty, but queues.required rejects every run that names no queue"),
+    "large pods of no queue that are Strata's": ("queues: {unqueuedLimits: {cpu: 4}}",
+        "queues.unqueuedLimits.cpu: 4 is less than 8, which Strata's tasks may use"),
     "two tenants of one name": ("tenants: [{project: a-b, domains: [c]}, {project: a, domains: [b-c]}]",
         "tenants (a-b-c): the namespace appears twice"),
     "a name that is too long": (f"tenants: [{{project: {'p' * 40}, domains: [{'d' * 30}]}}]",

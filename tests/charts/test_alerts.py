@@ -1,0 +1,102 @@
+"""Alerts fire in the state that they are of, and in no other: promtool evaluates the rendered rules over series.
+
+The series have the names and labels that Kueue 0.19 (pkg/metrics) and a training process print.
+"""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.charts.conftest import HELM
+
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+pytestmark = [
+    pytest.mark.skipif(HELM is None, reason="no Helm on the PATH or in HELM"),
+    pytest.mark.skipif(PROMTOOL is None, reason="no promtool on the PATH or in PROMTOOL"),
+]
+
+RUN = 'run="r",rank="0",framework="torch",execution_id="r",namespace="p-d",pod="w0"'
+FOREVER = "x400"
+
+
+def series(name, values, labels=RUN):
+    return {"series": f"{name}{{{labels}}}", "values": values}
+
+
+def pending(status, values, queue="q", role="leader"):
+    return series("kueue_pending_workloads", values, f'cluster_queue="{queue}",status="{status}",replica_role="{role}"')
+
+
+def run(step="0+10x400", evaluating=f"0{FOREVER}", checkpoints="0+1x400", target=f"5000{FOREVER}", **more):
+    """A run that trains and saves, with what is given in place of that."""
+    values = {
+        "strata_step": step, "strata_target_steps": target, "strata_evaluating": evaluating,
+        "strata_checkpoint_seconds_total": checkpoints, "strata_mfu_ratio": f"0.4{FOREVER}",
+        "strata_data_wait_seconds_total": "0+1x400", "strata_skipped_steps_total": f"0{FOREVER}",
+        "strata_rollbacks_total": f"0{FOREVER}", "strata_warmup_later_misses": f"0{FOREVER}",
+    } | more  # fmt: skip
+    return [series(name, value) for name, value in values.items() if value is not None]
+
+
+def kernels(state, number):
+    return series("strata_warmup_kernels", f"{number}{FOREVER}", f'{RUN},state="{state}"')
+
+
+IDLE = [pending(status, f"0{FOREVER}") for status in ("active", "inadmissible")]
+HEALTHY = [*run(), *IDLE, kernels("hit", 8), kernels("compiled", 0), kernels("failed", 0)]
+CASES = {
+    "all is well": (HEALTHY, set()),
+    # Under BestEffortFIFO what does not fit is inadmissible, and nothing is active.
+    "a run that does not fit waits": (
+        [pending("active", f"0{FOREVER}"), pending("inadmissible", f"2{FOREVER}")], {"StrataQueueWaiting"}),
+    "a run is tried again and again": (
+        [pending("active", f"1{FOREVER}"), pending("inadmissible", f"0{FOREVER}")], {"StrataQueueWaiting"}),
+    "it goes from one state to the other": (
+        [pending("active", "1 0 " * 200), pending("inadmissible", "0 1 " * 200)], {"StrataQueueWaiting"}),
+    "the queue was emptied": ([pending("active", f"0{FOREVER}"), pending("inadmissible", "2x150 0x250")], set()),
+    "a follower reports what it does not know": (
+        [pending("inadmissible", f"0{FOREVER}"), pending("inadmissible", f"0{FOREVER}", role="follower")], set()),
+    "a run makes no steps": (run(step="0+10x150 1500x250"), {"StrataRunStalled"}),
+    "a run evaluates": (run(step="0+10x150 1500x250", evaluating="0x150 1x250"), set()),
+    "a run is done": (run(step="0+10x150 1500x250", target=f"1500{FOREVER}"), set()),
+    "a run never made a step": (run(step=None, checkpoints=None), {"StrataRunStalled"}),
+    "a run is slower than it was": (run(strata_mfu_ratio="0.4x350 0.2x50"), {"StrataLowUtilization"}),
+    "a rank waits for data": (run(strata_data_wait_seconds_total="0+30x400"), {"StrataDataStarved"}),
+    "a run saves nothing": (run(checkpoints="0+1x100 100x300"), {"StrataCheckpointTooOld"}),
+    "a run saves every hour": (run(checkpoints=" ".join([f"{hour}x59" for hour in range(7)])), set()),
+    "a step was skipped": (run(strata_skipped_steps_total="0x370 1x30"), {"StrataStepsSkipped"}),
+    "a step was skipped long ago": (run(strata_skipped_steps_total="0x50 1x350"), set()),
+    "a run returned to a checkpoint": (run(strata_rollbacks_total="0x370 1x30"), {"StrataStepsSkipped"}),
+    "kernels were compiled at the start": ([*run(), kernels("compiled", 3)], {"StrataWarmupMissed"}),
+    "kernels are compiled while it trains": (run(strata_warmup_later_misses=f"2{FOREVER}"), {"StrataCompiledLater"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rules(helm, tmp_path_factory):
+    """The rules as Prometheus reads them."""
+    (rule,) = [item for item in helm.render("--set", "observability.enabled=true") if item["kind"] == "PrometheusRule"]
+    file = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    file.write_text(yaml.safe_dump(rule["spec"]))
+    return file
+
+
+def test_every_alert_has_a_state_in_which_it_fires(rules):
+    named = {rule["alert"] for group in yaml.safe_load(rules.read_text())["groups"] for rule in group["rules"]}
+    assert set.union(*(fires for _, fires in CASES.values())) == named
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alerts_fire_in_their_state_alone(rules, tmp_path, case):
+    given, fires = CASES[case]
+    firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(fires)]
+    at = {"expr": firing, "eval_time": "395m", "exp_samples": samples}
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": [at]}
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [test]}))
+    ended = subprocess.run([PROMTOOL, "test", "rules", file], text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
