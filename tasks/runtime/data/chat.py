@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import TrainOn
 from tasks.runtime.data.image_messages import IMAGE, as_parts
+from tasks.runtime.data.message_check import PRIVATE, MessageCheck
 from tasks.runtime.data.messages import Messages, learned_messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.special_tokens import special_tokens_of
@@ -36,9 +37,6 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
 }
 # Keys of the assistant's reasoning. A template that renders reasoning reads one of them.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# Roles that a template may write as they are, without naming them.
-_ROLES = frozenset(("system", "user", "assistant", "tool"))
-_PRIVATE = 0xF0000
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -142,9 +140,7 @@ class ChatTemplate:
         self._marked = _GENERATION.search(source) is not None
         self._reads_tools = re.search(r"\btools\b", source) is not None
         self._special = special_tokens_of(tokenizer)
-        self._known_roles = set(_ROLES)
-        # Kinds of messages whose content the template renders.
-        self._rendered: set[tuple[str, bool, bool]] = set()
+        self._check = MessageCheck(source, self._apply)
 
     def render(
         self, messages: Messages, where: str, tools: Tools | None = None, train_on: TrainOn = "completions"
@@ -167,7 +163,7 @@ class ChatTemplate:
             documents = [Rendered(whole, *self._of_turns(spans, turns, (learned, context), where))]
         else:
             whole, documents = self._located_turns(messages, learned, context, where, tools, one=train_on == "all")
-        self._require_messages(messages, whole, where, tools)
+        self._check.require_all(messages, whole, where, tools)
         if others:
             extra = self._content_spans(messages, others, whole, where, tools)
             if documents[0].text != whole:
@@ -179,7 +175,7 @@ class ChatTemplate:
     def _needs_parts(self, messages: Messages) -> bool:
         """Whether contents are rendered as lists of parts: those of a chat with images, or of a template for these."""
         if self._reads_texts is None:
-            self._in_parts, text = False, chr(_PRIVATE)
+            self._in_parts, text = False, chr(PRIVATE)
             try:
                 ((rendered, _),) = self._apply([([{"role": "user", "content": text}], False)], "", None)
             except RowError:
@@ -252,7 +248,7 @@ class ChatTemplate:
         self, messages: Messages, indices: list[int], whole: str, where: str, tools: Tools | None
     ) -> list[Span]:
         """The spans of the contents of messages in the chat `whole`, with the tokens that end their turns."""
-        mark = chr(_PRIVATE)
+        mark = chr(PRIVATE)
         marked = [
             [{**message, "content": mark} if at == index else message for at, message in enumerate(messages)]
             for index in indices
@@ -279,50 +275,6 @@ class ChatTemplate:
                     f"{where}: the chat template omits the tool {name!r} of column {COLUMN!r}; set "
                     "data.chat_template to a template that supports tools, or rename the column"
                 )
-
-    def _require_messages(self, messages: Messages, text: str, where: str, tools: Tools | None) -> None:
-        """Raise RowError when the rendered `text` lacks the content of a message, or a role is unknown."""
-        kinds = [(message["role"], "tool_calls" in message, index == 0) for index, message in enumerate(messages)]
-        for number, (role, _, _) in enumerate(kinds, start=1):
-            if role not in self._known_roles:
-                if re.search(rf"""['"]{re.escape(role)}['"]""", self.source) is None:
-                    raise RowError(
-                        f"{where}: message {number} has the role {role!r}, which the chat template does not name; "
-                        "rename it, or set data.chat_template to a template that does"
-                    )
-                self._known_roles.add(role)
-        contents = [message.get("content", "").strip() for message in messages]
-        # A short content may be found elsewhere in the text, so the first message of each kind is looked at closely.
-        doubtful = {
-            index: chr(_PRIVATE + index)
-            for index, content in enumerate(contents)
-            if content and (not _is_within(content, text) or kinds[index] not in self._rendered)
-        }
-        if not doubtful:
-            return
-        # A template that rejects the marks of several messages may render those of each.
-        for marks in (doubtful, *({index: mark} for index, mark in doubtful.items() if len(doubtful) > 1)):
-            marked = [
-                {**message, "content": marks[index]} if index in marks else message
-                for index, message in enumerate(messages)
-            ]
-            try:
-                ((rendered, _),) = self._apply([(marked, False)], where, tools)
-            except RowError:
-                # It rejects another content of one of them, so it reads that one.
-                continue
-            for index, mark in marks.items():
-                if mark not in rendered:
-                    role, has_calls, _ = kinds[index]
-                    beside = " beside its tool calls" if has_calls else ""
-                    raise RowError(
-                        f"{where}: the chat template omits message {index + 1}, of role {role!r}, "
-                        f"{contents[index][:40]!r}{beside}; set data.chat_template to a template that renders it, or "
-                        "remove it from the messages"
-                    )
-                self._rendered.add(kinds[index])
-            if marks is doubtful:
-                return
 
     def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
         """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""
@@ -375,11 +327,6 @@ class ChatTemplate:
         for text, _ in found:
             require_valid_unicode(text, f"{where}: the chat template's output")
         return found
-
-
-def _is_within(content: str, text: str) -> bool:
-    """Whether a rendered text has the content of a message, without the places of its images."""
-    return all(piece.strip() in text for piece in content.split(IMAGE))
 
 
 def _require_calls(messages: Messages, index: int, written: str, where: str) -> None:

@@ -266,7 +266,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTo
         if found := images_in(messages):
             # Before a template for texts alone would be blamed.
             images.processor(row)
-        (texts, tools), hidden = special.hide([without_images(messages), tools], row.where)
+        texts, tools, hidden = special.hide_in_chat(without_images(messages), tools, row.where)
         template = with_tools if tools else plain
         rendered = template.render(texts, row.where, tools, data.train_on or "completions")
         return images.draw([_segments(document, hidden, special) for document in rendered], found, row)

@@ -53,11 +53,11 @@ class SpecialTokens:
         return True
 
     def hide(self, value: Any, where: str) -> tuple[Any, list[str]]:
-        """The value with special tokens in its texts, at any depth, replaced, and the tokens in order.
+        """The value with special tokens in its texts and keys, at any depth, replaced, and the tokens in order.
 
-        Nothing is replaced in a value without special tokens, or if they are control tokens. Keys stay.
+        Nothing is replaced in a value without special tokens, or if they are control tokens.
         """
-        if self.is_control(where, *texts_in(value)):
+        if self.is_control(where, *texts_in(value, keys=True)):
             return value, []
         hidden: list[str] = []
 
@@ -66,6 +66,14 @@ class SpecialTokens:
             return chr(_FIRST + len(hidden) - 1)
 
         return _mapped(value, lambda text: self._to_hide.sub(replace, text)), hidden
+
+    def hide_in_chat(
+        self, messages: list[dict[str, Any]], tools: Any, where: str
+    ) -> tuple[list[dict[str, Any]], Any, list[str]]:
+        """`hide` in messages and tools, but not in roles: a template may name one that is a special token."""
+        rest = [{key: value for key, value in message.items() if key != "role"} for message in messages]
+        (rest, tools), hidden = self.hide([rest, tools], where)
+        return [{"role": message["role"], **item} for message, item in zip(messages, rest, strict=True)], tools, hidden
 
     def plain_spans(self, text: str) -> list[tuple[int, int]]:
         """The stretches between control tokens of a rendered text that have a token that was replaced."""
@@ -87,8 +95,8 @@ def _with_space(name: str, token: Any) -> str:
     return f"{before}{re.escape(name)}{after}"
 
 
-def texts_in(value: Any) -> list[str]:
-    """All texts in a value, at any depth and in order, but for the keys of its mappings."""
+def texts_in(value: Any, *, keys: bool = False) -> list[str]:
+    """All texts in a value, at any depth and in order. keys: those of its mappings, too."""
     found, left = [], [value]
     while left:
         item = left.pop()
@@ -96,6 +104,7 @@ def texts_in(value: Any) -> list[str]:
             found.append(item)
         elif isinstance(item, dict):
             left += reversed(item.values())
+            left += reversed(item) if keys else ()
         elif isinstance(item, list):
             left += reversed(item)
     return found
@@ -105,5 +114,5 @@ def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: item if key == "role" else _mapped(item, change) for key, item in value.items()}
+        return {change(key): _mapped(item, change) for key, item in value.items()}
     return [_mapped(item, change) for item in value] if isinstance(value, list) else value

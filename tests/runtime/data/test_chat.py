@@ -452,12 +452,39 @@ def test_a_message_that_is_omitted_in_a_later_row_is_refused(tokenizer: PreTrain
     )
     assert form.documents(Row("row 1", {"messages": ALL}))
     talk = [ALL[1], ALL[2], {"role": "user", "content": "An x?"}, ALL[4]]
-    # Its content decides, so that the template reads it; this is a limit of what can be seen from outside.
-    assert form.documents(Row("row 2", {"messages": talk}))
+    with pytest.raises(RowError, match=r"row 2: .*omits message 3, of role 'user', 'An x\?', because of its content"):
+        form.documents(Row("row 2", {"messages": talk}))
+    # A short one, which others have in them.
+    talk = [{"role": "user", "content": "Is it x?"}, ALL[2], {"role": "user", "content": "x"}, ALL[4]]
+    form = make_format(
+        "chat", ("messages",), tokenizer, Data(chat_template=file(_without("m.role == 'user' and m.content == 'x'")))
+    )
+    with pytest.raises(RowError, match=r"row 3: .*omits message 3, of role 'user', 'x', because of its content"):
+        form.documents(Row("row 3", {"messages": talk}))
     form = make_format("chat", ("messages",), tokenizer, Data(chat_template=file(_without("loop.index == 3"))))
     assert form.documents(Row("row 1", {"messages": talk[:2]}))
-    with pytest.raises(RowError, match="row 2: the chat template omits message 3, of role 'user', 'An x"):
+    with pytest.raises(RowError, match="row 2: the chat template omits message 3, of role 'user', 'x'; set"):
         form.documents(Row("row 2", {"messages": talk}))
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "made"),
+    [
+        ("m.content | upper", "Loud", "LOUD"),
+        ("m.content | tojson", 'a "b"\n', '"a \\"b\\"\\n"'),
+        ("m.content.split('##')[-1]", "aside ## Hi", " Hi"),
+        ("m.content ~ ' and ' ~ m.content | upper", "Twice", "Twice and TWICE"),
+    ],
+    ids=["upper case", "json", "a part", "twice"],
+)
+def test_what_a_template_makes_of_a_message_is_the_message(
+    written: str, content: str, made: str, tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    mine = "{% if m.role == 'user' %}{% set text = " + written + " %}{% else %}{% set text = m.content %}{% endif %}"
+    write = mine + "<|im_start|>{{ m.role }}\n{{ text }}<|im_end|>\n"
+    template = file("{% for m in messages %}" + write + "{% endfor %}" + PROMPT)
+    ((text, learned),) = _learned(tokenizer, template, [{"role": "user", "content": content}, ALL[2]])
+    assert f"user\n{made}<|im_end|>" in text and len(learned) == 1
 
 
 def test_a_text_beside_tool_calls_that_the_template_omits_is_refused(

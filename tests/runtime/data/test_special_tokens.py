@@ -82,6 +82,53 @@ def test_tools_and_calls_are_messages_too(tokenizer: PreTrainedTokenizerFast, tm
     assert "Writes <|im_start|>." in text and '{"a": "<|im_end|>"}' in text
 
 
+def test_keys_and_the_texts_of_a_key_called_role_are_text_too(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    arguments = {"role": "<|im_end|>\n<|im_start|>system", "<|im_start|>": {"role": ["<|eos|>"]}}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    (tmp_path / "calls.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls[0] | tojson if m.tool_calls else m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = {"messages": [{"role": "user", "content": "a"}, call]}
+    begin, end, eos = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|eos|>"])
+
+    def control(values: dict[str, Any], name: str, **data: Any) -> tuple[list[int], str]:
+        ids = _one(tokenizer, name, values, **data).ids.tolist()
+        return [ids.count(token) for token in (begin, end, eos)], tokenizer.decode(ids)
+
+    counts, text = control(chat, "chat", chat_template=str(tmp_path / "calls.jinja"))
+    assert counts == [2, 2, 0] and json.dumps(arguments) in text
+    # A column of a prompt, which is no message.
+    nested = {"prompt": {"role": "x <|im_end|>", "<|eos|>": "y"}, "completion": "b"}
+    counts, text = control(
+        nested, "prompt_completion", template="{{ prompt.role }}|{{ prompt | tojson }}", completion_column="completion"
+    )
+    assert counts == [0, 0, 1] and text.startswith(f"<|bos|>x <|im_end|>|{json.dumps(nested['prompt'])}b")
+
+
+def test_a_role_may_be_a_special_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "roles.jinja").write_text(
+        "{% for m in messages %}{% if m.role == '<|im_start|>' %}[{{ m.content }}]{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "<|im_start|>", "content": "a <|im_end|>"}, {"role": "assistant", "content": "b"}]
+    ids = _one(tokenizer, "chat", {"messages": chat}, chat_template=str(tmp_path / "roles.jinja")).ids
+    assert tokenizer.decode(ids) == "[a <|im_end|>]b<|im_end|>"
+    assert ids.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+
+
+def test_added_tokens_that_are_not_special_are_tokens_in_messages(tmp_path: Path) -> None:
+    """As reasoning is written in data sets, and as the model writes it."""
+    tokenizer = train_tokenizer(["user assistant Add. think <|im_end|> <|im_start|>"] * 3)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    chat = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "<think>Add.</think>4"}]
+    ids = _one(tokenizer, "chat", {"messages": chat}).ids.tolist()
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert (ids.count(think), ids.count(end)) == (2, 1)
+
+
 def test_characters_of_the_private_plane_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     talk = [{"role": "user", "content": "\U00100000 <|im_end|> \U00100001"}, TALK[1]]
     text = tokenizer.decode(_one(tokenizer, "chat", {"messages": talk}).ids)
@@ -138,3 +185,23 @@ def test_a_text_in_several_rows_is_one_text(tokenizer: PreTrainedTokenizerFast) 
     assert not make_format("text", ("text",), tokenizer, Data(), first).special_tokens.control
     whole = [Row(row.where, row.values) for row in first]
     assert make_format("text", ("text",), tokenizer, Data(), whole).special_tokens.control
+
+
+def test_a_tokenizer_in_python_gives_the_same(tmp_path: Path) -> None:
+    """One without a fast form: its bytes can be counted by hand, after three special tokens."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
+    rows = [{"prompt": "a</s>", "completion": "b"}, {"prompt": "c", "completion": "é"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": str(tmp_path / "rows.jsonl"), "sequence_length": 32, "validation_fraction": 0, "packing": False}
+    spec = RunSpec.model_validate({"data": data, "model": {"tokenizer": str(tmp_path / "bytes")}})
+    found = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=lambda line: None)
+    read = [found.train[index] for index in range(2)]
+    end = AutoTokenizer.from_pretrained(tmp_path / "bytes").eos_token_id
+    ids = [[byte + 3 for byte in f"{row['prompt']}{row['completion']}".encode()] + [end] for row in rows]
+    assert [row["input_ids"].tolist() for row in read] == ids
+    learned = [
+        [-100] * len(row["prompt"].encode()) + one[len(row["prompt"]) :] for row, one in zip(rows, ids, strict=True)
+    ]
+    assert [row["labels"].tolist() for row in read] == learned
