@@ -26,7 +26,7 @@ from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary.qk_norm_rope import qk_norm_rope
 from .ops.rotary.rope import rope
-from .patch import PatchReport, patch_model, unpatch_model
+from .patch import PatchReport, patch_model, register_experts, unpatch_model
 
 if TYPE_CHECKING:
     from .auto import AutoModelForCausalLM as AutoModelForCausalLM
@@ -54,6 +54,7 @@ __all__ = [
     "linear_logprobs_with_entropy",
     "patch_model",
     "qk_norm_rope",
+    "register_experts",
     "relu_squared",
     "rms_norm",
     "rope",

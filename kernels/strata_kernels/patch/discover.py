@@ -70,7 +70,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     kept: dict[str, dict[str, None]] = {}
     wanted = set(operators)
     proofs: dict[Any, Recipe | NotEqual] = {}
-    with _plain_pytorch():
+    with plain_pytorch():
         for path, module in model.named_modules():
             for operator, prove in _candidates(module, model):
                 # The name of a class says norm; which one it is, its proof.
@@ -93,7 +93,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
 
 
 @contextmanager
-def _plain_pytorch() -> Iterator[None]:
+def plain_pytorch() -> Iterator[None]:
     """Callers may patch in a device context, under no_grad or autocast or in bf16: none of it is for the copies."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
