@@ -146,6 +146,16 @@ def _twice_head_flops(s: Shape) -> float:
     return 8 * s["rows"] * s["features"] * s["vocabulary"]
 
 
+def _answers(answers: int, rows: int, features: int, vocabulary: int) -> Shape:
+    return {"answers": answers, "rows": rows, "features": features, "vocabulary": vocabulary}
+
+
+def _answers_label(s: Shape) -> str:
+    return f"{s['answers']} answers, {s['rows']}x{s['features']}x{s['vocabulary']}"
+
+
+# Beside the gradients of 8192x4096 hidden states and of the head, 1066 MiB.
+_ANSWER_BARS = {"of products": 1 / 0.80, "extra MiB": 2 * 1024 + 1066}
 _BY_FEATURES = ("features", FEATURES, {"rows": 16384})
 
 OPERATORS = (
@@ -313,5 +323,54 @@ OPERATORS = (
         flops=_twice_head_flops,
         products=reference.linear_logprobs_products,
         label=_head_label,
+    ),
+    Operator(
+        name="linear_preference",
+        ours=lambda *inputs: strata_kernels.linear_preference(*inputs).loss,
+        torch=reference.linear_preference,
+        exact=partial(reference.linear_preference, exact=True),
+        inputs=reference.answers_inputs,
+        cases=(Case(_answers(8, 8192, 4096, 128256), _ANSWER_BARS),),
+        flops=_twice_head_flops,
+        products=reference.answers_products,
+        label=_answers_label,
+    ),
+    Operator(
+        name="linear_grpo",
+        ours=lambda *inputs: strata_kernels.linear_grpo(*inputs).loss,
+        torch=reference.linear_grpo,
+        exact=partial(reference.linear_grpo, exact=True),
+        inputs=reference.answers_inputs,
+        cases=(Case(_answers(16, 8192, 4096, 128256), _ANSWER_BARS),),
+        flops=_twice_head_flops,
+        products=reference.answers_products,
+        label=_answers_label,
+    ),
+    Operator(
+        name="linear_jsd",
+        ours=strata_kernels.linear_jsd,
+        torch=reference.linear_jsd,
+        exact=reference.linear_jsd_exact,
+        inputs=reference.linear_jsd_inputs,
+        cases=(
+            Case(_head(4096, 4096, 128256), {"of products": 1 / 0.80}),
+            Case(
+                _head(4096, 4096, 128256, lean=1),
+                {"of products": 1 / 0.80, "extra MiB": 2 * 1024},
+                told={"accumulate": "lean"},
+            ),
+        ),
+        flops=_twice_head_flops,
+        products=reference.linear_jsd_products,
+        label=_head_label,
+    ),
+    Operator(
+        name="jsd",
+        ours=strata_kernels.jsd,
+        torch=reference.jsd,
+        inputs=reference.jsd_inputs,
+        cases=(Case(_logits(8192, 131072), {"share": 0.75}), Case(_logits(8192, 32000))),
+        bytes=6,
+        elements=lambda shape: shape["rows"] * shape["vocabulary"],
     ),
 )

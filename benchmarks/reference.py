@@ -6,6 +6,7 @@ differentiated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -214,3 +215,77 @@ def linear_logprobs_products(x: Tensor, weight: Tensor, _: Tensor) -> None:
     logits = x @ weight.t()
     logits @ weight
     logits.t() @ x
+
+
+def jsd_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Logits of a student, and of a teacher that is near it."""
+    logits = torch.randn(shape["rows"], shape["vocabulary"], device=device)
+    teacher = (logits + torch.randn(shape["rows"], shape["vocabulary"], device=device)).to(dtype)
+    return logits.to(dtype).requires_grad_(), teacher
+
+
+def jsd(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The lines of TRL's function, per row."""
+    log_p, log_q = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (logits, teacher))
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    terms = (functional.kl_div(log_m, y, reduction="none", log_target=True) for y in (log_p, log_q))
+    return sum(terms).sum() / (2 * logits.shape[0])
+
+
+def linear_jsd_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x and the head, then those of a teacher of the same width."""
+    x, weight, _ = linear_cross_entropy_inputs(shape, dtype, device)
+    teacher = linear_cross_entropy_inputs(shape, dtype, device)[:2]
+    return x, weight, *(t.detach() for t in teacher)
+
+
+def linear_jsd(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    return jsd(functional.linear(x, weight), functional.linear(teacher_x, teacher_weight))
+
+
+def linear_jsd_exact(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    """`linear_jsd` that holds the logits of 512 rows at a time."""
+    parts = zip(x.split(512), teacher_x.split(512), strict=True)
+    run = lambda x, t: linear_jsd(x, weight, t, teacher_weight) * x.shape[0]  # noqa: E731
+    return torch.stack([checkpoint(run, *part, use_reentrant=False) for part in parts]).sum() / x.shape[0]
+
+
+def linear_jsd_products(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> None:
+    """The four products of linear_jsd, over all rows at once."""
+    teacher_x @ teacher_weight.t()
+    logits = x @ weight.t()
+    logits @ weight
+    logits.t() @ x
+
+
+def answers_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x [answers, T, H] and targets [answers, T]; a number per answer, near what its log-probability is."""
+    x, weight, target = linear_cross_entropy_inputs(shape, dtype, device)
+    answers = shape["answers"]
+    return (
+        x.detach().view(answers, -1, x.shape[-1]).requires_grad_(), weight, target.view(answers, -1),
+        torch.linspace(-0.5, 1, answers, device=device),
+    )  # fmt: skip
+
+
+def _answers(x: Tensor, weight: Tensor, target: Tensor, exact: bool) -> Tensor:
+    """Log-probabilities [answers, T]."""
+    function = linear_logprobs_exact if exact else linear_logprobs
+    return function(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
+
+
+def linear_preference(x: Tensor, weight: Tensor, target: Tensor, reference: Tensor, exact: bool = False) -> Tensor:
+    """The sigmoid loss of DPO."""
+    chosen, rejected = (_answers(x, weight, target, exact).sum(1) - reference).chunk(2)
+    return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def linear_grpo(x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, exact: bool = False) -> Tensor:
+    """Ratios are one: the policy is the one that the answers are from."""
+    log_probs = _answers(x, weight, target, exact)
+    return -((log_probs - log_probs.detach()).exp().mean(1) * advantages).mean()
+
+
+def answers_products(x: Tensor, weight: Tensor, target: Tensor, _: Tensor) -> None:
+    """The four products of linear_logprobs."""
+    linear_logprobs_products(x.flatten(0, 1), weight, target)

@@ -14,6 +14,7 @@ from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
+from .ops.divergence.given_logits import jsd, kl_div, tvd
 from .ops.experts.experts import experts
 from .ops.experts.experts_arguments import LowRank
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
@@ -22,6 +23,10 @@ from .ops.linear_cross_entropy.linear_logprobs import (
     linear_logprobs,
     linear_logprobs_with_entropy,
 )
+from .ops.linear_divergence.linear_jsd import linear_jsd, linear_kl_div
+from .ops.linear_divergence.linear_topk import linear_topk_kl_div
+from .ops.linear_preference.linear_pairs import linear_kto, linear_preference
+from .ops.linear_preference.linear_policy import linear_grpo
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary.qk_norm_rope import qk_norm_rope
@@ -47,11 +52,19 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "join_weight",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_predictions",
+    "linear_grpo",
+    "linear_jsd",
+    "linear_kl_div",
+    "linear_kto",
     "linear_logprobs",
     "linear_logprobs_with_entropy",
+    "linear_preference",
+    "linear_topk_kl_div",
     "patch_model",
     "qk_norm_rope",
     "register_experts",
@@ -61,6 +74,7 @@ __all__ = [
     "split_weight",
     "swiglu",
     "swiglu_packed",
+    "tvd",
     "unpatch_model",
     "weight_step",
 ]

@@ -25,7 +25,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .preference import require_known, require_positive, sequence_sums
+from ._checks import require_known, require_positive
+from .preference import sequence_sums
 
 PolicyLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"]
 RewardScale = Literal["group", "batch", "none"]

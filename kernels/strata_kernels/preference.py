@@ -41,6 +41,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ._checks import require_known, require_positive
+
 PairLoss = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop",
@@ -267,18 +269,6 @@ def _log_odds(log_prob: Tensor) -> Tensor:
     return x - torch.where(
         small, torch.log1p(-x.where(small, -1.0).exp()), torch.log(-torch.expm1(x.where(~small, -0.1)))
     )
-
-
-def require_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError unless the option `name` has one of the known values."""
-    if value not in known:
-        raise ValueError(f"{name} {value!r} must be one of {', '.join(known)}")
-
-
-def require_positive(name: str, value: float) -> None:
-    """Raise ValueError unless the option `name` is positive."""
-    if not value > 0.0:
-        raise ValueError(f"{name} {value} must be positive")
 
 
 def _check_smoothing(loss: str, smoothing: float) -> None:

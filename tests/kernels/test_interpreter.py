@@ -24,6 +24,7 @@ FILES = {
     "optimizer": ["test_adamw.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
     "log-probabilities": ["test_linear_logprobs.py"],
+    "divergences": ["test_divergence.py", "test_linear_divergence.py"],
     "layouts": ["test_layouts.py"],
     "models": ["test_patched_models.py", "test_double_backward.py"],
 }

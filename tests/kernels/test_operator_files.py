@@ -27,12 +27,20 @@ MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
 ENGINE = f"{ops.__name__}.head"
 FUSED = {
     "linear_cross_entropy": 5,
-    "linear_cross_entropy_with_predictions": 4,
+    "linear_cross_entropy_with_predictions": 5,
     "linear_logprobs": 5,
     "linear_logprobs_with_entropy": 5,
+    "linear_preference": 6,
+    "linear_kto": 6,
+    "linear_grpo": 6,
+    "linear_topk_kl_div": 4,
+    "linear_jsd": 4,
+    "linear_kl_div": 4,
 }
+# Whose kernels and whose operators they use.
+KERNELS_OF = dict.fromkeys(FUSED, "cross_entropy") | {"linear_jsd": "jsd", "linear_kl_div": "jsd"}
+OPERATORS_OF = dict.fromkeys(("linear_preference", "linear_kto", "linear_grpo"), "linear_logprobs")
 FILES = {"swiglu and projection": 3, **FUSED}
-KERNELS_OF = dict.fromkeys(FUSED, "cross_entropy")
 
 
 def differentiate(operator: Operator) -> None:
@@ -103,11 +111,14 @@ def test_an_operator_launches_its_own_kernels_from_two_files(name) -> None:
     with recording() as launches:
         CALLS[name]()
     own = home(KERNELS_OF.get(function, function))
-    assert launches and all(is_within(call.kernel.fn.__module__, own) for call in launches)
+    # Losses share how a gradient is multiplied.
+    shared = f"{ops.__name__}.cross_entropy.reduction"
+    kernels = {call.kernel.fn.__module__ for call in launches} - {shared}
+    assert launches and all(is_within(module, own) for module in kernels)
     most = FILES.get(name, FILES.get(function, 2))
     assert max(map(len, launches.files)) <= most, launches.files
     modules = {f"{ops.__name__}.{file}".replace("/", ".") for files in launches.files for file in files}
-    homes = [own, home(function), *[ENGINE] * (function in FUSED)]
+    homes = [own, shared, home(function), home(OPERATORS_OF.get(function, function)), *[ENGINE] * (function in FUSED)]
     assert all(any(is_within(module, place) for place in homes) for module in modules)
 
 

@@ -108,6 +108,48 @@ def torch_log_probs(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> 
     return own.where(counted, 0.0), -(log_p.exp() * log_p).sum(-1).where(counted, 0.0)
 
 
+def torch_jsd(logits: Tensor, teacher: Tensor) -> Tensor:
+    """[...] from logits [..., V], with beta 0.5."""
+    log_p, log_q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+    return ((log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2).sum(-1)
+
+
+def torch_kl(logits: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || student), [...]."""
+    log_p, log_q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def three_tokens(first: Tensor) -> Tensor:
+    """[..., 3], of 7, that differ from each other."""
+    return (first + torch.arange(3, device=first.device)) % 7
+
+
+def torch_topk_kl(x: Tensor, weight: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+    log_p = functional.linear(x, weight).log_softmax(-1).gather(-1, tokens)
+    return (log_probs.exp() * (log_probs - log_p)).sum()
+
+
+def torch_grpo(x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    """Ratios are one, and their gradients are those of log-probabilities."""
+    log_probs = torch_log_probs(x, weight, torch.zeros_like(weight[:, 0]), target)[0]
+    ratio = (log_probs - log_probs.detach()).exp() * (target >= 0)
+    return -(ratio.sum(1) / (target >= 0).sum(1) * advantages).mean()
+
+
+def torch_preference(x: Tensor, weight: Tensor, target: Tensor, reference: Tensor) -> Tensor:
+    log_probs = torch_log_probs(x, weight, torch.zeros_like(weight[:, 0]), target)[0].sum(1)
+    chosen, rejected = (log_probs - reference).chunk(2)
+    return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def torch_kto(x: Tensor, weight: Tensor, target: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
+    log_probs = torch_log_probs(x, weight, torch.zeros_like(weight[:, 0]), target)[0].sum(1)
+    ratio = 0.1 * (log_probs - reference)
+    return (1 - torch.where(desirable, ratio, -ratio).sigmoid()).mean()
+
+
 def linear_losses(reduction: str) -> Function:
     def run(
         x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, class_weight: Tensor, row_weight: Tensor
@@ -129,6 +171,14 @@ TARGET = {"target": torch.tensor([[3, -100], [6, 0]])}
 CLASS_WEIGHT = {"class_weight": torch.rand(CLASSES, generator=GENERATOR) + 0.5}
 LINEAR = {"x": (2, 2, 8), "weight": (7, 8), "bias": CLASSES}
 LINEAR_GIVEN = {**TARGET, **CLASS_WEIGHT, "row_weight": torch.rand(2, 2, generator=GENERATOR)}
+TEACHER = {"teacher": torch.randn(LOGITS, generator=GENERATOR)}
+TEACHER_HEAD = {
+    "teacher_x": torch.randn(2, 2, 6, generator=GENERATOR), "teacher_weight": torch.randn(7, 6, generator=GENERATOR),
+}  # fmt: skip
+TOP_K = {
+    "first": torch.tensor([[[0], [3]], [[6], [1]]]),
+    "log_probs": torch.randn(2, 2, 7, generator=GENERATOR).log_softmax(-1)[..., :3].contiguous(),
+}
 
 
 def _gated(ours: Function, activation: Function) -> Operator:
@@ -213,6 +263,48 @@ OPERATORS = {
     ),
     "linear_cross_entropy of rows": Operator(
         linear_losses("none"), torch_linear_losses, LINEAR, ((2, 2),), LINEAR_GIVEN
+    ),
+    "jsd": Operator(
+        strata_kernels.jsd, lambda z, t: torch_jsd(z, t).mean(), {"logits": LOGITS}, ((),), TEACHER
+    ),
+    "jsd of rows": Operator(
+        lambda z, t: strata_kernels.jsd(z, t, reduction="none"), torch_jsd, {"logits": LOGITS}, ((2, 2),), TEACHER
+    ),
+    "kl_div": Operator(
+        strata_kernels.kl_div, lambda z, t: torch_kl(z, t).mean(), {"logits": LOGITS}, ((),), TEACHER
+    ),
+    "tvd": Operator(
+        strata_kernels.tvd, lambda z, t: (z.softmax(-1) - t.softmax(-1)).abs().sum(-1).mean() / 2,
+        {"logits": LOGITS}, ((),), TEACHER,
+    ),
+    "linear_jsd": Operator(
+        strata_kernels.linear_jsd,
+        lambda x, w, tx, tw: torch_jsd(functional.linear(x, w), functional.linear(tx, tw)).mean(),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD,
+    ),
+    "linear_kl_div": Operator(
+        strata_kernels.linear_kl_div,
+        lambda x, w, tx, tw: torch_kl(functional.linear(x, w), functional.linear(tx, tw)).mean(),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD,
+    ),
+    "linear_topk_kl_div": Operator(
+        lambda x, w, first, q: strata_kernels.linear_topk_kl_div(x, w, three_tokens(first), q, reduction="sum"),
+        lambda x, w, first, q: torch_topk_kl(x, w, three_tokens(first), q),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TOP_K,
+    ),
+    "linear_preference": Operator(
+        lambda *tensors: strata_kernels.linear_preference(*tensors).loss, torch_preference,
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), {**TARGET, "reference": torch.tensor([-3.0, -4.0])},
+    ),
+    "linear_kto": Operator(
+        lambda x, w, target, ref, good: strata_kernels.linear_kto(x, w, target, ref, good > 0, 0 * ref[0]).loss,
+        lambda x, w, target, ref, good: torch_kto(x, w, target, ref, good > 0),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),),
+        {**TARGET, "reference": torch.tensor([-3.0, -4.0]), "good": torch.tensor([1, 0])},
+    ),
+    "linear_grpo": Operator(
+        lambda *tensors: strata_kernels.linear_grpo(*tensors).loss, torch_grpo,
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), {**TARGET, "advantages": torch.tensor([1.0, -0.5])},
     ),
     "linear_logprobs": Operator(
         lambda x, w, b, target: strata_kernels.linear_logprobs(x, w, target, bias=b),

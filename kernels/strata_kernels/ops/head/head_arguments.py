@@ -13,6 +13,8 @@ Accumulate = Literal["exact", "lean"]
 
 # Bytes of logits at a time, beside dW.
 _CHUNK_BYTES = 640 * 2**20
+# Of a student's and a teacher's logits: with 128256 classes, 2048 rows of each.
+_PAIR_BYTES = 1024 * 2**20
 # On a CPU, a chunk that stays in the last-level cache is faster.
 _CPU_CHUNK_BYTES = 16 * 2**20
 
@@ -55,13 +57,12 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """Raise ValueError unless x, weight and bias have one dtype that the operator takes."""
     given = [t for t in (x, weight, bias) if t is not None]
     if not has_dtype(x) or any(t.dtype != x.dtype for t in given):
-        raise ValueError(
-            f"x, weight and bias must have one dtype of {DTYPES}, not {', '.join(describe(t) for t in given)}"
-        )
+        names = ", ".join(describe(t) for t in given)
+        raise ValueError(f"{prefix}x, {prefix}weight and {prefix}bias must have one dtype of {DTYPES}, not {names}")
 
 
 def check_memory_options(accumulate: str, chunk_bytes: int | None, max_targets: int | None) -> None:
@@ -74,11 +75,13 @@ def check_memory_options(accumulate: str, chunk_bytes: int | None, max_targets: 
         raise ValueError(f"max_targets {max_targets} must not be negative; leave it out to keep all rows")
 
 
-def logits_bytes(x: Tensor, chunk_bytes: int | None) -> int:
-    """How many bytes logits may take at a time: as given, or by default for the device of x."""
+def logits_bytes(x: Tensor, chunk_bytes: int | None, tensors: int = 1) -> int:
+    """How many bytes logits may take at a time: as given, or by default for the device of x and for two tensors."""
     if chunk_bytes is not None:
         return chunk_bytes
-    return _CPU_CHUNK_BYTES if x.device.type == "cpu" else _CHUNK_BYTES
+    if x.device.type == "cpu":
+        return _CPU_CHUNK_BYTES
+    return _CHUNK_BYTES if tensors == 1 else _PAIR_BYTES
 
 
 def wanted_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:

@@ -80,6 +80,14 @@ def plan_rows(
     return Plan(False, chunk_rows, round_once and n_rows > chunk_rows, min(chunk_rows, n_rows) * row)
 
 
+def plan_chunks(x: Tensor, shape: torch.Size, weight_grad: bool, exact: bool, chunk_bytes: int) -> Plan:
+    """The plan of chunks of rows alone, for x [N, H] and weight of this shape, [V, H]."""
+    n_rows, row = x.shape[0], padded_width(shape[0])
+    most = max(chunk_bytes // (row * x.itemsize), 1)
+    rows = max(min(n_rows, _chunk_rows(n_rows, shape[1], most)), 1)
+    return Plan(False, rows, exact and weight_grad and x.itemsize == 2 and n_rows > rows, min(rows, n_rows) * row)
+
+
 def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
     """Rows of a chunk, at most `max_rows`, with which the products for dx take the least time."""
     if n_rows <= max_rows:

@@ -66,7 +66,7 @@ class VocabularyShard:
         return [torch.ops._c10d_functional.all_reduce_(dx, "sum", self.group)]
 
 
-def _unsharded(vocabulary: int) -> VocabularyShard:
+def unsharded(vocabulary: int) -> VocabularyShard:
     """The shard of a process that holds the whole vocabulary."""
     return VocabularyShard("", 1, 0, vocabulary, False)
 
@@ -129,7 +129,7 @@ def local_tensors(
         if group is not None:
             raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
         return _local_of_dtensors(x, weight, target, bias, row_weight)
-    shard = _unsharded(weight.shape[0])
+    shard = unsharded(weight.shape[0])
     if group is not None and group.size() > 1:
         shard = _shard_of_group(group, weight.shape[0])
     return LocalTensors(x, weight, target, bias, row_weight, shard, _identity, _identity)
@@ -213,7 +213,7 @@ def _shard_of_dtensor(weight: DTensor, axis: int | None) -> VocabularyShard:
     mesh = weight.device_mesh
     ranks = 1 if axis is None else mesh.size(axis)
     if axis is None or ranks == 1:
-        return _unsharded(total)
+        return unsharded(total)
     # As Shard(0) does: shards of one size, of which the last may be smaller.
     size = -(-total // ranks)
     if size * (ranks - 1) >= total:

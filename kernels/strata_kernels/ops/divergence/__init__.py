@@ -1,0 +1,16 @@
+"""Divergences between the distributions of a student and of a teacher over the vocabulary.
+
+    p, q = softmax(z / T), softmax(t / T) of student and teacher          m = (1 - β) p + β q
+    forward_kl  Σ q log(q / p)             reverse_kl  Σ p log(p / q)
+    jsd         β Σ q log(q / m) + (1 - β) Σ p log(p / m)                 tvd  Σ |p - q| / 2
+
+    dz = p (c - Σ p c) / T with c = dloss/dp: -q / p, log(p / q), (1 - β) log(p / m), sign(p - q) / 2
+
+The generalized Jensen-Shannon divergence is that of GKD (Agarwal et al., arXiv:2306.13649), where β = 0 means
+forward_kl and β = 1 reverse_kl. Axes: N rows, V vocabulary entries.
+
+    divergence_kernel       the kernel
+    divergence_rows         launch table and host functions: kernel or reference
+    divergence_reference    the same in plain PyTorch
+    given_logits            kl_div, jsd and tvd of logits or log-probabilities that exist in memory
+"""

@@ -1,0 +1,243 @@
+"""The row kernel of divergences between two distributions over the vocabulary, and their gradient, in one launch.
+
+Each row is split into parts of BLOCK logits. A row passes three phases, and each needs numbers of the whole row from
+the phase before: the log-sum-exp of both logits, then the loss and Σ p c, then the gradient p (c - Σ p c). Programs
+exchange these through 64-bit words of global memory, one per part, as in `cross_entropy.row_kernel`.
+
+With KEEP, a program holds its part in registers from phase to phase, so that each logit is read once: 6 bytes per pair
+of bf16 logits remain, two reads and one write. It waits for programs with higher numbers, up to the end of its row. A
+GPU starts programs in the order of their numbers, so those of the first unfinished row all run, if as many as a row has
+parts fit on the GPU at once. Without KEEP, program i takes part i through the first phase, part i - distance through
+the second and part i - 2 · distance through the third, and waits for lower numbers alone.
+
+Names: i_n row, i_c part of the row, o_ offsets, p_ pointers, b_ blocks; z student, t teacher.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..cross_entropy.row_kernel import (
+    _broadcast,
+    _low_bits,
+    _pack,
+    _shape,
+    _slope,
+    _wait_for_words,
+)
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_LN2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
+_LN2_LOW: tl.constexpr = tl.constexpr(1.4286068203094172e-06)
+_LOWEST: tl.constexpr = tl.constexpr(-1e30)
+
+# What KIND may be.
+FORWARD_KL, REVERSE_KL, JSD, TVD = range(4)
+_FORWARD_KL: tl.constexpr = tl.constexpr(FORWARD_KL)
+_REVERSE_KL: tl.constexpr = tl.constexpr(REVERSE_KL)
+_JSD: tl.constexpr = tl.constexpr(JSD)
+
+
+@triton.jit
+def _load(
+    p_x, i_n, stride, o_v, counted,
+    V: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(logits of a part of row i_n; the same with softcap and temperature, far below all others beyond V columns)."""
+    m_v = (o_v < V) & _broadcast(counted, BLOCK)
+    b_x = tl.load(p_x + i_n.to(tl.int64) * stride + o_v, mask=m_v, other=0.0)
+    return b_x, tl.where(m_v, _shape(b_x, SOFTCAP, TEMPERATURE), _LOWEST)
+
+
+@triton.jit
+def _publish(b_z, p_word):
+    """Store maximum and Σ exp(z - maximum) of a part in its word."""
+    z_top = tl.max(b_z, 0)
+    z_max = tl.maximum(z_top, _LOWEST)
+    tl.store(p_word, _pack(z_top, _low_bits(tl.sum(tl.exp2((b_z - z_max) * _LOG2E), 0))))
+
+
+@triton.jit
+def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Log-probabilities of a part, from the words of its row.
+
+    Divergences are small differences of these, and would have the rounding of the logarithm of the sum in all terms
+    alike: it is subtracted in two parts, a multiple of 16 bits of log 2 and the rest.
+    """
+    o_c = tl.arange(0, PADDED)
+    b_word = _wait_for_words(p_words + i_n * PARTS, PARTS, PADDED)
+    b_top = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    b_exp = tl.where(o_c < PARTS, b_word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+    b_max = tl.maximum(b_top, _LOWEST)
+    z_max = tl.max(b_max, 0)
+    bits = tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0).to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return b_z - z_max - exponent * _LN2_HIGH - (tl.log(fraction) + exponent * _LN2_LOW)
+
+
+@triton.jit
+def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr):
+    """(p; p · dloss/dp up to a multiple of p; terms of the loss), for log-probabilities of student and teacher."""
+    # log(q / p); tokens that both rule out are equal.
+    b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
+    if KIND == _JSD:
+        # With the larger of p and q in front, nothing cancels where they are close, and nothing overflows.
+        b_ratio = tl.exp2(-tl.abs(b_d) * _LOG2E)
+        b_large = tl.exp2(tl.maximum(b_lp, b_lq) * _LOG2E)
+        b_p = b_large * tl.where(b_d > 0.0, b_ratio, 1.0)
+        b_q = b_large * tl.where(b_d > 0.0, 1.0, b_ratio)
+        b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
+        # log(m / larger)
+        b_lm = tl.log2(b_share + (1.0 - b_share) * b_ratio) * _LN2
+        # A product of zero and infinity is meant to be zero, here and below.
+        b_pc = tl.where(b_p > 0.0, (BETA - 1.0) * b_p * (b_lm + tl.maximum(b_d, 0.0)), 0.0)
+        b_loss = b_pc + tl.where(b_q > 0.0, BETA * b_q * (tl.minimum(b_d, 0.0) - b_lm), 0.0)
+    else:
+        b_p = tl.exp2(b_lp * _LOG2E)
+        b_q = tl.exp2(b_lq * _LOG2E)
+        if KIND == _FORWARD_KL:
+            b_pc = -b_q
+            b_loss = tl.where(b_q > 0.0, b_q * b_d, 0.0)
+        elif KIND == _REVERSE_KL:
+            b_pc = tl.where(b_p > 0.0, -b_p * b_d, 0.0)
+            b_loss = b_pc
+        else:
+            b_pc = tl.where(b_p > b_q, 0.5 * b_p, tl.where(b_p < b_q, -0.5 * b_p, 0.0))
+            b_loss = 0.5 * tl.abs(b_p - b_q)
+    return b_p, b_pc, b_loss
+
+
+@triton.jit
+def _row_sum(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Σ p c of a row; waits for all of its parts."""
+    b_word = _wait_for_words(p_words, PARTS, PADDED)
+    b_sum = (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.sum(tl.where(tl.arange(0, PADDED) < PARTS, b_sum, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["n_parts", "distance"])
+def divergence_kernel(
+    p_z, p_t, p_dz, p_target, p_scale, p_partial, p_words,
+    n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
+    V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, NORMALIZED: tl.constexpr,
+    GRADIENT: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z.
+
+    NORMALIZED: z and t are log-probabilities, and dz is the gradient with respect to them: no phase waits.
+    """
+    i_a = tl.program_id(0)
+    o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
+    i_n = i_a // PARTS
+    counted = tl.load(p_target + i_n, mask=i_a < n_parts, other=ignore_index) != ignore_index
+    if KEEP:
+        if counted:
+            b_x, b_z = _load(p_z, i_n, stride_z, o_a, counted, V, SOFTCAP, TEMPERATURE, BLOCK)
+            _, b_t = _load(p_t, i_n, stride_t, o_a, counted, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
+            if not NORMALIZED:
+                _publish(b_z, p_words + i_a)
+                _publish(b_t, p_words + n_parts + i_a)
+                b_z = _log_softmax(b_z, p_words, i_n, PARTS, PADDED)
+                b_t = _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED)
+            b_p, b_pc, b_loss = _terms(b_z, b_t, KIND, BETA)
+            tl.store(p_partial + i_a, tl.sum(b_loss, 0))
+            if GRADIENT:
+                row_sum = -1.0
+                if NORMALIZED:
+                    row_sum = 0.0
+                    if KIND == _REVERSE_KL:
+                        row_sum = -1.0
+                elif KIND != _FORWARD_KL:
+                    tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_pc, 0), 1))
+                    row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
+                scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
+                b_dz = (b_pc - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+                p_to = p_dz + i_n.to(tl.int64) * stride_dz + o_a
+                tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_a < V)
+        else:
+            tl.store(p_partial + i_a, 0.0, mask=i_a < n_parts)
+            if GRADIENT:
+                p_to = p_dz + i_n.to(tl.int64) * stride_dz + o_a
+                tl.store(p_to, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=o_a < V)
+    else:
+        i_b = i_a - distance
+        _, b_z = _load(p_z, i_n, stride_z, o_a, counted, V, SOFTCAP, TEMPERATURE, BLOCK)
+        _, b_t = _load(p_t, i_n, stride_t, o_a, counted, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
+        if (i_b >= 0) & (i_b < n_parts):
+            _sum_part(
+                p_z, p_t, p_target, p_partial, p_words, i_b // PARTS, i_b % PARTS, n_parts, stride_z, stride_t,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+            )  # fmt: skip
+        if GRADIENT and i_b - distance >= 0:
+            _finish_part(
+                p_z, p_t, p_dz, p_target, p_scale, p_words, (i_b - distance) // PARTS, (i_b - distance) % PARTS,
+                n_parts, stride_z, stride_t, stride_dz, stride_scale,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+            )  # fmt: skip
+        if counted:
+            _publish(b_z, p_words + i_a)
+            _publish(b_t, p_words + n_parts + i_a)
+
+
+@triton.jit
+def _log_probs(
+    p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
+    V: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(logits of the student; log-probabilities of student and teacher) of a part whose row is through phase one."""
+    b_x, b_z = _load(p_z, i_n, stride_z, o_v, i_n >= 0, V, SOFTCAP, TEMPERATURE, BLOCK)
+    _, b_t = _load(p_t, i_n, stride_t, o_v, i_n >= 0, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
+    b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED)
+    return b_x, b_lp, _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED)
+
+
+@triton.jit
+def _sum_part(
+    p_z, p_t, p_target, p_partial, p_words, i_n, i_c, n_parts, stride_z, stride_t, ignore_index,
+    V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Phase two of part i_c of row i_n."""
+    i_a = i_n * PARTS + i_c
+    if tl.load(p_target + i_n) != ignore_index:
+        o_v = i_c * BLOCK + tl.arange(0, BLOCK)
+        _, b_lp, b_lq = _log_probs(
+            p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+        )  # fmt: skip
+        _, b_pc, b_loss = _terms(b_lp, b_lq, KIND, BETA)
+        tl.store(p_partial + i_a, tl.sum(b_loss, 0))
+        tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_pc, 0), 1))
+    else:
+        tl.store(p_partial + i_a, 0.0)
+
+
+@triton.jit
+def _finish_part(
+    p_z, p_t, p_dz, p_target, p_scale, p_words, i_n, i_c, n_parts, stride_z, stride_t, stride_dz, stride_scale,
+    ignore_index,
+    V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Phase three of part i_c of row i_n."""
+    o_v = i_c * BLOCK + tl.arange(0, BLOCK)
+    p_to = p_dz + i_n.to(tl.int64) * stride_dz + o_v
+    if tl.load(p_target + i_n) != ignore_index:
+        b_x, b_lp, b_lq = _log_probs(
+            p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+        )  # fmt: skip
+        b_p, b_pc, _ = _terms(b_lp, b_lq, KIND, BETA)
+        # In place, phase two has read the logits before its words are there.
+        row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
+        scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
+        b_dz = (b_pc - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+        tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_v < V)
+    else:
+        tl.store(p_to, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=o_v < V)

@@ -1,0 +1,97 @@
+"""Divergences of rows and their gradients in plain PyTorch: on CPUs, in fp64 and under `torch.func`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._launch import accumulator
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a row's divergence; a softcap of 0.0 is none.
+
+    Attributes:
+        divergence, beta, temperature: as in the package's docstring; beta is read by jsd alone.
+        softcap, teacher_softcap: logits are squashed into (-softcap, softcap), before the temperature divides them.
+        normalized: whether logits are log-probabilities, and gradients are those with respect to them.
+        ignore_index: rows with this target are 0.
+    """
+
+    divergence: Divergence
+    beta: float = 0.5
+    temperature: float = 1.0
+    softcap: float = 0.0
+    teacher_softcap: float = 0.0
+    normalized: bool = False
+    ignore_index: int = -100
+
+
+def reference_divergence(z: Tensor, t: Tensor, target: Tensor, form: Form) -> Tensor:
+    """The divergences [N] of logits z and t [N, V], by operators that autograd and `torch.func` can differentiate."""
+    log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
+    return _terms(log_p, log_q, form).sum(-1).where(target != form.ignore_index, 0.0)
+
+
+def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form: Form) -> Tensor:
+    """scale · dloss/dz [N, V]."""
+    log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
+    p, q = log_p.exp(), log_q.exp()
+    match form.divergence:
+        case "forward_kl":
+            pc = -q
+        case "reverse_kl":
+            pc = _times(p, log_p - log_q + form.normalized)
+        case "jsd":
+            pc = _times((1 - form.beta) * p, _from_mixture(log_p, log_q, form.beta)[0])
+        case "tvd":
+            pc = 0.5 * p * (p - q).sign()
+    dz = pc if form.normalized else pc - p * pc.sum(-1, keepdim=True)
+    if form.softcap:
+        dz = dz * (1 - torch.tanh(z.to(dz.dtype) / form.softcap).square())
+    dz = dz if form.temperature == 1 else dz / form.temperature
+    return (dz * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
+
+
+def _terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    match form.divergence:
+        case "forward_kl":
+            return _times(q, log_q - log_p)
+        case "reverse_kl":
+            return _times(p, log_p - log_q)
+        case "jsd":
+            of_p, of_q = _from_mixture(log_p, log_q, form.beta)
+            return form.beta * _times(q, of_q) + (1 - form.beta) * _times(p, of_p)
+        case "tvd":
+            return 0.5 * (p - q).abs()
+
+
+def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
+    """probability · log_ratio, 0 where the probability is 0 and the ratio infinite; its gradient, too."""
+    none = probability == 0
+    return probability * log_ratio.masked_fill(none, 0.0)
+
+
+def _from_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(log(p / m), log(q / m)), without cancellation where p and q are close."""
+    # Tokens that both rule out are equal.
+    difference = (log_q - log_p).masked_fill((log_p == log_q) & log_p.isinf(), 0.0)
+    larger = difference > 0
+    share = torch.where(larger, beta, 1 - beta).to(log_p.dtype)
+    log_m = torch.log1p((1 - share) * torch.expm1(torch.where(larger, -difference, difference)))
+    return -log_m - difference.where(larger, 0.0), difference.masked_fill(larger, 0.0) - log_m
+
+
+def _log_probs(z: Tensor, softcap: float, form: Form) -> Tensor:
+    wide = z.to(accumulator(z.dtype))
+    if form.normalized:
+        return wide
+    wide = softcap * torch.tanh(wide / softcap) if softcap else wide
+    return (wide if form.temperature == 1 else wide / form.temperature).log_softmax(-1)

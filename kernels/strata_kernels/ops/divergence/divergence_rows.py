@@ -1,0 +1,94 @@
+"""Divergences of rows of logits and their gradients, which `jsd` and `linear_jsd` are made of: kernel or reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .._launch import launch, multiprocessors, takes_kernel
+from .divergence_kernel import FORWARD_KL, JSD, REVERSE_KL, TVD, divergence_kernel
+from .divergence_reference import Form, reference_divergence, reference_gradient
+
+_KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
+# Parts of a row that programs keep: as many as the smallest share of a GPU runs at once. A row of more is read again.
+_MOST_KEPT = 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch parameters for logits of up to `itemsize` bytes.
+
+    Attributes:
+        block: logits of a part of a row, which one program takes.
+        warps: of a program.
+        registers: of a thread, at most.
+        distance_per_sm: where programs keep nothing, programs per multiprocessor between two phases of a part: more
+            than run at once, so that none waits for long.
+    """
+
+    itemsize: int
+    block: int
+    warps: int
+    registers: int
+    distance_per_sm: int
+
+
+_TILES = (
+    Tile(itemsize=2, block=4096, warps=8, registers=80, distance_per_sm=4),
+    Tile(itemsize=4, block=4096, warps=8, registers=80, distance_per_sm=4),
+)
+
+
+def divergence_rows(
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None = None
+) -> None:
+    """Fill `loss` with the divergences of rows, and dz, which may be z, with scale · dloss/dz.
+
+    Args:
+        z: [N, V], logits of the student; adjacent columns; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
+        t: [N, V], logits of the teacher, of any of these dtypes.
+        target: [N], int64, contiguous; only compared with `form.ignore_index`.
+        scale: [N], of loss's dtype, may be an expanded scalar; needed for dz.
+        loss: [N], fp32 (fp64 for fp64).
+        form: the form of the divergence.
+        dz: [N, V], of z's dtype, adjacent columns; None for no gradient.
+    """
+    if takes_kernel(z):
+        _launch(z, t, target, scale, loss, form, dz)
+        return
+    loss.copy_(reference_divergence(z, t, target, form))
+    if dz is not None:
+        assert scale is not None
+        dz.copy_(reference_gradient(z, t, target, scale, form))
+
+
+def _launch(
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None
+) -> None:
+    n_rows, vocabulary = z.shape
+    tile = next(tile for tile in _TILES if max(z.itemsize, t.itemsize) <= tile.itemsize)
+    block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
+    parts = triton.cdiv(vocabulary, block)
+    n_parts = n_rows * parts
+    if 3 * n_parts >= 2**31:
+        raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
+    # The interpreter runs one program after the other: there none may wait for a later one.
+    keep = form.normalized or parts == 1 or (parts <= _MOST_KEPT and z.device.type != "cpu")
+    distance = 0 if keep else min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
+    partial = loss.new_empty(n_rows, parts)
+    words = None if form.normalized else z.new_zeros(3 * n_parts, dtype=torch.int64)
+    launch(
+        divergence_kernel, (n_parts + (1 + (dz is not None)) * distance,),
+        z, t, dz, target, scale, partial, words,
+        n_parts, distance, z.stride(0), t.stride(0), 0 if dz is None else dz.stride(0),
+        0 if scale is None else scale.stride(0), form.ignore_index,
+        V=vocabulary, KIND=_KINDS[form.divergence], BETA=form.beta,
+        SOFTCAP=form.softcap, TEACHER_SOFTCAP=form.teacher_softcap, TEMPERATURE=form.temperature,
+        NORMALIZED=form.normalized, GRADIENT=dz is not None, KEEP=keep,
+        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block,
+        num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
+    )  # fmt: skip
+    torch.sum(partial, 1, out=loss)

@@ -1,0 +1,273 @@
+"""linear_jsd and linear_kl_div: the divergence of a head from a teacher's, with its gradients in the forward pass.
+
+Formulas: see the package. The operator is `strata::linear_divergence`. A scalar loss is linear in its incoming
+gradient, so that the backward pass only multiplies by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator
+from .._operator import Operator, is_transformed, operator
+from ..cross_entropy.reduction import check_options, refuse_double_backward, scaled
+from ..divergence.divergence_reference import Divergence, Form, reference_divergence
+from ..divergence.given_logits import Direction, check_temperature, of_beta, of_direction, row_divisor
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_devices,
+    check_dtypes,
+    check_head,
+    check_memory_options,
+    check_target,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+from ..head.head_pass import Wanted
+from ..head.vocabulary_parallel import is_dtensor
+from .row_divergences import PassSettings, Teacher, divergences_and_gradients
+
+_SETTINGS = (
+    "str divergence, float beta, float temperature, float softcap, float teacher_softcap, int ignore_index,"
+    " SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw, bool want_db"
+)
+
+
+@operator(
+    "linear_divergence(Tensor divisor, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor teacher_x,"
+    f" Tensor teacher_weight, Tensor? teacher_bias, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+class _LinearDivergence(Operator):
+    """The sum of the rows by the divisor; dx, dW and db for an incoming gradient of 1, empty where not wanted."""
+
+    @staticmethod
+    def forward(
+        divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_x: Tensor,
+        teacher_weight: Tensor, teacher_bias: Tensor | None,
+        divergence: Divergence, beta: float, temperature: float, softcap: float, teacher_softcap: float,
+        ignore_index: int, chunk_bytes: int, exact: bool, *wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        losses, gradients = divergences_and_gradients(
+            x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias),
+            divisor.reciprocal().expand(x.shape[0]),
+            Form(divergence, beta, temperature, softcap, teacher_softcap, ignore_index=ignore_index),
+            PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+        )  # fmt: skip
+        return losses.sum() / divisor, *gradients
+
+    @staticmethod
+    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dx, dw, db = rest[-3:]
+        return (
+            x.new_empty((), dtype=accumulator(x.dtype)),
+            x.new_empty(x.shape if dx else 0),
+            weight.new_empty(weight.shape if dw else 0),
+            weight.new_empty(weight.shape[0] if db else 0),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+        ctx.wanted, ctx.n_inputs = inputs[-3:], len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a divergence")
+        nothing: tuple[None, ...] = (None,) * ctx.n_inputs
+        if grad is None:
+            return nothing
+        gradients = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        return None, *gradients, *nothing[4:]
+
+
+class _Options(NamedTuple):
+    divergence: Divergence
+    beta: float
+    temperature: float
+    softcap: float | None
+    teacher_softcap: float | None
+    ignore_index: int
+    reduction: Literal["mean", "sum"]
+    num_items: int | Tensor | None
+    max_targets: int | None
+    accumulate: Accumulate
+    chunk_bytes: int | None
+
+
+def linear_jsd(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """The generalized Jensen-Shannon divergence of a head from a teacher's; neither's logits are there as a whole.
+
+    Equivalent to `jsd` of the logits::
+
+        logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
+        logits = softcap * torch.tanh(logits.float() / softcap)                                     # with a softcap
+        loss = jsd(logits, teacher, target, beta=beta, temperature=temperature)
+
+    The forward pass computes the gradients of x, weight and bias that are needed. Double backward is not supported.
+
+    Args:
+        x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. Not a DTensor.
+        teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
+        teacher_weight: [V, H'], of x's dtype. Where vocabularies are padded to different sizes, pass the common rows.
+        target: [...], int64: rows whose target is `ignore_index` are left out; None counts all rows.
+        beta: in [0, 1]; 0 is KL(teacher || student), 1 is KL(student || teacher).
+        temperature: both logits are divided by it, after the softcap. Kernels are compiled for each value.
+        bias, teacher_bias: [V], of x's dtype.
+        softcap, teacher_softcap: logits are squashed into (-softcap, softcap).
+        ignore_index: see target.
+        reduction: "mean" or "sum".
+        num_items: divisor of "mean" instead of the number of rows that count. A tensor is not read by the host.
+        max_targets: upper bound of the rows that count: only so many are multiplied. If there are more, the result and
+            its gradients are NaN.
+        accumulate: "exact" sums a 16-bit gradient of weight in fp32 where it takes several chunks, in 2·V·H bytes more;
+            "lean" rounds after every chunk of rows.
+        chunk_bytes: bytes of both logits at a time; by default 1 GiB, on a CPU 16 MiB.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). The mean over no rows is NaN, with zero gradients.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_jsd(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24)).backward()
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta {beta} must be between 0 and 1")
+    options = _Options(
+        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
+        max_targets, accumulate, chunk_bytes,
+    )  # fmt: skip
+    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+
+
+def linear_kl_div(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    direction: Direction = "forward",
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """The Kullback-Leibler divergence of a head from a teacher's; neither's logits are there as a whole.
+
+    Equivalent to `kl_div` of the logits::
+
+        logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
+        loss = kl_div(logits, teacher, target, direction=direction, temperature=temperature)
+
+    Arguments, returns and errors as in `linear_jsd`; direction: "forward", KL(teacher || student), or "reverse".
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_kl_div(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24), temperature=2.0).backward()
+    """
+    options = _Options(
+        of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
+        max_targets, accumulate, chunk_bytes,
+    )  # fmt: skip
+    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+
+
+def _linear_divergence(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: _Options
+) -> Tensor:
+    if target is None:
+        # Any number but ignore_index.
+        target = torch.full(x.shape[:-1], options.ignore_index + 1, device=x.device)
+    _check(x, weight, bias, target, teacher, options)
+    x, weight, bias = autocast(x, weight, bias)
+    teacher = Teacher(*autocast(*teacher))
+    check_dtypes(x, weight, bias)
+    check_dtypes(*teacher, prefix="teacher_")
+    if teacher.x.dtype != x.dtype:
+        raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
+
+    labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
+    divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
+    kept = kept_rows(labels, options.ignore_index, options.max_targets)
+    factor: Tensor | float = 1.0
+    if kept is not None:
+        factor = nan_beyond(labels, options.ignore_index, kept.shape[0])
+        rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
+    softcaps = options.softcap or 0.0, options.teacher_softcap or 0.0
+    if is_transformed():
+        z, t = functional.linear(rows, weight, bias), functional.linear(teacher_rows, *teacher[1:])
+        form = Form(*options[:3], *softcaps, ignore_index=options.ignore_index)
+        return reference_divergence(z, t, labels, form).sum() / divisor * factor
+    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+    late = x.dtype == torch.float16
+    loss: Tensor
+    loss, *_ = _LinearDivergence.apply(
+        torch.ones_like(divisor) if late else divisor, rows, weight, bias, labels, teacher_rows, *teacher[1:],
+        *options[:3], *map(float, softcaps), options.ignore_index,
+        logits_bytes(x, options.chunk_bytes, tensors=2), options.accumulate == "exact",
+        *wanted_gradients(rows, weight, bias),
+    )  # fmt: skip
+    return (loss / divisor if late else loss) * factor if late or kept is not None else loss
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: _Options) -> None:
+    if any(map(is_dtensor, (x, weight, bias, *teacher))):
+        raise ValueError("x, weight and the teacher's tensors must be plain tensors: pass DTensors as full_tensor()")
+    check_head(x, weight, bias)
+    check_head(*teacher, prefix="teacher_")
+    check_target(x, target)
+    if teacher.x.shape[:-1] != x.shape[:-1] or teacher.weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_x {list(teacher.x.shape)} must have the leading shape of x {list(x.shape)}, and teacher_weight "
+            f"{list(teacher.weight.shape)} the classes of weight {list(weight.shape)}: pass the rows that both have"
+        )
+    check_devices(x, weight, target, bias, *teacher)
+    if any(t is not None and t.requires_grad for t in teacher):
+        raise ValueError("the teacher's tensors get no gradient: detach them")
+    if options.reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction {options.reduction!r} must be mean or sum")
+    for name, softcap in (("softcap", options.softcap), ("teacher_softcap", options.teacher_softcap)):
+        if softcap is not None and not softcap > 0.0:
+            raise ValueError(f"{name} {softcap} must be positive; leave it out for none")
+    check_options(0.0, None, options.reduction, options.num_items)
+    check_temperature(options.temperature)
+    check_memory_options(options.accumulate, options.chunk_bytes, options.max_targets)

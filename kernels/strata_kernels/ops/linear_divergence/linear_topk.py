@@ -1,0 +1,186 @@
+"""linear_topk_kl_div: the divergence of a head from a teacher whose likeliest tokens alone are known.
+
+    loss = Σ_rows Σ_k q_k (log q_k - log p_k) / divisor        dz_v = ((Σ_k q_k) p_v - q_v) / (T · divisor)
+
+with q_v = 0 for tokens that are not given. Teachers on servers and in files are stored in this way. The operator is
+`strata::linear_topk_kl_div`; the row kernel is that of cross entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator, describe
+from .._operator import Operator, is_transformed, operator
+from ..cross_entropy.reduction import check_options, refuse_double_backward, scaled
+from ..cross_entropy.row_statistics import Options
+from ..divergence.given_logits import check_temperature, row_divisor
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_devices,
+    check_dtypes,
+    check_head,
+    check_memory_options,
+    check_target,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+from ..head.head_pass import Wanted
+from ..head.vocabulary_parallel import is_dtensor
+from .row_divergences import PassSettings, topk_and_gradients
+
+_SETTINGS = (
+    "float temperature, float softcap, int ignore_index, SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw,"
+    " bool want_db"
+)
+
+
+@operator(
+    "linear_topk_kl_div(Tensor divisor, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor tokens,"
+    f" Tensor log_probs, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+class _LinearTopK(Operator):
+    """The sum of the rows by the divisor; dx, dW and db for an incoming gradient of 1, empty where not wanted."""
+
+    @staticmethod
+    def forward(
+        divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tokens: Tensor,
+        log_probs: Tensor, temperature: float, softcap: float, ignore_index: int, chunk_bytes: int, exact: bool,
+        *wanted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        losses, gradients = topk_and_gradients(
+            x, weight, bias, target, tokens, log_probs, divisor.reciprocal().expand(x.shape[0]),
+            Options(ignore_index, 0.0, 0.0, softcap, temperature), PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+        )  # fmt: skip
+        return losses.sum() / divisor, *gradients
+
+    @staticmethod
+    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dx, dw, db = rest[-3:]
+        return (
+            x.new_empty((), dtype=accumulator(x.dtype)),
+            x.new_empty(x.shape if dx else 0),
+            weight.new_empty(weight.shape if dw else 0),
+            weight.new_empty(weight.shape[0] if db else 0),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+        ctx.wanted, ctx.n_inputs = inputs[-3:], len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("a divergence")
+        nothing: tuple[None, ...] = (None,) * ctx.n_inputs
+        if grad is None:
+            return nothing
+        gradients = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        return None, *gradients, *nothing[4:]
+
+
+def linear_topk_kl_div(
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """KL(teacher || student) over the tokens of which the teacher's log-probabilities are known; no logits as a whole.
+
+    Equivalent to::
+
+        log_p = (F.linear(x, weight, bias).float() / temperature).log_softmax(-1).gather(-1, tokens)
+        loss = (log_probs.exp() * (log_probs - log_p)).sum(-1)
+        loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
+
+    Args:
+        x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        weight: [V, H], of x's dtype. Under autocast both are cast. Not a DTensor.
+        tokens: [..., K], int64 in [0, V), different from each other in each row.
+        log_probs: [..., K], floating point, of the teacher at this temperature. They are taken as they are: normalize
+            them over the K tokens for a distribution. -inf leaves a token out. They get no gradient.
+        target, temperature, bias, softcap, ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes:
+            as in `linear_jsd`, but by default chunks take 640 MiB.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). The mean over no rows is NaN, with zero gradients.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> log_probs, tokens = torch.randn(2, 8, 32).log_softmax(-1).topk(4)
+        >>> linear_topk_kl_div(x, weight, tokens, log_probs).backward()
+    """
+    if target is None:
+        # Any number but ignore_index.
+        target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
+    _check(x, weight, bias, target, tokens, log_probs)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction {reduction!r} must be mean or sum")
+    check_options(0.0, softcap, reduction, num_items)
+    check_temperature(temperature)
+    check_memory_options(accumulate, chunk_bytes, max_targets)
+    x, weight, bias = autocast(x, weight, bias)
+    check_dtypes(x, weight, bias)
+
+    dtype = accumulator(x.dtype)
+    rows, labels = [x.flatten(0, -2), tokens.flatten(0, -2), log_probs.flatten(0, -2).to(dtype)], target.flatten()
+    divisor = row_divisor(labels, ignore_index, reduction, num_items, dtype)
+    kept = kept_rows(labels, ignore_index, max_targets)
+    factor: Tensor | float = 1.0
+    if kept is not None:
+        factor = nan_beyond(labels, ignore_index, kept.shape[0])
+        rows, labels = [t.index_select(0, kept) for t in rows], labels[kept]
+    if is_transformed():
+        z = functional.linear(rows[0], weight, bias).to(dtype)
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        log_p = (z / temperature).log_softmax(-1).gather(1, rows[1])
+        terms = rows[2].exp() * (rows[2] - log_p).masked_fill(rows[2] == -torch.inf, 0.0)
+        return terms.where((labels != ignore_index)[:, None], 0.0).sum() / divisor * factor
+    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+    late = x.dtype == torch.float16
+    loss: Tensor
+    loss, *_ = _LinearTopK.apply(
+        torch.ones_like(divisor) if late else divisor, rows[0], weight, bias, labels.contiguous(), *rows[1:],
+        float(temperature), float(softcap or 0.0), ignore_index, logits_bytes(x, chunk_bytes), accumulate == "exact",
+        *wanted_gradients(rows[0], weight, bias),
+    )  # fmt: skip
+    return (loss / divisor if late else loss) * factor if late or kept is not None else loss
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    if any(map(is_dtensor, (x, weight, bias))):
+        raise ValueError("x, weight and bias must be plain tensors: pass DTensors as full_tensor()")
+    check_head(x, weight, bias)
+    check_target(x, target)
+    if tokens.dim() != x.dim() or tokens.shape[:-1] != x.shape[:-1] or tokens.shape[-1:] == (0,):
+        raise ValueError(f"tokens {describe(tokens)} must be [..., K] with K > 0, the leading shape of x {describe(x)}")
+    if tokens.dtype != torch.int64 or log_probs.shape != tokens.shape or not log_probs.is_floating_point():
+        raise ValueError(
+            f"tokens {describe(tokens)} must be int64, and log_probs {describe(log_probs)} floating point of its shape"
+        )
+    if log_probs.requires_grad:
+        raise ValueError("log_probs gets no gradient: detach it")
+    check_devices(x, weight, target, bias, tokens, log_probs)

@@ -1,0 +1,113 @@
+"""Divergences as the engine of `head` takes them: what its pass does with some rows of the student's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._launch import accumulator
+from ..cross_entropy.row_statistics import Options
+from ..cross_entropy.rows import cross_entropy_rows
+from ..divergence.divergence_reference import Form
+from ..divergence.divergence_rows import divergence_rows
+from ..head.head_pass import HeadGradients, HeadPass, Wanted, logits_into
+from ..head.memory import logits_view, plan_chunks
+from ..head.vocabulary_parallel import unsharded
+
+
+class Teacher(NamedTuple):
+    """x [N, H'], weight [V, H'] and bias [V] of the teacher."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How a pass goes: bytes of logits at a time, whether a 16-bit dW is rounded once, which gradients are needed."""
+
+    chunk_bytes: int
+    exact: bool
+    wanted: Wanted
+
+
+def divergences_and_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, scale: Tensor, form: Form,
+    settings: PassSettings,
+) -> tuple[Tensor, HeadGradients]:  # fmt: skip
+    """(divergences [N], gradients of their sum weighted by scale [N]); x [N, H], weight [V, H], target [N]."""
+    # Both logits are there at a time.
+    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes // 2)
+    loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
+    taken = _Divergence(target, teacher, scale, form, settings.wanted.any, loss, x.new_empty(plan.buffer_size))
+    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size))
+
+
+class _Divergence:
+    """The `RowLoss` of a divergence from a teacher with a head."""
+
+    def __init__(
+        self, target: Tensor, teacher: Teacher, scale: Tensor, form: Form, gradient: bool, loss: Tensor, buffer: Tensor
+    ) -> None:
+        self._target, self._teacher, self._scale, self._form = target, teacher, scale, form
+        self._gradient, self._loss, self._buffer = gradient, loss, buffer
+
+    def take(self, z: Tensor, rows: slice) -> None:
+        t = logits_view(self._buffer, z.shape[0], z.shape[1])
+        logits_into(t, self._teacher.x[rows], self._teacher.weight, self._teacher.bias)
+        dz = z if self._gradient else None
+        divergence_rows(z, t, self._target[rows], self._scale[rows], self._loss[rows], self._form, dz)
+
+
+def topk_and_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tokens: Tensor, log_probs: Tensor, scale: Tensor,
+    options: Options, settings: PassSettings,
+) -> tuple[Tensor, HeadGradients]:  # fmt: skip
+    """(Σ_k q_k (log q_k - log p_k) [N], gradients of their sum weighted by scale [N]).
+
+    tokens [N, K], int64; log_probs [N, K], log q, of the dtype of the losses.
+    """
+    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes)
+    loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
+    taken = _TopK(target, tokens, log_probs, scale, options, settings.wanted.any, loss)
+    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size))
+
+
+class _TopK:
+    """The `RowLoss` of a divergence from K tokens: cross entropy of the first one, then K columns of the gradient."""
+
+    def __init__(
+        self, target: Tensor, tokens: Tensor, log_probs: Tensor, scale: Tensor, options: Options, gradient: bool,
+        loss: Tensor,
+    ) -> None:  # fmt: skip
+        self._target, self._tokens, self._log_probs, self._scale = target, tokens, log_probs, scale
+        self._options, self._gradient, self._loss = options, gradient, loss
+
+    def take(self, z: Tensor, rows: slice) -> None:
+        options, tokens, log_q = self._options, self._tokens[rows], self._log_probs[rows]
+        counted = (self._target[rows] != options.ignore_index)[:, None]
+        q, scale = log_q.exp(), self._scale[rows, None]
+        mass = q.sum(1, keepdim=True)
+        loss, largest, log_sum = (torch.empty_like(self._loss[rows]) for _ in range(3))
+        logits = z.gather(1, tokens).to(loss.dtype)
+        # The gradient of -mass log p of the first token; its columns of the K tokens are stored anew.
+        first = tokens[:, 0].where(counted[:, 0], options.ignore_index)
+        cross_entropy_rows(
+            z, first, (scale * mass)[:, 0], loss, options, self._gradient, largest=largest, log_sum=log_sum
+        )
+        squashed = torch.tanh(logits / options.softcap) if options.softcap else logits
+        wide = (options.softcap or 1.0) * squashed / options.temperature
+        log_p = wide - largest[:, None] - log_sum[:, None]
+        # 0 log 0 is 0.
+        terms = (q * (log_q - log_p).masked_fill(q == 0, 0.0)).where(counted, 0.0)
+        self._loss[rows].copy_(terms.sum(1))
+        if self._gradient:
+            slope = (1 - squashed.square() if options.softcap else 1.0) / options.temperature
+            dz = scale * (mass * log_p.exp() - q) * slope
+            z.scatter_(1, tokens, dz.where(counted, 0.0).to(z.dtype))

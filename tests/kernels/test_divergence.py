@@ -1,0 +1,273 @@
+"""kl_div, jsd and tvd against PyTorch in the same dtype and in fp64, and against TRL's function."""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from strata_kernels import jsd, kl_div, tvd
+from strata_kernels.ops.divergence import divergence_rows
+
+# The interpreter's NumPy warns of lanes whose results are masked.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+INTERPRETED = "TRITON_INTERPRET" in os.environ
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+# Rows and vocabulary: one row, odd sizes, one part of the kernel and several.
+SHAPES = [(1, 7), (5, 300), (3, 9001)]
+FULL = [(300, 128256), (70, 50257), (40, 262208)] if torch.cuda.is_available() else []
+Function = Callable[..., Tensor]
+
+
+def plain(kind: str, log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
+    """Losses [...] of log-probabilities, in the words of PyTorch."""
+    kl = lambda of, to: functional.kl_div(to, of, reduction="none", log_target=True).sum(-1)  # noqa: E731
+    if kind == "forward":
+        return kl(log_q, log_p)
+    if kind == "reverse":
+        return kl(log_p, log_q)
+    if kind == "tvd":
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+
+
+KINDS: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
+    "forward": (kl_div, lambda p, q: plain("forward", p, q)),
+    "reverse": (lambda *x, **o: kl_div(*x, direction="reverse", **o), lambda p, q: plain("reverse", p, q)),
+    "jsd": (jsd, lambda p, q: plain("jsd", p, q)),
+    "jsd 0.1": (lambda *x, **o: jsd(*x, beta=0.1, **o), lambda p, q: plain("jsd", p, q, 0.1)),
+    "tvd": (tvd, lambda p, q: plain("tvd", p, q)),
+}
+
+
+def problem(rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of student and teacher, and targets of which every fourth is ignored."""
+    logits = 2 * torch.randn(rows, vocabulary)
+    teacher = logits + torch.randn(rows, vocabulary)
+    target = torch.randint(vocabulary, (rows,))
+    target[1::4] = -100
+    return logits.to(device, dtype), teacher.to(device, dtype), target.to(device)
+
+
+def reduced(losses: Tensor, target: Tensor, reduction: str = "mean", num_items: Any = None) -> Tensor:
+    counted = target != -100
+    losses = losses.where(counted, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (1 if reduction == "sum" else counted.sum() if num_items is None else num_items)
+
+
+def log_probs(x: Tensor, temperature: float = 1.0) -> Tensor:
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1)
+
+
+@pytest.fixture
+def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
+    """Losses and gradients at the bar, for an incoming gradient of one, as a training step has it."""
+
+    def run(ours: Function, torchs: Function, inputs: list[Tensor]) -> None:
+        results = []
+        for function, dtype in ((ours, None), (torchs, None), (torchs, torch.float64)):
+            leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+            loss = function(*leaves)
+            results.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+        losses, *gradients = zip(*results, strict=True)
+        hold_loss(*losses)
+        for each in gradients:
+            within_bar(*each)
+
+    return run
+
+
+def hold_loss(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """At the bar, or as exact as log-probabilities about ten are: PyTorch's rounding of a difference may cancel."""
+    mine, theirs = ((x.double() - exact).abs().max() for x in (ours, torchs))
+    assert ours.dtype == torchs.dtype and mine <= 2 * theirs + 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *FULL], ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "reduction": "none"}, {"num_items": 5}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_fp64(kind, options, shape, dtype, path, device, compare_trained, poisoned) -> None:
+    if shape in FULL and path != "gpu":
+        pytest.skip("a size for a GPU")
+    logits, teacher, target = problem(*shape, device, dtype)
+    ours, losses = KINDS[kind]
+    options = dict(options)
+    temperature = options.get("temperature", 1.0)
+
+    def torchs(x: Tensor) -> Tensor:
+        log_q = log_probs(teacher.to(x.dtype), temperature)
+        rest = {name: value for name, value in options.items() if name != "temperature"}
+        return reduced(losses(log_probs(x, temperature), log_q), target, **rest)
+
+    compare_trained(lambda x: ours(x, teacher, target, **options), torchs, [logits])
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept in registers", "read again"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_through_a_row(kind, kept, device, path, compare_trained, monkeypatch, poisoned) -> None:
+    """Three parts of a row and more, where the gradient is in place too."""
+    if path != "gpu" and kept:
+        pytest.skip("programs that run one after the other cannot wait for each other")
+    monkeypatch.setattr(divergence_rows, "_MOST_KEPT", 32 if kept else 0)
+    logits, teacher, target = problem(6, 9001, device, torch.float32)
+    ours, losses = KINDS[kind]
+    compare_trained(
+        lambda x: ours(x, teacher, target),
+        lambda x: reduced(losses(log_probs(x), log_probs(teacher.to(x.dtype))), target),
+        [logits],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_match_fp64(kind, dtype, device, compare_trained, poisoned) -> None:
+    """The gradient is that with respect to them, without that of log_softmax."""
+    logits, teacher, target = problem(5, 300, device, torch.float32)
+    given, told = log_probs(logits).to(dtype), log_probs(teacher).to(dtype)
+    ours, losses = KINDS[kind]
+
+    def torchs(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return reduced(losses(x.to(wide), told.to(wide)), target)
+
+    compare_trained(lambda x: ours(x, told, target, normalized=True), torchs, [given])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_equals_trl(beta, device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    logits, teacher, target = problem(9, 50, device, torch.float32)
+    found = []
+    for function in (
+        lambda x: jsd(x, teacher, target, beta=beta, temperature=0.9),
+        lambda x: GKDTrainer.generalized_jsd_loss(x, teacher, target, beta=beta, temperature=0.9),
+    ):
+        x = logits.clone().requires_grad_()
+        loss = function(x)
+        found.append((loss, torch.autograd.grad(loss, x)[0]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_distributions(kind, device) -> None:
+    logits = problem(5, 300, device, torch.float32)[0].requires_grad_()
+    loss = KINDS[kind][0](logits, logits.detach())
+    assert loss.abs() < 1e-6 and torch.autograd.grad(loss, logits)[0].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_one_side_rules_out(kind, device) -> None:
+    """Where p or q is 0, a term is 0 or infinite, and gradients are no NaN."""
+    logits = torch.randn(4, 40, device=device)
+    teacher = torch.randn(4, 40, device=device)
+    logits[0, :3] = teacher[0, :3] = teacher[1, 3:9] = -torch.inf
+    logits[2, 5], teacher[3, 7] = 200.0, 200.0
+    ours, losses = KINDS[kind]
+    found = ours(logits.requires_grad_(), teacher, reduction="none")
+    p, q = log_probs(logits.detach().double()), log_probs(teacher.double())
+    none = {"forward": q.exp() == 0, "reverse": p.exp() == 0}.get(kind, (p.exp() == 0) & (q.exp() == 0))
+    expected = losses(p.masked_fill(none, 0.0), q.masked_fill(none, 0.0)) if kind in ("forward", "reverse") else None
+    if expected is not None:
+        torch.testing.assert_close(found.double(), expected.where(expected < 1e30, torch.inf), rtol=1e-5, atol=1e-5)
+    finite = found.isfinite()
+    assert finite.all() or kind == "reverse"
+    (gradient,) = torch.autograd.grad(found[finite].sum(), logits)
+    assert gradient[finite].isfinite().all()
+
+
+def test_compiled_equals_eager(device, gradients) -> None:
+    logits, teacher, target = problem(5, 40, device, torch.float32)
+    for reduction in ("mean", "none"):
+        function = lambda x, r=reduction: jsd(x.sin(), teacher, target, temperature=0.8, reduction=r).cos()  # noqa: E731
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        for a, b in zip(gradients(function, [logits]), gradients(compiled, [logits]), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what is tested is around the kernel")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own copies
+def test_is_a_well_formed_operator(device) -> None:
+    logits, teacher, target = problem(6, 20, device, torch.float32)
+    form = ("jsd", 0.5, 2.0, False, -100)
+    leaf = logits.requires_grad_()
+    torch.library.opcheck(
+        torch.ops.strata.divergence.default, (torch.tensor(3.0, device=device), leaf, teacher, target, *form, True)
+    )
+    torch.library.opcheck(torch.ops.strata.divergence_rows.default, (leaf, teacher, target, *form))
+    given = (torch.rand(6, device=device), logits.detach(), teacher, target, *form)
+    torch.library.opcheck(torch.ops.strata.divergence_rows_bwd.default, given)
+
+
+def test_fp64_is_differentiated_exactly(device) -> None:
+    logits, teacher, target = problem(5, 8, device, torch.float64)
+    for ours, _ in KINDS.values():
+        assert torch.autograd.gradcheck(
+            lambda x, f=ours: f(x, teacher, target, temperature=1.5), logits.requires_grad_()
+        )
+
+
+def test_transforms_of_functions_see_plain_pytorch(device) -> None:
+    logits, teacher, target = problem(5, 8, device, torch.float32)
+    ours = torch.func.grad(lambda x: jsd(x, teacher, target))(logits)
+    expected = torch.autograd.grad(jsd(logits.requires_grad_(), teacher, target), logits)[0]
+    torch.testing.assert_close(ours, expected)
+
+
+def test_no_rows_and_no_row_that_counts(device) -> None:
+    empty = torch.randn(0, 8, device=device, requires_grad=True)
+    jsd(empty, torch.randn(0, 8, device=device), reduction="sum").backward()
+    assert empty.grad.shape == (0, 8)
+    logits, teacher, target = problem(3, 8, device, torch.float32)
+    loss = jsd(logits.requires_grad_(), teacher, torch.full_like(target, -100))
+    assert loss.isnan() and not torch.autograd.grad(loss, logits)[0].any()
+
+
+def test_double_backward_is_refused(device) -> None:
+    logits, teacher, target = problem(3, 8, device, torch.float32)
+    with pytest.raises(NotImplementedError, match="only once"):
+        torch.autograd.grad(jsd(logits.requires_grad_(), teacher, target), logits, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1.1}, "beta 1.1 must be between"),
+        ({"temperature": 0.0}, "temperature 0.0 must be positive"),
+        ({"normalized": True, "temperature": 2.0}, "divide before log_softmax"),
+        ({"reduction": "batchmean"}, "one of mean, sum, none"),
+        ({"reduction": "sum", "num_items": 3}, "contradicts"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, message, device) -> None:
+    logits, teacher, target = problem(3, 8, device, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        jsd(logits, teacher, target, **options)
+
+
+def test_wrong_tensors(device) -> None:
+    logits, teacher, target = problem(3, 8, device, torch.float32)
+    for arguments, message in (
+        ((logits, teacher[:, :7]), "must have the shape of logits"),
+        ((logits, teacher.requires_grad_()), "detach it"),
+        ((logits, teacher.detach(), target[:2]), "must be int64"),
+        ((logits.long(), teacher.detach()), "logits must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jsd(*arguments)
+    with pytest.raises(ValueError, match="direction 'backward'"):
+        kl_div(logits, teacher.detach(), direction="backward")

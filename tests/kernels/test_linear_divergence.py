@@ -1,0 +1,267 @@
+"""linear_jsd, linear_kl_div and linear_topk_kl_div against PyTorch in the same dtype and in fp64."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from strata_kernels import linear_jsd, linear_kl_div, linear_topk_kl_div
+from strata_kernels.ops.head import head_pass
+from tests.kernels.test_divergence import hold_loss, log_probs, plain, reduced
+
+# The interpreter's NumPy warns of lanes whose results are masked.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+INTERPRETED = "TRITON_INTERPRET" in os.environ
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+# Rows, vocabulary, features of the student and of the teacher.
+SHAPES = [(1, 7, 33, 20), (33, 300, 17, 40), (5, 5001, 9, 9)]
+FULL = [(513, 128256, 256, 512)] if torch.cuda.is_available() else []
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "forward": (linear_kl_div, lambda p, q: plain("forward", p, q)),
+    "reverse": (lambda *x, **o: linear_kl_div(*x, direction="reverse", **o), lambda p, q: plain("reverse", p, q)),
+    "jsd": (linear_jsd, lambda p, q: plain("jsd", p, q)),
+    "jsd 0.1": (lambda *x, **o: linear_jsd(*x, beta=0.1, **o), lambda p, q: plain("jsd", p, q, 0.1)),
+}
+
+
+class Problem:
+    """x, weight and bias of the student, those of a teacher near it, and targets of which every fourth is ignored."""
+
+    def __init__(
+        self, rows: int, vocabulary: int, hidden: int, width: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        x, weight, bias = torch.randn(rows, hidden), 2 * hidden**-0.5 * torch.randn(vocabulary, hidden), None
+        bias = torch.randn(vocabulary)
+        head = torch.randn(vocabulary, width) * width**-0.5
+        self.student = [t.to(device, dtype) for t in (x, weight, bias)]
+        self.teacher = [t.to(device, dtype) for t in (torch.randn(rows, width), head)]
+        self.target = torch.randint(vocabulary, (rows,), device=device)
+        self.target[1::4] = -100
+
+
+@pytest.fixture
+def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
+    """Results and gradients at the bar, for an incoming gradient of one, as a training step has it."""
+
+    def run(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+        results = []
+        for function, dtype in ((ours, None), (torchs, None), (torchs, torch.float64)):
+            leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+            loss = function(*leaves)
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        # In fp16 a gradient is divided by the number of rows after it is stored, for the sake of a loss scale.
+        roundings = 2 if inputs[0].dtype == torch.float16 else 1
+        losses, *gradients = zip(*results, strict=True)
+        hold_loss(*losses)
+        for each in gradients:
+            within_bar(*each, roundings)
+
+    return run
+
+
+def squashed(z: Tensor, softcap: float | None) -> Tensor:
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *FULL], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 2.0, "softcap": 3.0, "teacher_softcap": 5.0}, {"num_items": 5}], ids=str
+)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_matches_fp64(kind, options, shape, dtype, path, device, compare_trained, poisoned) -> None:
+    if shape in FULL and path != "gpu":
+        pytest.skip("a size for a GPU")
+    given = Problem(*shape, device, dtype)
+    ours, losses = LOSSES[kind]
+    temperature = options.get("temperature", 1.0)
+    budget = 2**16 if shape in SHAPES else 2**27
+
+    def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = squashed(functional.linear(x, weight, bias), options.get("softcap"))
+        t = squashed(functional.linear(*(y.to(x.dtype) for y in given.teacher)), options.get("teacher_softcap"))
+        found = losses(log_probs(z, temperature), log_probs(t, temperature))
+        return reduced(found, given.target, num_items=options.get("num_items"))
+
+    compare_trained(
+        lambda x, w, b: ours(x, w, *given.teacher, given.target, bias=b, **options, chunk_bytes=budget),
+        torchs, given.student,
+    )  # fmt: skip
+
+
+def topk(given: Problem, k: int) -> tuple[Tensor, Tensor]:
+    """(tokens, log-probabilities) of the teacher's likeliest."""
+    values, tokens = log_probs(functional.linear(*given.teacher).float()).topk(k)
+    return tokens, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "softcap": 3.0}, {"num_items": 5}], ids=str)
+def test_topk_matches_fp64(options, shape, dtype, device, compare_trained, poisoned) -> None:
+    given = Problem(*shape, device, dtype)
+    tokens, told = topk(given, min(5, shape[1]))
+    told[0, -1] = -torch.inf
+
+    def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = squashed(functional.linear(x, weight, bias), options.get("softcap"))
+        log_p = log_probs(z, options.get("temperature", 1.0)).gather(1, tokens)
+        terms = told.exp() * (told - log_p).masked_fill(told == -torch.inf, 0.0)
+        return reduced(terms.sum(1), given.target, num_items=options.get("num_items"))
+
+    compare_trained(
+        lambda x, w, b: linear_topk_kl_div(
+            x, w, tokens, told, given.target, bias=b, **options, chunk_bytes=2**15
+        ),
+        torchs, given.student,
+    )  # fmt: skip
+
+
+def test_topk_of_all_tokens_is_the_divergence(device, gradients) -> None:
+    given = Problem(9, 40, 8, 12, device, torch.float32)
+    tokens, told = topk(given, 40)
+    pairs = zip(
+        gradients(lambda x, w, b: linear_topk_kl_div(x, w, tokens, told, given.target, bias=b), given.student),
+        gradients(lambda x, w, b: linear_kl_div(x, w, *given.teacher, given.target, bias=b), given.student),
+        strict=True,
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def everything(given: Problem) -> dict[str, Callable[..., Tensor]]:
+    tokens, told = topk(given, 3)
+
+    def jsd(x: Tensor, w: Tensor, b: Tensor, **options: Any) -> Tensor:
+        return linear_jsd(x, w, *given.teacher, given.target, bias=b, **options)
+
+    def top(x: Tensor, w: Tensor, b: Tensor, **options: Any) -> Tensor:
+        return linear_topk_kl_div(x, w, tokens, told, given.target, bias=b, **options)
+
+    return {"jsd": jsd, "topk": top}
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_compiled_equals_eager(name, device, gradients) -> None:
+    given = Problem(7, 30, 8, 12, device, torch.float32)
+    function = lambda x, w, b: everything(given)[name](x.sin(), w, b, temperature=0.8).cos()  # noqa: E731
+    call = everything(given)[name]
+    function = lambda x, w, b: call(x.sin(), w, b, temperature=0.8).cos()  # noqa: E731
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(function, given.student), gradients(compiled, given.student), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_runs_repeat_and_a_frozen_head_saves_a_product(name, device, monkeypatch) -> None:
+    given = Problem(6, 20, 8, 12, device, torch.float32)
+    call, flops = everything(given)[name], []
+
+    def counting(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            a, b = args[-2:]
+            flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
+            return product(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "mm", counting(torch.mm))
+    monkeypatch.setattr(torch, "addmm", counting(torch.addmm))
+    x, weight, _ = given.student
+    found = []
+    for frozen, products in ((False, 6), (False, 6), (True, 4)):
+        flops.clear()
+        leaves = [x.requires_grad_(), weight.detach().requires_grad_(not frozen)]
+        loss = call(*leaves, None)
+        found.append([loss, *torch.autograd.grad(loss, leaves[: 2 - frozen])])
+        teacher = 2 * 6 * 20 * 12 if name == "jsd" else 0
+        assert sum(flops) == products * 6 * 20 * 8 + teacher
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert torch.equal(found[0][1], found[2][1])
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_ignored_rows_are_dropped(name, device, gradients, monkeypatch) -> None:
+    """Nine of twelve rows are not ignored."""
+    given = Problem(12, 40, 8, 12, device, torch.float32)
+    call, sizes = everything(given)[name], []
+    run = head_pass.HeadPass.__init__
+    monkeypatch.setattr(
+        head_pass.HeadPass, "__init__", lambda self, x, *rest, **by: sizes.append(len(x)) or run(self, x, *rest, **by)
+    )
+    kept, whole = (gradients(lambda *t, m=m: call(*t, max_targets=m), given.student) for m in (9, None))
+    assert sizes == [9, 12]
+    for a, b in zip(kept, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert call(*given.student, max_targets=8).isnan()
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_fp64_is_differentiated_exactly(name, device) -> None:
+    given = Problem(5, 8, 3, 4, device, torch.float64)
+    call = everything(given)[name]
+    leaves = [t.requires_grad_() for t in given.student]
+    assert torch.autograd.gradcheck(lambda *t: call(*t, temperature=1.5, softcap=3.0), leaves)
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_transforms_of_functions_see_plain_pytorch(name, device) -> None:
+    given = Problem(5, 8, 3, 4, device, torch.float32)
+    call = everything(given)[name]
+    ours = torch.func.grad(lambda *t: call(*t, temperature=1.5), argnums=(0, 1, 2))(*given.student)
+    leaves = [t.requires_grad_() for t in given.student]
+    expected = torch.autograd.grad(call(*leaves, temperature=1.5), leaves)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_sequences_and_no_rows(name, device) -> None:
+    given = Problem(6, 20, 8, 12, device, torch.float32)
+    x, weight, _ = given.student
+    tokens, told = topk(given, 3)
+    shaped = [t.view(2, 3, -1) for t in ((given.teacher[0],) if name == "jsd" else (tokens, told))]
+    function = linear_jsd if name == "jsd" else linear_topk_kl_div
+    more = given.teacher[1:] if name == "jsd" else []
+    rest = given.teacher if name == "jsd" else [tokens, told]
+    torch.testing.assert_close(
+        function(x.view(2, 3, 8), weight, *shaped, *more, given.target.view(2, 3)),
+        function(x, weight, *rest, given.target),
+    )
+    none = function(x[:0], weight.requires_grad_(), *(t[:0] for t in rest[: 1 + (name != "jsd")]), *more)
+    assert none.isnan() and not torch.autograd.grad(none, weight)[0].any()
+
+
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_wrong_arguments(name, device) -> None:
+    given = Problem(6, 20, 8, 12, device, torch.float32)
+    call = everything(given)[name]
+    for options, message in (
+        ({"temperature": 0.0}, "temperature 0.0 must be positive"),
+        ({"softcap": -1.0}, "softcap -1.0 must be positive"),
+        ({"reduction": "none"}, "must be mean or sum"),
+        ({"accumulate": "fast"}, "one of exact, lean"),
+        ({"reduction": "sum", "num_items": 3}, "contradicts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*given.student, **options)
+    x, weight, _ = given.student
+    teacher_x, head = given.teacher
+    tokens, told = topk(given, 3)
+    for function, arguments, message in (
+        (linear_jsd, (x, weight, teacher_x, head[:19]), "pass the rows that both have"),
+        (linear_jsd, (x, weight, teacher_x[:5], head), "the leading shape of x"),
+        (linear_jsd, (x, weight, teacher_x.double(), head.double()), "cast one of them"),
+        (linear_jsd, (x, weight, teacher_x, head.clone().requires_grad_()), "get no gradient"),
+        (linear_topk_kl_div, (x, weight, tokens.int(), told), "must be int64"),
+        (linear_topk_kl_div, (x, weight, tokens[:5], told[:5]), "the leading shape of x"),
+        (linear_topk_kl_div, (x, weight, tokens, told.clone().requires_grad_()), "detach it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
