@@ -1,4 +1,4 @@
-"""The command line: `python -m strata_kernels plan` and `python -m strata_kernels bake`."""
+"""The command line: `python -m strata_kernels` with `models`, `plan` or `bake`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .patch.overview import families, fused_in
 from .warmup import Plan
 from .warmup.bake import MANIFEST, bake
 from .warmup.cross_compile import target_of
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m strata_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True)
+    models = commands.add_parser("models", help="print the table of model families, or what is fused in some types")
+    models.add_argument("types", nargs="*", metavar="TYPE", help="a model type of transformers, as qwen3_moe")
+    models.set_defaults(run=_models)
     plan = commands.add_parser("plan", help="list every kernel that training a model launches")
     plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file of the plan, JSON")
     plan.set_defaults(run=_plan)
@@ -84,6 +88,12 @@ def _archs(text: str) -> list[str]:
     if not archs:
         raise argparse.ArgumentTypeError("pass at least one architecture, e.g. sm_90")
     return list(dict.fromkeys(archs))
+
+
+def _models(options: argparse.Namespace) -> int:
+    for line in [fused_in(model_type) for model_type in options.types] or [families()]:
+        print(line)
+    return 0
 
 
 def _plan_of(options: argparse.Namespace) -> Plan:

@@ -24,7 +24,7 @@ _LABELS = [[1, 4, -100], [-100, 2, 10]]
 # Fields of a configuration by which families cap, divide and multiply logits.
 _CAPS = ("final_logit_softcapping",)
 _DIVISORS = ("logits_scaling",)
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def prove_head(module: Any) -> Head:
@@ -44,9 +44,10 @@ def prove_head(module: Any) -> Head:
         raise NotEqual("has its body or its head in another place")
     small = _small_copy(module, body, head, routed=False)
     output = type(cls.forward(small, **_all_inputs(cls.forward)))
+    labelled = "labels" in getattr(small, body).calls[-1]
     # None for a family that adds no loss of its routers.
     routed = getattr(module.config.get_text_config(), "output_router_logits", None)
-    for variant in _variants(module, body, head, output):
+    for variant in (replace(v, labelled=labelled) for v in _variants(module, body, head, output)):
         if not _has_loss_of(small, variant):
             continue
         balanced = replace(variant, balanced=True)
@@ -172,8 +173,8 @@ class _Body(nn.Module):
         """Return an output with all the fields that heads read."""
         passed = dict(zip((argument.name for argument in self._arguments), args, strict=False)) | kwargs
         defaults = {argument.name: argument.default for argument in self._arguments}
-        # Bodies take these from the configuration, where heads do too.
-        left = {"return_dict", "output_router_logits"}
+        # Bodies take these from the configuration, where heads do too; who slices hidden states is the same.
+        left = {"return_dict", "output_router_logits", "logits_to_keep"}
         self.calls.append(
             {k: v for k, v in passed.items() if k not in left and v is not None and v is not defaults.get(k)}
         )

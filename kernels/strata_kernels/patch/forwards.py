@@ -167,8 +167,8 @@ def _rotate_one(x: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> T
 
 
 def _layout(unsqueeze_dim: int) -> Layout:
-    """The order of axes where cos and sin, [B, S, R], get an axis at `unsqueeze_dim`."""
-    layouts: dict[int, Layout] = {1: "bhsd", 2: "bshd", -2: "bshd", -3: "bhsd"}
+    """The order of axes where cos and sin, [B, S, R], get an axis at `unsqueeze_dim`; [S, R] at 0 (Pixtral)."""
+    layouts: dict[int, Layout] = {0: "bhsd", 1: "bhsd", 2: "bshd", -2: "bshd", -3: "bhsd"}
     return layouts[unsqueeze_dim]
 
 
@@ -213,6 +213,8 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         logits_to_keep = kwargs.pop("logits_to_keep", 0)
         if routed or "output_router_logits" in kwargs:
             kwargs["output_router_logits"] = routed
+        if recipe.labelled and labels is not None:
+            kwargs["labels"] = labels
         outputs = getattr(self, recipe.body)(**kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept, :]

@@ -98,6 +98,7 @@ class Head:
     softcap: the config's field with the cap on the logits, where it has one.
     divisor, multiplier: the config's field by which the logits are divided or multiplied, where there is one.
     balanced: its loss of routers, where the config asks for it, is `load_balancing_loss_func` of the modeling file.
+    labelled: the body is given the labels too (Gemma 3's builds its mask by them).
     output: the class of the forward's output; None for `CausalLMOutputWithPast`.
     """
 
@@ -107,6 +108,7 @@ class Head:
     divisor: str | None = None
     multiplier: str | None = None
     balanced: bool = False
+    labelled: bool = False
     output: type | None = None
 
 
