@@ -11,6 +11,7 @@ from typing import NamedTuple
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
+from strata_platform import queue_shares
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, is_local
@@ -64,13 +65,16 @@ def plan(spec: RunSpec) -> Planned:
 
 
 def _check_pods(spec: RunSpec) -> None:
-    """Check what a single machine has anyway, but pods need: GPUs, and an output folder that outlives them."""
+    """Check what a single machine has anyway, but pods need: GPUs, a queue, and an output folder that outlives them."""
     if spec.resources.gpu == 0 and spec.topology.nproc_per_node > 1:
         log.warning(
             "resources.gpu is 0: the %d processes of each pod train on CPUs; set resources.gpu to %d for one GPU each",
             spec.topology.nproc_per_node,
             spec.topology.nproc_per_node,
         )
+    shares = os.environ.get(queue_shares.VARIABLE)
+    if shares and (problem := queue_shares.Shares.parse(shares).problem(spec.resources, spec.topology)):
+        raise ValueError(problem)
     if os.path.isabs(spec.output):
         return
     if spec.topology.nnodes > 1:

@@ -19,13 +19,14 @@ import typer
 from strata_platform import commands
 from strata_platform.client import BackendName, prices_of_cluster
 from strata_platform.doctor.targets import TARGETS, checks_of
-from strata_platform.errors import SpecError, StrataError
+from strata_platform.errors import BackendError, SpecError, StrataError
 from strata_platform.estimate.gpus import GPUS, gpu_kind
 
 # The spec's models take longer to import than most commands take: functions import what they use.
 if TYPE_CHECKING:
     from strata_platform.estimate import Price
     from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources, Topology
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(commands.app)
@@ -141,13 +142,14 @@ def estimate_(
     gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs of the proposed layout.")] = 64,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: use the prices of the cluster.")
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: use the prices and queues of the cluster.")
     ] = "local",
 ) -> None:
     """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
 
     A run that does not fit gets a table of changes that save memory, with the price of each. A spec with
-    resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit.
+    resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit, or if no
+    queue of the cluster can ever admit it.
     """
     from strata_platform.estimate import Price, cheapest, estimate, render, shape_of
     from strata_platform.estimate.host_estimate import estimate_on_host
@@ -156,6 +158,8 @@ def estimate_(
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
     asked = _read(file, overrides)
+    if backend == "flyte":
+        _require_admission(asked.resources, asked.topology)
     kind = gpu or _kind(asked.resources.gpu_type)
     try:
         shape = shape_of(asked.model.name, config)
@@ -230,6 +234,17 @@ def verify(
         command += ["--only", *only]
     code = subprocess.run(command).returncode
     raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _require_admission(resources: Resources, topology: Topology) -> None:
+    """End with exit code 1 if the cluster's queues can never admit the run. Warns if that is not known."""
+    try:
+        commands.connect("flyte").backend.require_admission(resources, topology)
+    except BackendError as error:
+        if error.reason == "Inadmissible":
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        _warn(f"whether a queue admits the run is not known: {error}")
 
 
 def _kind(gpu_type: str | None) -> str:

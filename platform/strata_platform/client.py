@@ -99,10 +99,12 @@ class Client:
 
         Raises:
             DoesNotFit: the estimate exceeds the memory of the GPUs; `force` submits the run anyway.
+            BackendError: no queue can ever admit the run; `force` submits it anyway.
             RunExists: the run of this name has not ended.
         """
         if not force:
             self._require_fit(spec)
+            self.backend.require_admission(spec.resources, spec.topology)
         return self.backend.submit(spec)
 
     def get(self, name: str) -> Run:

@@ -74,7 +74,7 @@ def submit(
     from strata_platform.spec.local_files import require_local_files
 
     with _errors():
-        client = _connect(backend, image=image, version=version, poll=poll)
+        client = connect(backend, image=image, version=version, poll=poll)
         spec = load_spec_argument(file, overrides or ())
         if backend == "local":
             require_local_files(spec)
@@ -90,7 +90,7 @@ def submit(
 def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Show the current state of a run."""
     with _errors():
-        run = _connect(backend).get(name)
+        run = connect(backend).get(name)
     if format == "json":
         _echo_json(run, indent=2)
         return
@@ -125,7 +125,7 @@ def list_(
         raise typer.BadParameter("--mine and --owner both choose runs; leave one out")
     with _errors():
         # One more, to know whether there are more.
-        runs = _connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
+        runs = connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
     more, runs = bool(limit) and len(runs) > limit, runs[: limit or None]
     if format == "json":
         _echo_json(runs, indent=2)
@@ -157,7 +157,7 @@ def wait(
 ) -> None:
     """Show what a run is doing until it ends. Exit code 1 if it does not succeed."""
     with _errors(), _interruptible(name):
-        _end(_connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
+        _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
 
 
 @app.command()
@@ -171,7 +171,7 @@ def logs(
 ) -> None:
     """Print the log of a run. Exit code 1 if a run that is followed does not succeed."""
     with _errors():
-        client = _connect(backend, poll=poll)
+        client = connect(backend, poll=poll)
         if follow:
             _follow(client, name, times=times, rank=rank)
         else:
@@ -188,7 +188,7 @@ def metrics(
 ) -> None:
     """Print the steps of a run; as JSON, one object per line."""
     with _errors(), _interruptible(name):
-        for point in _connect(backend, poll=poll).metrics(name, follow=follow):
+        for point in connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
                 _echo_json(point)
             else:
@@ -199,7 +199,7 @@ def metrics(
 def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Print the events of a run."""
     with _errors():
-        for event in _connect(backend).events(name):
+        for event in connect(backend).events(name):
             if format == "json":
                 _echo_json(event)
             else:
@@ -211,7 +211,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
 def cancel(name: _Name, backend: _Backend = "local") -> None:
     """End a run and wait for its end. Its checkpoints stay: submit it again to continue."""
     with _errors():
-        client = _connect(backend, poll=0.2)
+        client = connect(backend, poll=0.2)
         before = client.get(name)
         after = client.cancel(name)
         typer.echo(f"{name} had ended before: {after.phase}" if before.is_done else f"{name} is {after.phase}")
@@ -226,7 +226,7 @@ def outputs(
 ) -> None:
     """Print the paths of the model, the report and the record of a run."""
     with _errors():
-        found = _connect(backend).outputs(name, to=to)
+        found = connect(backend).outputs(name, to=to)
     if format == "json":
         _echo_json(found, indent=2)
     else:
@@ -234,9 +234,7 @@ def outputs(
             typer.echo(f"{kind:<8}{path}")
 
 
-def _connect(
-    backend: BackendName, *, image: str | None = None, version: str | None = None, poll: float = 1.0
-) -> Client:
+def connect(backend: BackendName, *, image: str | None = None, version: str | None = None, poll: float = 1.0) -> Client:
     """A client for a terminal."""
     client = clients.connect(backend, image=image, version=version, poll=poll)
     # Errors arrive as exceptions; flytekit, if it logs in, would add a traceback for each open connection at exit.

@@ -23,7 +23,7 @@ from strata_platform.estimate import Gpu
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
-from strata_platform.spec.run_spec import Resources
+from strata_platform.spec.run_spec import Resources, Topology
 
 Item = LogLine | MetricPoint | Event | Stage | Phase
 """An item of a script: a line, step or event is added to the run, or the run enters a stage or a phase."""
@@ -84,6 +84,9 @@ class FakeBackend:
     def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU that the constructor was given."""
         return self._gpu
+
+    def require_admission(self, resources: Resources, topology: Topology) -> None:
+        """Every run is admitted."""
 
     def submit(self, spec: RunSpec) -> Run:
         """Add the run. Raises RunExists if it has not ended."""

@@ -109,7 +109,7 @@ def test_a_run_that_stopped_early_says_so(client, behave, capsys, monkeypatch):
         ("StoppedEarly", "after step 3"),
         ("Succeeded", "stopped early after step 3, measured and exported"),
     ]
-    monkeypatch.setattr(commands, "_connect", lambda *arguments, **options: client)
+    monkeypatch.setattr(commands, "connect", lambda *arguments, **options: client)
     commands.get("run")
     assert "step 3/10  loss 3.3333  validation loss 1.2500  stopped early" in capsys.readouterr().out
 

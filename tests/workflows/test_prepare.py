@@ -39,6 +39,24 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gc.collect()
 
 
+def test_a_run_that_no_queue_admits_is_refused_before_its_data_is_prepared(tmp_path, monkeypatch):
+    shares = {"required": True, "queues": {"research": "r"}, "clusterQueues": [
+        {"name": "r", "quotas": [{"flavor": "f", "resources": {"cpu": {"nominal": "1600m"}}}]}]}  # fmt: skip
+    monkeypatch.setattr(prepare, "configure_logging", lambda: None)
+    # As a pod that the chart's template made.
+    monkeypatch.setattr(prepare, "is_local", lambda: False)
+    monkeypatch.setenv("STRATA_QUEUES", json.dumps(shares))
+    spec = {"output": str(tmp_path), "data": {"max_samples": 60}}
+    for asked, said in (
+        ({"queue": "typo"}, "there is no queue 'typo', only: research"),
+        ({"queue": "research", "cpu": "2"}, "ask for 2 CPUs and at most 1.6 CPUs can be had"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare.plan(spec=RunSpec.model_validate(spec | {"resources": asked}))
+    admitted = RunSpec.model_validate(spec | {"resources": {"queue": "research", "cpu": "1"}})
+    assert prepare.plan(spec=admitted).output == str(tmp_path)
+
+
 def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: Path, s3: str, monkeypatch):
     from tasks.runtime import data
     from tasks.runtime.data import part_processes, pipeline

@@ -39,7 +39,7 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{ $where }}.labels.{{ $label }}: the chart sets this label itself; set podSecurity, project or domain, or leave it out
 {{- end }}
 {{- end }}
-{{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
+{{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_QUEUES" "queues.clusterQueues" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
 {{- range $variable, $_ := .podTemplate.env }}
 {{- if hasKey $set $variable }}
 {{ $where }}.podTemplate.env.{{ $variable }}: the chart sets this variable by {{ get $set $variable }}; set that, or leave it out

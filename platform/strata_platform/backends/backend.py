@@ -17,7 +17,7 @@ from strata_platform.runs import EvaluationPoint, Event, LogLine, MetricPoint, O
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
-    from strata_platform.spec.run_spec import Resources
+    from strata_platform.spec.run_spec import Resources, Topology
 
 Pause = Callable[[], None]
 """Waits a moment. A backend calls it when it has nothing new to yield."""
@@ -54,6 +54,9 @@ class Backend(Protocol):
 
     def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU model that a run would get; None without a GPU, or for a model that is not in `GPUS`."""
+
+    def require_admission(self, resources: Resources, topology: Topology) -> None:
+        """Raises BackendError if no queue can ever admit such a run. Warns if that is not known."""
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, or continue the one in the spec's folder. Raises RunExists if that one has not ended."""

@@ -40,12 +40,13 @@ from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFoun
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import Object
 from strata_platform.owner import this_user
+from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.run_layout import METRICS
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
-    from strata_platform.spec.run_spec import Resources
+    from strata_platform.spec.run_spec import Resources, Topology
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,16 @@ class FlyteBackend:
     def gpu(self, resources: Resources) -> Gpu | None:
         """The GPU model that `resources.gpu_type` names."""
         return find_gpu(resources.gpu_type or "a GPU without resources.gpu_type") if resources.gpu else None
+
+    def require_admission(self, resources: Resources, topology: Topology) -> None:
+        """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
+        try:
+            text = self._kubernetes().text(CONFIG_MAP, KEY)
+        except BackendError as error:
+            log.warning("whether a queue admits the run is not known: %s", error)
+            return
+        if text is not None and (problem := Shares.parse(text).problem(resources, topology)):
+            raise BackendError(problem, status=422, reason="Inadmissible")
 
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow.

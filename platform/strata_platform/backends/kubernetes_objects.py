@@ -22,6 +22,8 @@ _STAGES = {
     "tasks-evaluate": Stage.EVALUATING,
     "tasks-export": Stage.EXPORTING,
 }
+# What Kueue says of a flavor whose whole quota is too small, and of one that is merely used by others.
+_NEVER, _LATER = "> maximum capacity", "unused quota"
 _TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
 
 
@@ -166,6 +168,8 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
     reserved = _condition(workload, "QuotaReserved") or {}
     evicted = _condition(workload, "Evicted") or {}
     message = reserved.get("message", "")
+    if _NEVER in message and _LATER not in message:
+        message = f"no quota is large enough, so it waits for ever; cancel it and ask for less ({message})"
     if evicted.get("status") == "True":
         message = f"{evicted.get('reason', 'Evicted')}: {evicted.get('message', '')}"
     return RunStatus(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))

@@ -25,7 +25,7 @@ from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Ru
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
-    from strata_platform.spec.run_spec import Resources
+    from strata_platform.spec.run_spec import Resources, Topology
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class LocalBackend:
             log.warning("whether the run fits is not known: nvidia-smi failed: %s", str(output).strip())
             return None
         return find_gpu(answer.stdout.partition("\n")[0])
+
+    def require_admission(self, resources: Resources, topology: Topology) -> None:
+        """Nothing queues here."""
 
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, which outlives this process."""

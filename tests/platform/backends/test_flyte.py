@@ -30,6 +30,14 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
              "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]  # fmt: skip
 
 
+# As pkg/scheduler/flavorassigner of Kueue 0.19 says it.
+TOO_LARGE = (
+    "insufficient quota for cpu in flavor one, previously considered podsets requests (0) + current podset request (9) "
+    "> maximum capacity (4)"
+)
+IN_USE = "insufficient unused quota for cpu in flavor two, 1 more needed"
+
+
 @pytest.mark.parametrize(
     ("pods", "workloads", "expected"),
     [
@@ -45,6 +53,17 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
                 workload("elsewhere", queue="other", priority=10),
             ],
             RunStatus(Stage.WAITING, "insufficient quota", "research", 2),
+        ),
+        (
+            [],
+            [workload("mine", QuotaReserved={"status": "False", "message": TOO_LARGE})],
+            RunStatus(Stage.WAITING, f"no quota is large enough, so it waits for ever; cancel it and ask for less "
+                      f"({TOO_LARGE})", "research", 0),
+        ),
+        (
+            [],
+            [workload("mine", QuotaReserved={"status": "False", "message": f"{TOO_LARGE}, {IN_USE}"})],
+            RunStatus(Stage.WAITING, f"{TOO_LARGE}, {IN_USE}", "research", 0),
         ),
         (
             [],
@@ -64,7 +83,8 @@ BACK_OFF = [{"name": "c", "image": "i", "imageID": "", "ready": False, "restartC
          RunStatus(Stage.EVALUATING)),
         ([pod("x", "tasks-export-export")], [], RunStatus(Stage.EXPORTING)),
     ],
-    ids=["nothing yet", "in the queue", "evicted", "no node", "held back", "one of two", "no image", "prepares",
+    ids=["nothing yet", "in the queue", "too large", "too large for one flavor", "evicted", "no node",
+         "held back", "one of two", "no image", "prepares",
          "starts", "evaluates", "exports"],
 )  # fmt: skip
 def test_where_a_run_is(kubernetes, pods, workloads, expected):

@@ -128,6 +128,10 @@ spec:
           value: {{ $template.caches.triton.path }}
         - name: HF_HOME
           value: {{ $template.caches.huggingFace.path }}
+        # The first task of a run refuses what no queue will ever admit.
+        - name: STRATA_QUEUES
+          valueFrom:
+            configMapKeyRef: {name: strata-queues, key: shares.json, optional: true}
         {{- if .root.Values.kernels.bake.models }}
         - name: STRATA_BAKED_KERNELS
           value: {{ include "strata.bake.folder" .root }}
