@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from strata_platform.runs import MetricPoint
+from strata_platform.runs import EvaluationPoint, MetricPoint
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.trackers import Trackers, require_trackers
 from tasks.runtime.metrics.trackers import channel as channel_module
@@ -176,9 +176,11 @@ def test_a_tracker_that_does_not_know_whom_to_tell_is_named_before_training(name
 
 
 def track(spec, *points, done=0):
+    """Steps, and an evaluation after the last of them."""
     require_trackers(spec.tracking)
     trackers = Trackers(spec, RunFolder.of(spec), done=done)
     trackers.log(points)
+    trackers.log_evaluation(EvaluationPoint(points[-1].step, 0, points[-1].time, 2.5, {"accuracy": 0.5}, 0.1, ()))
     trackers.close(complete=True)
 
 
@@ -194,7 +196,9 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch, caplog):
     client = mlflow.MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert (run.info.status, run.data.params["training.micro_batch_size"]) == ("FINISHED", "4")
-    assert set(run.data.metrics) == set(values_of(POINT).values)
+    assert set(run.data.metrics) == {*values_of(POINT).values, "eval/loss", "eval/accuracy", "eval/seconds"}
+    evaluated = client.get_metric_history(run.info.run_id, "eval/loss")
+    assert [(metric.step, metric.value) for metric in evaluated] == [(2, 2.5), (4, 2.5)]
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(point.step, point.loss) for point in POINTS]
 
@@ -266,7 +270,8 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch, caplog, capfd):
     root = RunFolder.of(spec).root
     files = list(root.glob("wandb/offline-run-*/*.wandb"))
     assert {file.stem for file in files} == {f"run-{(root / 'wandb.id').read_text()}"}
-    assert b"train/loss" in b"".join(file.read_bytes() for file in files)
+    written = b"".join(file.read_bytes() for file in files)
+    assert b"train/loss" in written and b"eval/loss" in written and b"eval/accuracy" in written
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
 
