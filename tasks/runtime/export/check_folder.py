@@ -81,6 +81,11 @@ def _results(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "logits": logits.cpu().contiguous()}
 
 
+def tolerance_of(expected: dict[str, Tensor]) -> float:
+    """Largest difference of logits by rounding, relative to the largest logit."""
+    return _TOLERANCE[expected["logits"].dtype]
+
+
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None = None) -> str | None:
     """A description of the difference; None if there is none beyond `tolerance`, by default that of rounding."""
     for name in expected:
@@ -89,7 +94,7 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance:
     if not torch.equal(expected["input_ids"], found["input_ids"]):
         return "the tokenizer makes other tokens of a text"
     wanted, got = expected["logits"].float(), found["logits"].float()
-    tolerance = _TOLERANCE[expected["logits"].dtype] if tolerance is None else tolerance
+    tolerance = tolerance_of(expected) if tolerance is None else tolerance
     most, allowed = float((wanted - got).abs().max()), tolerance * float(wanted.abs().max())
     # Written so that NaN counts as a difference.
     return None if most <= allowed else f"logits differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
