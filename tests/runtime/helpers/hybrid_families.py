@@ -43,7 +43,7 @@ RECURRENT = {
     },
     "nemotron_h": {
         "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "chunk_size": 8, "n_groups": 1,
-        "layer_types": ["mamba", "full_attention"], "n_routed_experts": 4, "moe_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"], "n_routed_experts": 4, "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
     },
     "mamba": {"state_size": 4},
